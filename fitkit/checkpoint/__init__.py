@@ -1,0 +1,1 @@
+"""Files: weights in HDF5, written whole or not at all."""

@@ -1,0 +1,94 @@
+"""The outputs of a net by name, and what belongs to each of them.
+
+A net gives a tensor, a tuple, a dict, or an object with `.logits` (as Hugging Face models do).
+Losses, metrics and their logs speak of outputs by name: a dict's keys, `output_0`, `output_1`
+for a tuple, and the empty name for the single output of a net that has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fitkit.errors import ConfigurationError
+
+SINGLE = ""
+"""The name of the only output of a net; logs carry no prefix for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossHint:
+    """What an output's loss tells about its numbers; metrics read predictions by it.
+
+    Attributes:
+        takes: `"logits"`, `"probabilities"` or `"log_probabilities"`; None where unknown.
+        task: `"classes"` (one of C), `"binary"` (each entry yes or no), `"regression"`; None
+            where unknown.
+    """
+
+    takes: str | None = None
+    task: str | None = None
+
+
+def named_outputs(prediction: Any) -> dict[str, Any]:
+    """The outputs in a net's prediction by name, in order."""
+    if isinstance(prediction, torch.Tensor):
+        return {SINGLE: prediction}
+    logits = getattr(prediction, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        return {SINGLE: logits}
+    if isinstance(prediction, Mapping):
+        return dict(prediction)
+    if isinstance(prediction, (tuple, list)):
+        if len(prediction) == 1:
+            return {SINGLE: prediction[0]}
+        fields = getattr(prediction, "_fields", None)
+        names = fields or [f"output_{index}" for index in range(len(prediction))]
+        return dict(zip(names, prediction, strict=True))
+    return {SINGLE: prediction}
+
+
+def by_output(value: Any, names: Sequence[str], what: str) -> dict[str, Any]:
+    """What belongs to each output: `value`, a list or a dict of one entry an output.
+
+    Args:
+        value: for the single output the thing itself (or a list or dict of one); for several
+            outputs a list in their order or a dict by their names. A dict may leave out some.
+        names: the outputs' names.
+        what: what `value` is, for the message ("loss", "target").
+
+    Raises:
+        ConfigurationError: names that no output has, or a list of another length.
+    """
+    if list(names) == [SINGLE]:
+        if isinstance(value, Mapping) and len(value) == 1:
+            return {SINGLE: next(iter(value.values()))}
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            return {SINGLE: value[0]}
+        return {SINGLE: value}
+    if isinstance(value, Mapping):
+        unknown = [key for key in value if key not in names]
+        if unknown:
+            raise ConfigurationError(
+                f"{what} names {unknown}, but the net's outputs are {list(names)}."
+            )
+        return {name: value[name] for name in names if name in value}
+    if isinstance(value, (list, tuple)):
+        if len(value) != len(names):
+            raise ConfigurationError(
+                f"{what} has {len(value)} entries, but the net has {len(names)} outputs: "
+                f"{list(names)}. Give one entry an output, or a dict by name."
+            )
+        return dict(zip(names, value, strict=True))
+    raise ConfigurationError(
+        f"{what} is a {type(value).__name__}, but the net has {len(names)} outputs: {list(names)}. "
+        "Give a list in that order or a dict by name."
+    )
+
+
+def log_name(output: str, name: str) -> str:
+    """The key under which an output's loss or metric is logged."""
+    return f"{output}_{name}" if output else name

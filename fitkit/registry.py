@@ -1,0 +1,83 @@
+"""Names and what they stand for: the one way in which fitkit resolves strings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from fitkit.errors import ConfigurationError
+
+Entry = TypeVar("Entry")
+
+
+def normalise(name: str) -> str:
+    """The form in which names are compared: lower case, without `_`, `-` and blanks."""
+    return name.strip().lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Up to three of `names` that look like `name`, best first."""
+    by_form: dict[str, str] = {}
+    for known in names:
+        by_form.setdefault(normalise(known), known)
+    forms = difflib.get_close_matches(normalise(name), list(by_form), n=3, cutoff=0.6)
+    return [by_form[form] for form in forms]
+
+
+def unknown_name(kind: str, name: str, names: Iterable[str], hint: str = "") -> ConfigurationError:
+    """The error for a name that stands for nothing: the nearest names, all names, a hint."""
+    known = sorted(set(names))
+    close = nearest(name, known)
+    suggestion = f" Did you mean {' or '.join(repr(item) for item in close)}?" if close else ""
+    listing = ", ".join(repr(item) for item in known)
+    ending = f" {hint}" if hint else ""
+    return ConfigurationError(
+        f"{kind}={name!r} is not a known {kind}.{suggestion} Known: {listing}.{ending}"
+    )
+
+
+class Registry(Generic[Entry]):
+    """What each name of one kind stands for; case, `_` and `-` don't matter.
+
+    Args:
+        kind: what the names name, as users write the argument (`"loss"`).
+        hint: a sentence that ends the error for an unknown name.
+    """
+
+    def __init__(self, kind: str, hint: str = "") -> None:
+        self.kind = kind
+        self.hint = hint
+        self._entries: dict[str, Entry] = {}
+        self._spelling: dict[str, str] = {}
+
+    def add(self, name: str, entry: Entry, *aliases: str) -> Entry:
+        """Register `entry` under `name` and `aliases`; returns it."""
+        for spelling in (name, *aliases):
+            form = normalise(spelling)
+            if form in self._entries:
+                raise ValueError(f"{self.kind} {spelling!r} is registered twice")
+            self._entries[form] = entry
+            self._spelling[form] = spelling
+        return entry
+
+    def register(self, name: str, *aliases: str) -> Callable[[Entry], Entry]:
+        """A decorator that registers what it decorates."""
+        return lambda entry: self.add(name, entry, *aliases)
+
+    def __contains__(self, name: str) -> bool:
+        return normalise(name) in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._spelling.values())
+
+    def __getitem__(self, name: str) -> Entry:
+        """What `name` stands for.
+
+        Raises:
+            ConfigurationError: nothing; the message has the nearest and all names.
+        """
+        try:
+            return self._entries[normalise(name)]
+        except KeyError:
+            raise unknown_name(self.kind, name, self._spelling.values(), self.hint) from None

@@ -1,0 +1,114 @@
+"""Nested data: tuples, lists, dicts, named tuples and dataclasses of tensors.
+
+A *leaf* is whatever isn't one of those containers. Nothing here knows what a batch means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def is_named_tuple(tree: object) -> bool:
+    """Whether `tree` is an instance of a named tuple."""
+    return isinstance(tree, tuple) and hasattr(tree, "_fields")
+
+
+def is_container(tree: object) -> bool:
+    """Whether `tree` has children, rather than being a leaf."""
+    return isinstance(tree, (tuple, list, Mapping)) or (
+        dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+    )
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to each leaf; containers keep their types.
+
+    A mapping whose type can't be built from pairs becomes a dict.
+    """
+    if isinstance(tree, Mapping):
+        items = [(key, map_leaves(function, value)) for key, value in tree.items()]
+        try:
+            return type(tree)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return dict(items)
+    if is_named_tuple(tree):
+        return type(tree)(*(map_leaves(function, item) for item in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_leaves(function, item) for item in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        values = {
+            field.name: map_leaves(function, getattr(tree, field.name))
+            for field in dataclasses.fields(tree)
+            if field.init
+        }
+        return dataclasses.replace(tree, **values)
+    return function(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of `tree`, depth first."""
+    for _, leaf in leaves_with_paths(tree):
+        yield leaf
+
+
+def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves with the way to each, as Python would write it (`['image'][0]`)."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves_with_paths(value, f"{path}[{key!r}]")
+    elif isinstance(tree, (tuple, list)):
+        for index, item in enumerate(tree):
+            yield from leaves_with_paths(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from leaves_with_paths(getattr(tree, field.name), f"{path}.{field.name}")
+    else:
+        yield path, tree
+
+
+def sample_count(tree: Any) -> int:
+    """The number of samples in a batch: the first tensor's or array's length.
+
+    Shapes: any tree of (B, ...) tensors. Without one of at least one dimension, 1.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree.shape[0] if tree.ndim else 1
+    for leaf in leaves(tree):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and len(shape) > 0:
+            return int(shape[0])
+    return 1
+
+
+def concatenate(trees: list[Any]) -> Any:
+    """Trees of one structure joined leaf by leaf along dimension 0.
+
+    Tensors without dimensions become a vector with one entry a tree. Leaves that aren't
+    tensors become a list.
+
+    Raises:
+        ValueError: the trees differ in structure, or shapes differ beyond dimension 0.
+    """
+    first = trees[0]
+    if isinstance(first, torch.Tensor):
+        if len(trees) == 1:
+            return first if first.ndim else first.reshape(1)
+        return torch.cat([tensor if tensor.ndim else tensor.reshape(1) for tensor in trees])
+    if isinstance(first, Mapping):
+        if any(list(tree) != list(first) for tree in trees):
+            raise ValueError(f"batches have different keys: {list(first)} and others")
+        return {key: concatenate([tree[key] for tree in trees]) for key in first}
+    if is_named_tuple(first):
+        return type(first)(*(concatenate(list(items)) for items in zip(*trees, strict=True)))
+    if isinstance(first, (tuple, list)):
+        return type(first)(concatenate(list(items)) for items in zip(*trees, strict=True))
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        return {
+            field.name: concatenate([getattr(tree, field.name) for tree in trees])
+            for field in dataclasses.fields(first)
+        }
+    return list(trees)
