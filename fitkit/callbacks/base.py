@@ -1,0 +1,114 @@
+"""The moments of a run, and the base class for whoever wants to act at them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+
+Logs = Mapping[str, Any]
+
+
+class Callback:
+    """Acts at moments of `fit`, `evaluate` and `predict`: override the hooks you need.
+
+    Hooks are called in this order. In `fit`: `on_train_begin`, then for each epoch
+    `on_epoch_begin`, `on_train_batch_begin` and `on_train_batch_end` for each batch, where
+    there is a validation `on_test_begin`, `on_test_batch_begin` and `on_test_batch_end` for
+    each of its batches, `on_test_end`, then `on_epoch_end`; at last `on_train_end`.
+    `evaluate` calls the test hooks, `predict` the predict hooks. Epochs and batches count
+    from 0. A callback pays only for the hooks that it overrides.
+
+    `logs` has the numbers so far: in batch hooks the running means over the epoch's samples
+    (a mapping that reads the device only when you read it), at an epoch's end the
+    training's and the validation's (`val_…`) values. The epoch's logs are one dict, shared
+    by all callbacks in list order: what you add, later callbacks and the history see.
+
+    Attributes:
+        model: the Model that runs.
+        params: what is known of the run: `stage` (`"fit"`, `"evaluate"`, `"predict"`),
+            `epochs`, `initial_epoch`, `steps` (batches an epoch; None where unknown),
+            `validation_steps`, `samples`, `batch_size`, `verbose`.
+    """
+
+    model: Model
+    params: dict[str, Any]
+
+    def set_model(self, model: Model) -> None:
+        """Called once before the first hook with the model that runs."""
+        self.model = model
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Called once before the first hook with what is known of the run."""
+        self.params = params
+
+    # fit
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """`fit` begins."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """`fit` ends; `logs` are the last epoch's."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """An epoch begins; the modules are in training mode already."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """An epoch ended, its validation included."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A training batch begins."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """A training batch ended."""
+
+    # evaluate, and the validation in fit
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """`evaluate` or a validation begins."""
+
+    def on_test_end(self, logs: Logs) -> None:
+        """`evaluate` or a validation ended; `logs` are its values, without prefix."""
+
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A batch of an evaluation begins."""
+
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        """A batch of an evaluation ended."""
+
+    # predict
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """`predict` begins."""
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """`predict` ended."""
+
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A batch of `predict` begins."""
+
+    def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
+        """A batch of `predict` ended; `logs["outputs"]` is what the net gave."""
+
+    # Keras's short names for the training's batch hooks
+    def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Another name of `on_train_batch_begin`."""
+
+    def on_batch_end(self, batch: int, logs: Logs) -> None:
+        """Another name of `on_train_batch_end`."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+"""The names of all hooks."""
+
+SHORT_NAMES = {
+    "on_batch_begin": "on_train_batch_begin",
+    "on_batch_end": "on_train_batch_end",
+}
+"""Hooks with a second name, and the hook that each stands for."""
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Whether `callback` has its own code for `hook` (in its class or on the instance)."""
+    if hook in vars(callback):
+        return True
+    return getattr(type(callback), hook) is not getattr(Callback, hook)

@@ -1,0 +1,278 @@
+"""The progress of a run: a bar, or a line an epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fitkit.arguments import check_number
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.display import Display, chosen_verbose, display_for
+from fitkit.callbacks.progress_line import Moment, shown_metrics
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NEVER = float("inf")
+QUIET_S = 1.0
+"""How long evaluate and predict run before `verbose="auto"` shows them, in seconds."""
+
+LARGEST_SHARE = 0.05
+"""The part of the time that drawing may take, on however slow a terminal."""
+
+
+class ProgressBar(Callback):
+    """Shows how far `fit`, `evaluate` or `predict` is; `fit` adds one by itself.
+
+    Only rank 0 shows anything. A batch costs one look at the clock; logs are read, and a
+    device waited for, only when the bar is drawn.
+
+    Args:
+        verbose: 0 shows nothing; 1 a bar in a terminal or a notebook, elsewhere plain lines
+            (one an epoch, and one a minute within longer ones); 2 one plain line an epoch.
+            `"auto"` is 1, in continuous integration (`CI` is set) 2's lines, and shows
+            evaluate and predict only once they have run for a second; the environment's
+            FITKIT_VERBOSE replaces it. None takes what the call was given.
+        refresh_per_second: how often the bar is drawn at most.
+        console: the rich console to write to; None writes to `sys.stdout`.
+        clock: seconds from any beginning.
+    """
+
+    def __init__(
+        self,
+        verbose: int | str | None = None,
+        *,
+        refresh_per_second: float = 10.0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_number("refresh_per_second", refresh_per_second, above=0)
+        if verbose is not None:
+            chosen_verbose(verbose)
+        self.verbose = verbose
+        self._interval_s = 1 / refresh_per_second
+        self._console = console
+        self._clock = clock
+        self._train_pace = Pace()
+        self._test_pace = Pace()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._display: Display | None = None
+        self._in_fit = False
+        self._due_s = NEVER
+        self._quiet_until_s = -NEVER
+        self._title = self._phase = ""
+        self._total: int | None = None
+        self._metrics: list[tuple[str, str]] = []
+        self._done = 0
+        self._began_s = 0.0
+        self._pace = self._train_pace
+        # What the first epoch showed, for data whose length nobody knows.
+        self._train_steps: int | None = None
+        self._test_steps: int | None = None
+
+    def close(self) -> None:
+        """Give the terminal back; what is shown now stays. More calls do nothing."""
+        self._close(erase=False)
+
+    def _close(self, *, erase: bool) -> None:
+        display = self._display
+        if display is not None:
+            try:
+                display.close(erase=erase)
+            except OSError:
+                pass  # The terminal has gone; there is nothing to give back.
+        self._reset()
+
+    # fit
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._open()
+        self._in_fit = True
+        self._train_steps = self.params.get("steps")
+        self._test_steps = self.params.get("validation_steps")
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        epochs = self.params.get("epochs") or epoch + 1
+        self._metrics = []
+        self._begin(
+            f"Epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", self._train_steps, self._train_pace
+        )
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._advance(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if not self._phase and self._train_steps is None:
+            self._train_steps = self._done
+        self._keep(shown_metrics(logs.items()))
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._close(erase=True)
+
+    # evaluate, and the validation in fit
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        if self._in_fit:
+            if self._train_steps is None:
+                self._train_steps = self._done
+            self._validate()
+        else:
+            self._open()
+            self._begin("Evaluate", self.params.get("steps"), self._test_pace)
+
+    def _validate(self) -> None:
+        self._phase = "validating"
+        self._total, self._done = self._test_steps, 0
+        self._pace = self._test_pace
+        self._pace.pause()
+        self._draw_when_due()
+
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        # In fit the line goes on showing the training's values.
+        self._advance(batch, None if self._in_fit else logs)
+
+    def on_test_end(self, logs: Logs) -> None:
+        if self._in_fit:
+            if self._test_steps is None:
+                self._test_steps = self._done
+            return
+        if self._clock() >= self._quiet_until_s:
+            self._keep(shown_metrics(logs.items()))
+        self._close(erase=True)
+
+    # predict
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        self._open()
+        self._begin("Predict", self.params.get("steps"), self._test_pace)
+
+    def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
+        self._advance(batch, None)  # Its logs are outputs.
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        if self._quiet_until_s == -NEVER:  # Otherwise nobody asked to be told.
+            self._keep([])
+        self._close(erase=True)
+
+    # what they share
+    def _open(self) -> None:
+        """Find the place to show things in."""
+        self.close()
+        given = self.params.get("verbose", "auto") if self.verbose is None else self.verbose
+        verbose = chosen_verbose(given)
+        if not getattr(getattr(self, "model", None), "is_global_zero", True):
+            return
+        self._train_pace, self._test_pace = Pace(), Pace()
+        self._display = display_for(verbose, self._interval_s, self._console, self._clock)
+        if self._display is None:
+            return
+        now = self._clock()
+        self._due_s = now if self._display.shows_at_once else now + self._display.interval_s
+        if verbose == "auto" and self.params.get("stage") != "fit":
+            self._quiet_until_s = now + QUIET_S
+            self._due_s = max(self._due_s, self._quiet_until_s)
+
+    def _begin(self, title: str, total: int | None, pace: Pace) -> None:
+        self._title, self._phase = title, ""
+        self._total, self._done = total, 0
+        self._began_s = self._clock()
+        self._pace = pace
+        pace.pause()
+        self._draw_when_due()
+
+    def _draw_when_due(self) -> None:
+        now = self._clock()
+        if now >= self._due_s:
+            self._draw(now, None)
+
+    def _advance(self, batch: int, logs: Logs | None) -> None:
+        """A batch is done: all that happens between two drawings is in the first lines."""
+        now = self._clock()
+        self._done = batch + 1
+        if now >= self._due_s:
+            self._draw(now, logs)
+        elif self._pace.paused:
+            self._pace.update(self._done, now)
+
+    def _draw(self, now: float, logs: Logs | None) -> None:
+        display = self._display
+        if display is None:
+            return
+        if logs is not None:
+            self._metrics = shown_metrics(logs.items())
+        if self._done:
+            self._pace.update(self._done, now)
+        total = self._total if self._total is None or self._done <= self._total else None
+        steps_per_s = self._pace.steps_per_s
+        samples = self._samples_a_step()
+        moment = Moment(
+            self._title,
+            self._done,
+            total,
+            self._phase,
+            self._metrics,
+            steps_per_s,
+            steps_per_s * samples if steps_per_s and samples else None,
+            now - self._began_s,
+        )
+        self._tell(display.show, moment)
+        spent = self._clock() - now
+        if self._display is not None:
+            self._due_s = now + spent + max(display.interval_s, spent / LARGEST_SHARE)
+
+    def _samples_a_step(self) -> int | None:
+        if self._phase:
+            return None  # The validation's batches may have another size.
+        batch_size = self.params.get("batch_size")
+        world_size = getattr(getattr(self, "model", None), "world_size", 1)
+        return batch_size * world_size if batch_size else None
+
+    def _keep(self, metrics: list[tuple[str, str]]) -> None:
+        if self._display is not None:
+            elapsed_s = self._clock() - self._began_s
+            self._tell(self._display.keep, self._title, elapsed_s, metrics)
+
+    def _tell(self, act: Callable[..., None], *args: object) -> None:
+        """Show something; a terminal that has gone ends the display, not the training."""
+        try:
+            act(*args)
+        except OSError:
+            self._display = None
+            self._due_s = NEVER
+
+
+class Pace:
+    """Steps a second, averaged over the last seconds; pauses don't count.
+
+    The step after a pause isn't measured, since compiling and starting workers fall into it.
+
+    Attributes:
+        steps_per_s: the speed; None until known.
+        paused: whether the next update only begins to measure.
+    """
+
+    window_s = 3.0
+
+    def __init__(self) -> None:
+        self.steps_per_s: float | None = None
+        self.paused = True
+        self._steps = 0
+        self._since_s = 0.0
+        self._measured_s = 0.0
+
+    def pause(self) -> None:
+        """Forget when the last step was."""
+        self.paused = True
+
+    def update(self, steps: int, now_s: float) -> None:
+        """So many steps were done at that time."""
+        passed_s, done = now_s - self._since_s, steps - self._steps
+        if not self.paused and (passed_s <= 0 or done <= 0):
+            return
+        if not self.paused:
+            self._measured_s += passed_s
+            weight = min(1.0, passed_s / min(self._measured_s, self.window_s))
+            before = self.steps_per_s or 0.0
+            self.steps_per_s = before + weight * (done / passed_s - before)
+        self.paused = False
+        self._steps, self._since_s = steps, now_s

@@ -1,0 +1,298 @@
+"""One HDF5 file with a JSON document and numbered arrays: the form of all our HDF5 files.
+
+```
+bytes 0 to 511    header: version, length, SHA-256 of all that follows (header.py)
+/document         the JSON document, as bytes (document.py)
+/arrays/0 …       the arrays, each in one piece, without filters (dtypes.py)
+```
+
+`docs/checkpoint-format.md` has the details. Nothing in such a file is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import torch
+
+from fitkit.checkpoint.atomic import replacing
+from fitkit.checkpoint.document import (
+    LARGEST_DOCUMENT,
+    ArrayDescription,
+    decode_document,
+    encode_document,
+)
+from fitkit.checkpoint.dtypes import empty_stored, file_dtype, from_stored, storable, to_stored
+from fitkit.checkpoint.header import HEADER_SIZE, Verified, damaged, seal, verify
+from fitkit.checkpoint.interrupts import HeldInterrupts
+from fitkit.checkpoint.structure import check_count, check_numbers, open_dataset, open_group
+from fitkit.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    import h5py
+    from h5py.h5g import GroupID
+
+# One form of HDF5, whatever the installed library's default is; readable since HDF5 1.8 (2008).
+_LIBRARY_VERSIONS = ("v108", "v108")
+_BYTE = np.dtype("u1")
+
+
+def write_container(
+    path: str | os.PathLike[str],
+    document: dict[str, Any],
+    arrays: Sequence[torch.Tensor | np.ndarray[Any, Any]],
+) -> None:
+    """Write a file with `document` and `arrays`, whole or not at all.
+
+    Everything is checked before the file is begun. Arrays go to the disk one by one; those of
+    another device or layout are copied one by one too. Ctrl-C takes effect between two arrays.
+
+    Args:
+        path: the file to create or to replace.
+        document: None, booleans, numbers, strings, and lists and dicts of these; says which
+            number has which meaning.
+        arrays: dense tensors or arrays of any dtype that `dtypes.py` lists.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: something in it can't be written to a file.
+        CheckpointError: the file can't be written. What was at `path` is still there.
+    """
+    tensors = [_storable(index, array) for index, array in enumerate(arrays)]
+    text = encode_document(document, tensors)
+    size_bytes = len(text) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
+        _write_body(file, text, tensors, interrupts)
+        seal(file)
+        interrupts.deliver()
+
+
+def _storable(index: int, array: object) -> torch.Tensor:
+    try:
+        return storable(array)
+    except ConfigurationError as error:
+        raise type(error)(f"Array {index}: {error}") from None
+
+
+def _write_body(
+    file: BinaryIO, text: bytes, tensors: list[torch.Tensor], interrupts: HeldInterrupts
+) -> None:
+    import h5py
+
+    # h5py's type of this file-like class isn't declared anywhere.
+    sink: Any = _Sink(file)
+    try:
+        with h5py.File(
+            sink, "w", userblock_size=HEADER_SIZE, libver=_LIBRARY_VERSIONS
+        ) as hdf5:
+            hdf5.create_dataset("document", data=np.frombuffer(text, _BYTE))
+            group = hdf5.create_group("arrays")
+            for index, tensor in enumerate(tensors):
+                _write_array(group, str(index), tensor)
+                sink.check()
+                interrupts.deliver()
+    finally:
+        sink.check()
+
+
+def _write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> None:
+    group.create_dataset(name, data=to_stored(tensor), dtype=file_dtype(tensor.dtype))
+
+
+class _Sink(io.RawIOBase):
+    """What h5py writes to: the file, until writing fails once.
+
+    When the disk is full, libhdf5 can't close its file, keeps it open for the process's life, and
+    raises again when Python exits. So after the first failure this takes all that comes and
+    keeps none of it; `check` then raises what went wrong.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._failure: BaseException | None = None
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def write(self, data: Any) -> int:
+        if self._failure is None:
+            try:
+                self._file.write(data)
+            except BaseException as error:
+                self._failure = error
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        if self._failure is None:
+            try:
+                self._file.truncate(size)
+            except BaseException as error:
+                self._failure = error
+        return size or 0
+
+    def flush(self) -> None:
+        """Nothing: `replacing` flushes once, at the end."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(buffer)  # type: ignore[attr-defined,no-any-return]
+
+
+class Reader:
+    """A file whose bytes, structure, shapes and dtypes are checked, and its arrays one by one.
+
+    Attributes:
+        document: what was given to `write_container`.
+        digest: the SHA-256 of the file's content, in hexadecimal digits.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        digest: str,
+        document: dict[str, Any],
+        descriptions: list[ArrayDescription],
+        arrays: GroupID,
+    ) -> None:
+        self.document = document
+        self.digest = digest
+        self._path = path
+        self._descriptions = descriptions
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._descriptions)
+
+    def describe(self, index: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of array `index`; takes no memory for its numbers."""
+        return self._descriptions[index].shape, self._descriptions[index].dtype
+
+    def read(self, index: int) -> torch.Tensor:
+        """Array `index` as a new tensor on the CPU.
+
+        Raises:
+            CheckpointError: it can't be read.
+        """
+        description = self._descriptions[index]
+        stored = empty_stored(description.dtype, description.shape)
+        with _refusals(self._path):
+            if stored.numel():
+                # The arrays' group was checked member by member: this follows no link.
+                dataset = open_dataset(self._arrays, str(index))
+                dataset.read(_all(), _all(), stored.numpy())
+            return from_stored(stored, description.dtype)
+
+    def read_into(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy array `index` into `tensor`, which has its shape, on any device.
+
+        Raises:
+            ValueError: `tensor` has another shape or dtype.
+            CheckpointError: the array can't be read; `tensor` is as it was.
+        """
+        shape, dtype = self.describe(index)
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(
+                f"array {index} has shape {shape} and {dtype}, the tensor "
+                f"{tuple(tensor.shape)} and {tensor.dtype}"
+            )
+        values = self.read(index)
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
+@contextlib.contextmanager
+def read_container(path: str | os.PathLike[str]) -> Iterator[Reader]:
+    """Open a file after checking all of it, and close it when the block ends.
+
+    The digest, the structure and what the document says of each array are checked here, before
+    memory is taken for any array.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it isn't a file of ours, was damaged, or holds what ours never hold.
+    """
+    name = os.fspath(path)
+    verified = verify(path)
+    with contextlib.ExitStack() as stack:
+        with _refusals(name):
+            hdf5 = stack.enter_context(_open_hdf5(name, verified))
+            reader = _checked_reader(name, verified, hdf5)
+        yield reader
+
+
+@contextlib.contextmanager
+def _open_hdf5(name: str, verified: Verified) -> Iterator[h5py.File]:
+    import h5py
+
+    # Files are never changed once they have their name, so no lock is needed; network file
+    # systems often can't lock.
+    with h5py.File(name, "r", locking=False) as hdf5:
+        # Another process may have put a new file there since the digest was checked.
+        if not verified.is_still(os.stat(name)):
+            raise CheckpointError(f"{name} was replaced while it was read. Read it again.")
+        yield hdf5
+
+
+def _checked_reader(name: str, verified: Verified, hdf5: h5py.File) -> Reader:
+    if hdf5.userblock_size != HEADER_SIZE:
+        raise ValueError("its HDF5 part doesn't begin after the header")
+    root = hdf5["/"].id
+    check_count(root, "/", 2)
+    text = _read_document(root, verified.size_bytes)
+    document, descriptions = decode_document(text)
+    total = len(text) + sum(description.size_bytes for description in descriptions)
+    if total > verified.size_bytes:
+        raise ValueError(f"its arrays declare {total} bytes, more than the file has")
+    arrays = open_group(root, "arrays", len(descriptions))
+    for index, description in enumerate(descriptions):
+        dataset = open_dataset(arrays, str(index))
+        expected = description.stored_shape
+        dtype = file_dtype(description.dtype)
+        check_numbers(dataset, str(index), dtype, expected, verified.size_bytes)
+    return Reader(name, verified.digest, document, descriptions, arrays)
+
+
+def _read_document(root: GroupID, file_bytes: int) -> bytes:
+    dataset = open_dataset(root, "document")
+    (size_bytes,) = check_numbers(dataset, "document", _BYTE, None, file_bytes)
+    if size_bytes > LARGEST_DOCUMENT:
+        raise ValueError(
+            f"its document takes {size_bytes / 1e6:.1f} MB, more than any that fitkit writes"
+        )
+    text = np.empty(size_bytes, _BYTE)
+    if size_bytes:
+        dataset.read(_all(), _all(), text)
+    return text.tobytes()
+
+
+def _all() -> Any:
+    from h5py import h5s
+
+    return h5s.ALL
+
+
+@contextlib.contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Turn what our checks and h5py raise into one kind of error, with the file's name."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise
+    except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
+        raise damaged(name, _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error.args[0]) if error.args and isinstance(error, KeyError) else str(error)

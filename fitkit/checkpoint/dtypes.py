@@ -1,0 +1,139 @@
+"""How a tensor of each dtype lies in a file: as numbers, or as bits with the dtype's name beside.
+
+HDF5 and NumPy know neither bfloat16 nor the float8 kinds, and HDF5 writes booleans and complex
+numbers as an enumeration and a compound type, which the reader refuses for safety. So these are
+stored as unsigned integers, and complex numbers as pairs of floats in a last dimension of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+_NUMBERS = (
+    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64"),
+)
+_BITS = {
+    "uint8": (
+        *("bool", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2"),
+        *(f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)),
+    ),
+    "uint16": ("bfloat16", "bits16"),
+}
+_PAIRS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+#: What the numbers of each dtype are in the file, by the dtype's name in torch.
+STORED_AS: dict[str, str] = {
+    **{name: name for name in _NUMBERS},
+    **{name: stored for stored, names in _BITS.items() for name in names},
+    **_PAIRS,
+}
+
+#: HDF5's limit (H5S_MAX_RANK); torch allows 64.
+LARGEST_RANK = 32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype of that name; None where fitkit can't store it or this torch lacks it."""
+    dtype = getattr(torch, name, None) if name in STORED_AS else None
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in the file of a tensor of `shape`: complex numbers have a last dimension of 2."""
+    return (*shape, 2) if dtype.is_complex else shape
+
+
+def file_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The type in the file of the numbers of a tensor of `dtype`: always little-endian."""
+    return np.dtype(STORED_AS[dtype_name(dtype)]).newbyteorder("<")
+
+
+def storable(value: object) -> torch.Tensor:
+    """`value`, a tensor or an array, as a plain tensor that can be written.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+        ConfigurationError: it has no values (meta, uninitialised), isn't dense (sparse,
+            quantized, distributed), or has a dtype or rank that a file can't hold.
+    """
+    if isinstance(value, np.ndarray):
+        value = _tensor_from_array(value)
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(f"{describe(value)} isn't a tensor or a NumPy array.")
+    reason = _why_not_storable(value)
+    if reason:
+        raise ConfigurationError(f"A tensor can't be written to a file: {reason}.")
+    return value.detach()
+
+
+def _why_not_storable(tensor: torch.Tensor) -> str:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "it isn't initialised; call the model once on a batch first"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = type(tensor).__name__
+        return f"a {kind} isn't one plain block of numbers; gather or convert it first"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no values; give it some with to_empty() first"
+    if tensor.is_quantized or dtype_name(tensor.dtype) not in STORED_AS:
+        return f"its dtype is {tensor.dtype}; dequantize or convert it first"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}; call to_dense() first"
+    if len(stored_shape(tensor.dtype, tuple(tensor.shape))) > LARGEST_RANK:
+        return f"it has {tensor.ndim} dimensions and HDF5 allows {LARGEST_RANK}; reshape it first"
+    return ""
+
+
+def _tensor_from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    # torch takes neither foreign byte orders nor negative strides, and warns about read-only
+    # arrays; ascontiguousarray would turn a 0-d array into a vector.
+    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        raise ConfigurationError(
+            f"An array of dtype {array.dtype} can't be written to a file; convert it to numbers."
+        ) from None
+
+
+def to_stored(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The numbers to write for a tensor that `storable` has passed; shares memory where it can."""
+    bits = _stored_view(tensor.detach().resolve_conj().resolve_neg())
+    return bits.cpu().contiguous().numpy()
+
+
+def _stored_view(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_complex:
+        return torch.view_as_real(tensor)
+    return tensor.view(getattr(torch, STORED_AS[dtype_name(tensor.dtype)]))
+
+
+def empty_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Room on the CPU for what is stored for a tensor of this dtype and shape."""
+    stored = getattr(torch, STORED_AS[dtype_name(dtype)])
+    return torch.empty(stored_shape(dtype, shape), dtype=stored)
+
+
+def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of `dtype` that `stored` was written for; shares its memory.
+
+    Raises:
+        ValueError: booleans other than 0 and 1, with which torch's kernels misbehave.
+    """
+    if dtype.is_complex:
+        return torch.view_as_complex(stored)
+    if dtype == torch.bool and stored.numel() and int(stored.max()) > 1:
+        raise ValueError("booleans other than 0 and 1")
+    return stored.view(dtype)

@@ -1,0 +1,1 @@
+"""Data: anything that users pass, as a source of batches."""

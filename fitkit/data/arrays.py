@@ -1,0 +1,201 @@
+"""In-memory data: NumPy arrays, tensors, trees of them, as tensors that can be sliced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fitkit import trees
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is a tensor, a NumPy array, or converts to one (pandas, …)."""
+    return isinstance(value, (torch.Tensor, np.ndarray)) or (
+        hasattr(value, "__array__") and not isinstance(value, (type, np.generic))
+    )
+
+
+def is_array_tree(value: object) -> bool:
+    """Whether `value` is an array, or a tuple, list or dict (nested) whose leaves all are."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(is_array_tree(item) for item in value.values())
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(is_array_tree(item) for item in value)
+    return is_array(value)
+
+
+def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool = False) -> Any:
+    """A tree of arrays as the same tree of tensors.
+
+    Floating numbers get `float_dtype`; integers of a target become int64, as torch's losses
+    want them; other integers and booleans stay. Memory is shared where no conversion is
+    needed.
+
+    Args:
+        value: arrays of shape (N, ...), or a tuple, list or dict of them.
+        name: the argument's name, for messages.
+        float_dtype: the dtype of the net's parameters.
+        target: whether these are targets.
+
+    Raises:
+        ArgumentTypeError: something that is no array of numbers.
+        ConfigurationError: an array without a first dimension.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: as_tensors(item, f"{name}[{key!r}]", float_dtype, target=target)
+            for key, item in value.items()
+        }
+    if isinstance(value, (tuple, list)):
+        if not is_array_tree(value):
+            raise ArgumentTypeError(
+                f"{name}={describe(value)} is a {type(value).__name__} that doesn't hold only "
+                f"arrays or tensors. Write numpy.asarray({name}) if it holds numbers."
+            )
+        return tuple(
+            as_tensors(item, f"{name}[{index}]", float_dtype, target=target)
+            for index, item in enumerate(value)
+        )
+    tensor = _tensor(value, name)
+    if tensor.ndim == 0:
+        raise ConfigurationError(
+            f"{name} is a single number: data need a first dimension of samples."
+        )
+    if tensor.is_floating_point():
+        return tensor.to(float_dtype)
+    if target and tensor.dtype not in (torch.int64, torch.bool) and not tensor.is_complex():
+        return tensor.to(torch.int64)
+    return tensor
+
+
+def _tensor(value: Any, name: str) -> torch.Tensor:
+    """One array as a tensor, sharing memory where torch can."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if hasattr(value, "toarray") and not is_array(value):
+        raise ArgumentTypeError(f"{name} is a sparse matrix. Write {name}.toarray().")
+    if not is_array(value):
+        raise ArgumentTypeError(
+            f"{name}={describe(value)} must be a NumPy array or a tensor (or a tuple, list or "
+            f"dict of them), not a {type(value).__name__}."
+        )
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise ArgumentTypeError(
+            f"{name} has the dtype {array.dtype}, not numbers. Encode its values as numbers, "
+            f"for example with {name}.astype('float32')."
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)  # torch has few operations on wider unsigned numbers
+    with warnings.catch_warnings():
+        # torch warns that it could write to a read-only array; nothing here writes.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+        return torch.from_numpy(array)
+
+
+def check_lengths(parts: dict[str, Any]) -> int:
+    """The common first length of all arrays in `parts` (name → tree).
+
+    Raises:
+        ConfigurationError: lengths differ (both are named), or there are no samples.
+    """
+    first_name, first_length = "", -1
+    for name, tree in parts.items():
+        for path, leaf in trees.leaves_with_paths(tree):
+            length = leaf.shape[0]
+            if first_length < 0:
+                first_name, first_length = name + path, length
+            elif length != first_length:
+                raise ConfigurationError(
+                    f"{first_name} has {first_length} samples, but {name + path} has {length}. "
+                    "Give the same number of samples in each."
+                )
+    if first_length == 0:
+        raise ConfigurationError(f"{first_name} is empty: there are 0 samples.")
+    return first_length
+
+
+def take(tree: Any, start: int, stop: int) -> Any:
+    """The samples from `start` to `stop` of every array in a tree."""
+    return trees.map_leaves(lambda tensor: tensor[start:stop], tree)
+
+
+class ArraySource:
+    """Batches cut from in-memory tensors; sample by sample nothing is collated.
+
+    Args:
+        batch: `(x,)`, `(x, y)` or `(x, y, weight)`: trees of tensors of shape (N, ...).
+        batch_size: samples in a batch; the last one may be shorter.
+        shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
+
+    The order of pass `p` follows from one seed, drawn from torch's global generator at the
+    first shuffled pass, and `p`: nothing else draws from that generator.
+    """
+
+    repeatable = True
+
+    def __init__(
+        self, batch: tuple[Any, ...], batch_size: int, shuffle: bool | str = False
+    ) -> None:
+        self.batch = batch
+        self.batch_size: int | None = batch_size
+        self.shuffle = shuffle
+        self.samples: int | None = trees.sample_count(batch[0])
+        self.steps: int | None = -(-self.samples // batch_size)
+        self.seed: int | None = None
+        self._flat = all(isinstance(part, torch.Tensor) for part in batch)
+
+    @property
+    def target(self) -> Any:
+        """All targets, or None."""
+        return self.batch[1] if len(self.batch) > 1 else None
+
+    def batches(self, number: int) -> Iterator[Any]:
+        """The batches of pass `number` (from 0)."""
+        return self._shuffled(number) if self.shuffle else self._in_order()
+
+    def _in_order(self) -> Iterator[Any]:
+        size, samples = self.batch_size or 1, self.samples or 0
+        for start in range(0, samples, size):
+            stop = start + size
+            if self._flat:
+                yield tuple([tensor[start:stop] for tensor in self.batch])
+            else:
+                yield take(self.batch, start, stop)
+
+    def _shuffled(self, number: int) -> Iterator[Any]:
+        for chosen in self._order(number).split(self.batch_size or 1):
+            if self._flat:
+                yield tuple([_select(tensor, chosen) for tensor in self.batch])
+            else:
+                yield trees.map_leaves(lambda tensor, i=chosen: _select(tensor, i), self.batch)
+
+    def _order(self, number: int) -> torch.Tensor:
+        """The samples' indices in the order of pass `number`: (N,) int64."""
+        if self.seed is None:
+            self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator().manual_seed((self.seed + number) % 2**63)
+        samples, size = self.samples or 0, self.batch_size or 1
+        if self.shuffle != "batch":
+            return torch.randperm(samples, generator=generator)
+        order = torch.arange(samples)
+        return torch.cat(
+            [part[torch.randperm(len(part), generator=generator)] for part in order.split(size)]
+        )
+
+
+def _select(tensor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The chosen rows; indexing with an index tensor takes twice as long (PERFORMANCE.md)."""
+    if tensor.device.type != "cpu":
+        chosen = chosen.to(tensor.device, non_blocking=True)
+    return tensor.index_select(0, chosen)

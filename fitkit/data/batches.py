@@ -1,0 +1,32 @@
+"""What a batch holds: inputs, targets, sample weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fitkit.errors import ConfigurationError
+
+
+def unpack(batch: Any) -> tuple[Any, Any, Any]:
+    """The inputs, targets and sample weights of a batch; None for what it doesn't have.
+
+    Args:
+        batch: `(x, y)`, `(x, y, sample_weight)`, `(x,)` as a tuple or list; anything else
+            (a tensor, a dict) is the inputs as a whole.
+
+    Raises:
+        ConfigurationError: a tuple or list of another length.
+    """
+    if isinstance(batch, (tuple, list)):
+        count = len(batch)
+        if count == 2:
+            return batch[0], batch[1], None
+        if count == 3:
+            return batch[0], batch[1], batch[2]
+        if count == 1:
+            return batch[0], None, None
+        raise ConfigurationError(
+            f"A batch is a {type(batch).__name__} of {count} entries. A batch is (x, y) or "
+            "(x, y, sample_weight); put several inputs into one tuple or dict: ((a, b), y)."
+        )
+    return batch, None, None

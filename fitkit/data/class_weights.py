@@ -1,0 +1,74 @@
+"""Class weights: one weight a sample, by its label."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fitkit.arguments import check_number, describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+
+class ClassWeights:
+    """Turns labels into sample weights.
+
+    Args:
+        weights: class → weight; classes that aren't there weigh 1.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: keys that aren't class numbers, weights that
+            are negative or no numbers.
+    """
+
+    def __init__(self, weights: Mapping[int, float]) -> None:
+        if not isinstance(weights, Mapping) or not weights:
+            raise ArgumentTypeError(
+                f"class_weight={describe(weights)} must be a dict of class number → weight, "
+                "for example {0: 1.0, 1: 2.5}."
+            )
+        for label, weight in weights.items():
+            if isinstance(label, bool) or not isinstance(label, numbers.Integral) or label < 0:
+                raise ConfigurationError(
+                    f"class_weight has the key {label!r}; keys are class numbers from 0."
+                )
+            check_number(f"class_weight[{label}]", weight, minimum=0)
+        # One entry beyond the largest class stands for all classes that aren't named.
+        table = torch.ones(max(int(label) for label in weights) + 2)
+        for label, weight in weights.items():
+            table[int(label)] = float(weight)
+        self._table = table
+
+    def __call__(self, target: Any, weight: torch.Tensor | None) -> torch.Tensor:
+        """The samples' weights, multiplied with `weight` where there is one.
+
+        Shapes: target (N,) or (N, 1) class numbers, or (N, C) one-hot; gives (N,).
+        """
+        if not isinstance(target, torch.Tensor):
+            raise ConfigurationError(
+                "class_weight needs one tensor of labels; the batch's y is "
+                f"{'missing' if target is None else 'a ' + type(target).__name__}. "
+                "For several outputs give sample weights."
+            )
+        labels = _labels(target)
+        table = self._table
+        if table.device != labels.device:
+            table = self._table = table.to(labels.device)
+        chosen = table[labels.clamp(0, len(table) - 1)]
+        return chosen if weight is None else chosen * weight
+
+
+def _labels(target: torch.Tensor) -> torch.Tensor:
+    """Class numbers (N,) int64 of class numbers or one-hot rows."""
+    if target.ndim == 2 and target.shape[1] > 1:
+        return target.argmax(dim=1)
+    if target.ndim == 2:
+        target = target[:, 0]
+    if target.ndim != 1:
+        raise ConfigurationError(
+            f"class_weight needs one label a sample; y has shape {tuple(target.shape)}. "
+            "Give sample weights instead."
+        )
+    return target.round().long() if target.is_floating_point() else target.long()

@@ -1,0 +1,317 @@
+"""Anything that users call data, as one kind of thing: a source of batches.
+
+A source gives the batches of one pass over the data, and knows what can be known before:
+the number of samples, of batches, and whether it can be read again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from fitkit import trees
+from fitkit.arguments import describe
+from fitkit.data.arrays import (
+    ArraySource,
+    as_tensors,
+    check_lengths,
+    is_array,
+    is_array_tree,
+    take,
+)
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+DEFAULT_BATCH_SIZE = 32
+
+
+class Source(Protocol):
+    """Gives batches, pass after pass.
+
+    Attributes:
+        samples: in one pass; None where unknown.
+        batch_size: None where unknown.
+        steps: batches in one pass; None where unknown.
+        repeatable: whether a second pass starts from the beginning.
+        target: all targets as a tree of tensors, where they are in memory.
+    """
+
+    samples: int | None
+    batch_size: int | None
+    steps: int | None
+    repeatable: bool
+
+    @property
+    def target(self) -> Any: ...
+
+    def batches(self, number: int) -> Iterator[Any]: ...
+
+
+class LoaderSource:
+    """The batches of a `DataLoader`, in its own order."""
+
+    repeatable = True
+    target = None
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.batch_size: int | None = loader.batch_size
+        self.steps: int | None = length_of(loader)
+        self.samples: int | None = None
+        if self.steps is not None and loader.batch_size is not None:
+            sampled = length_of(loader.sampler)
+            full = self.steps * loader.batch_size
+            self.samples = full if sampled is None else min(sampled, full)
+
+    def batches(self, number: int) -> Iterator[Any]:
+        for sampler in (self.loader.sampler, self.loader.batch_sampler):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(number)
+        return iter(self.loader)
+
+
+class IterableSource:
+    """The batches of any iterable; one that is its own iterator can be read once."""
+
+    batch_size: int | None = None
+    samples: int | None = None
+    target = None
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self.iterable = iterable
+        self.repeatable = not isinstance(iterable, Iterator)
+        self.steps: int | None = length_of(iterable)
+
+    def batches(self, number: int) -> Iterator[Any]:
+        return iter(self.iterable)
+
+
+def length_of(thing: object) -> int | None:
+    """`len(thing)`, or None where it has none."""
+    try:
+        return len(thing)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def make_source(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    shuffle: bool | str = False,
+    float_dtype: torch.dtype = torch.float32,
+    name: str = "x",
+) -> Source:
+    """The source for what a user passed as data.
+
+    Args:
+        x: a `DataLoader`, a `Dataset`, arrays (or a tuple, list or dict of them), or any
+            iterable of batches.
+        y: targets, where `x` is arrays.
+        sample_weight: (N,) weights, where `x` is arrays.
+        batch_size: samples in a batch; not used where `x` makes batches itself.
+        shuffle: whether arrays and datasets are read in a new order each pass.
+        float_dtype: the dtype that floating numbers of arrays get.
+        name: how the caller's argument is called, for messages.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: nothing that fitkit can read, empty, or parts
+            that don't go together.
+    """
+    if _makes_batches(x, y, sample_weight):
+        _refuse_parts(name, x, y, sample_weight)
+        source = _batch_source(x, batch_size, shuffle, float_dtype, name)
+        if source.steps == 0:
+            raise ConfigurationError(f"{name} is empty: the {type(x).__name__} has no batches.")
+        return source
+    return array_source(
+        x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, float_dtype=float_dtype,
+        name=name,
+    )
+
+
+def array_source(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int,
+    shuffle: bool | str,
+    float_dtype: torch.dtype,
+    name: str = "x",
+) -> ArraySource:
+    """A source that cuts its batches from in-memory arrays."""
+    batch = array_batch(x, y, sample_weight, float_dtype=float_dtype, name=name)
+    return ArraySource(batch, batch_size, shuffle)
+
+
+def array_batch(
+    x: Any, y: Any, sample_weight: Any, *, float_dtype: torch.dtype, name: str = "x"
+) -> tuple[Any, ...]:
+    """Arrays as one batch of tensors: `(x,)`, `(x, y)` or `(x, y, weight)`, lengths checked."""
+    label = {"x": "y"}.get(name, f"{name}'s y")
+    weights = {"x": "sample_weight"}.get(name, f"{name}'s sample_weight")
+    parts = {name: as_tensors(x, name, float_dtype)}
+    if y is not None:
+        parts[label] = as_tensors(y, label, float_dtype, target=True)
+    if sample_weight is not None:
+        if y is None:
+            raise ConfigurationError(f"{weights} needs y: weights multiply each sample's loss.")
+        given = as_tensors(sample_weight, weights, float_dtype)
+        parts[weights] = trees.map_leaves(lambda tensor: tensor.to(float_dtype), given)
+    check_lengths(parts)
+    return tuple(parts.values())
+
+
+def _makes_batches(x: Any, y: Any, sample_weight: Any) -> bool:
+    """Whether `x` gives batches (or samples) itself, rather than being arrays.
+
+    A tuple is several inputs, and so is a list of arrays; a list of tuples, lists or dicts
+    without `y` is an iterable of batches.
+    """
+    if isinstance(x, (DataLoader, Dataset)) or hasattr(x, "__getitems__"):
+        return True
+    if isinstance(x, list) and x and y is None and sample_weight is None:
+        return all(isinstance(item, (tuple, list, dict)) and is_array_tree(item) for item in x)
+    return isinstance(x, Iterable) and not (
+        is_array(x) or isinstance(x, (list, tuple, dict, str, bytes))
+    )
+
+
+def _refuse_parts(name: str, x: Any, y: Any, sample_weight: Any) -> None:
+    """`y` and weights come inside the batches of a loader, dataset or iterable."""
+    for part, given, place in (("y", y, "second"), ("sample_weight", sample_weight, "third")):
+        if given is not None:
+            raise ConfigurationError(
+                f"{part} was given together with {name} of type {type(x).__name__}, whose "
+                f"batches carry it: make it the {place} entry of each batch and leave out {part}."
+            )
+
+
+def _batch_source(
+    x: Any, batch_size: int, shuffle: bool | str, float_dtype: torch.dtype, name: str
+) -> Source:
+    if isinstance(x, DataLoader):
+        _warn_unused_batch_size(name, x, batch_size, x.batch_size)
+        return LoaderSource(x)
+    if isinstance(x, TensorDataset) and 1 <= len(x.tensors) <= 3:
+        first, *rest = x.tensors
+        y = rest[0] if rest else None
+        weight = rest[1] if len(rest) > 1 else None
+        return array_source(
+            first, y, weight, batch_size=batch_size, shuffle=shuffle, float_dtype=float_dtype,
+            name=name,
+        )
+    if isinstance(x, IterableDataset):
+        return LoaderSource(DataLoader(x, batch_size=batch_size))
+    if isinstance(x, Dataset) or hasattr(x, "__getitems__"):
+        if length_of(x) is None:
+            raise ConfigurationError(
+                f"{name} is a {type(x).__name__} without __len__. Give a Dataset a length, or "
+                "make it an IterableDataset."
+            )
+        if length_of(x) == 0:
+            raise ConfigurationError(f"{name} is empty: the {type(x).__name__} has 0 samples.")
+        return LoaderSource(DataLoader(x, batch_size=batch_size, shuffle=bool(shuffle)))
+    _warn_unused_batch_size(name, x, batch_size, None)
+    return IterableSource(x)
+
+
+def _warn_unused_batch_size(name: str, x: Any, asked: int, own: int | None) -> None:
+    if asked not in (DEFAULT_BATCH_SIZE, own):
+        warnings.warn(
+            f"batch_size={asked} is not used: {name} is a {type(x).__name__}, which makes its "
+            "own batches.",
+            stacklevel=5,
+        )
+
+
+def split_tail(
+    x: Any, y: Any, sample_weight: Any, fraction: float
+) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+    """The data without its last `fraction` of samples, and that last part.
+
+    As Keras does: the first floor(N · (1 - fraction)) samples train, cut before shuffling.
+
+    Args:
+        x: arrays, with `y` and `sample_weight`; or a map-style `Dataset`.
+        fraction: between 0 and 1.
+
+    Raises:
+        ConfigurationError: data that can't be cut, or a part that would be empty.
+    """
+    samples, pieces = _cuttable(x, y, sample_weight)
+    # 10 * (1 - 0.9) is 0.9999999999999998 in binary: a hair must not cost a sample.
+    cut = int(samples * (1.0 - fraction) + 1e-9)
+    if cut == 0 or cut == samples:
+        raise ConfigurationError(
+            f"validation_split={fraction:g} of {samples} samples leaves {cut} to train and "
+            f"{samples - cut} to validate. Both need at least 1."
+        )
+    if isinstance(x, Dataset) and not isinstance(x, TensorDataset):
+        return (Subset(x, range(cut)), None, None), (Subset(x, range(cut, samples)), None, None)
+    head = tuple(None if piece is None else take(piece, 0, cut) for piece in pieces)
+    tail = tuple(None if piece is None else take(piece, cut, samples) for piece in pieces)
+    return (head[0], head[1], head[2]), (tail[0], tail[1], tail[2])
+
+
+def _cuttable(x: Any, y: Any, sample_weight: Any) -> tuple[int, tuple[Any, Any, Any]]:
+    """The number of samples, and the parts to cut as trees of arrays."""
+    if isinstance(x, TensorDataset) and 1 <= len(x.tensors) <= 3:
+        padded = [*x.tensors, None, None]
+        return len(x), (padded[0], padded[1], padded[2])
+    if isinstance(x, Dataset) and not isinstance(x, IterableDataset):
+        samples = length_of(x)
+        if samples is not None:
+            return samples, (x, None, None)
+    if _makes_batches(x, y, sample_weight):
+        raise ConfigurationError(
+            f"validation_split needs arrays, tensors or a Dataset; x is a {type(x).__name__}, "
+            "which makes its own batches. Give validation_data=(x_val, y_val) or a loader."
+        )
+    batch = array_batch(x, y, sample_weight, float_dtype=torch.get_default_dtype())
+    return trees.sample_count(batch[0]), (x, y, sample_weight)
+
+
+def validation_parts(validation_data: Any) -> tuple[Any, Any, Any]:
+    """`validation_data` as `(x, y, sample_weight)`.
+
+    Args:
+        validation_data: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, or anything
+            that makes batches itself.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: anything else.
+    """
+    if isinstance(validation_data, (tuple, list)) and not _makes_batches(
+        validation_data, None, None
+    ):
+        count = len(validation_data)
+        if count == 2:
+            return validation_data[0], validation_data[1], None
+        if count == 3:
+            return validation_data[0], validation_data[1], validation_data[2]
+        raise ConfigurationError(
+            f"validation_data is a {type(validation_data).__name__} of {count} entries; write "
+            "(x, y) or (x, y, sample_weight), or give a DataLoader or Dataset."
+        )
+    return validation_data, None, None
+
+
+def check_data_type(x: Any, name: str = "x") -> None:
+    """Refuse what can't be data at all.
+
+    Raises:
+        ArgumentTypeError: None, a string, a number, a class.
+    """
+    if x is None or isinstance(x, (str, bytes, int, float, type)):
+        raise ArgumentTypeError(
+            f"{name}={describe(x)} is no data. Give a DataLoader, a Dataset, arrays or tensors "
+            "(or a tuple, list or dict of them), or an iterable of batches."
+        )

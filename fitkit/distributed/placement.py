@@ -1,0 +1,179 @@
+"""Which devices are there, and which ones the user's words mean.
+
+Everything here is a pure function of those words and of a `Machine`, so every row of the
+devices table can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+
+from fitkit.arguments import describe
+from fitkit.errors import ConfigurationError
+from fitkit.registry import unknown_name
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What this machine has.
+
+    Attributes:
+        cuda_count: CUDA devices that are visible (after `CUDA_VISIBLE_DEVICES`).
+        has_mps: whether Apple's GPU can be used.
+    """
+
+    cuda_count: int = 0
+    has_mps: bool = False
+
+    @classmethod
+    def here(cls) -> Machine:
+        """The machine that this process runs on."""
+        return cls(torch.cuda.device_count(), torch.backends.mps.is_available())
+
+    def count(self, kind: str) -> int:
+        """How many devices of a kind (`"cpu"`, `"cuda"`, `"mps"`) are visible."""
+        return {"cpu": 1, "cuda": self.cuda_count, "mps": int(self.has_mps)}[kind]
+
+
+def choose_kind(accelerator: Any, machine: Machine) -> str:
+    """The kind of device (`"cpu"`, `"cuda"`, `"mps"`) that `accelerator` means here.
+
+    Raises:
+        ConfigurationError: an unknown word, or a kind that isn't there.
+    """
+    if not isinstance(accelerator, str) or accelerator.lower() not in ACCELERATORS:
+        if isinstance(accelerator, str):
+            raise unknown_name("accelerator", accelerator, ACCELERATORS)
+        raise ConfigurationError(
+            f"accelerator={describe(accelerator)} must be one of "
+            f"{', '.join(repr(word) for word in ACCELERATORS)}."
+        )
+    word = accelerator.lower()
+    if word in ("tpu", "xla"):
+        raise ConfigurationError(
+            f"accelerator={accelerator!r} isn't supported by this version of fitkit. "
+            "Use 'auto', 'cpu', 'gpu', 'cuda' or 'mps'."
+        )
+    wanted = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(word, (word,))
+    for kind in wanted:
+        if machine.count(kind):
+            return kind
+    raise ConfigurationError(
+        f"accelerator={accelerator!r} asks for {' or '.join(wanted)}, but none is visible "
+        f"({_seen(machine)}). Write accelerator='cpu' or 'auto'."
+    )
+
+
+def _seen(machine: Machine) -> str:
+    return f"CUDA devices: {machine.cuda_count}, MPS: {'yes' if machine.has_mps else 'no'}"
+
+
+def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
+    """The indices of the devices that `devices` means, in rank order.
+
+    Args:
+        devices: `"auto"`, a count, -1, a list or tuple of indices, or one of those as text
+            (`"3"` is a count, `"1,3"` and `"3,"` are indices).
+        kind: `"cpu"`, `"cuda"` or `"mps"`. On CPU a count is a number of processes.
+
+    Raises:
+        ConfigurationError: anything else, or devices that aren't there; the message names
+            what is visible.
+    """
+    visible = machine.count(kind)
+    meaning = _read_words(devices, kind, visible)
+    if isinstance(meaning, tuple):
+        return _check_indices(devices, meaning, kind, visible)
+    if kind == "cpu":
+        return tuple(range(1 if meaning == "all" else meaning))
+    count = visible if meaning == "all" else meaning
+    if count > visible:
+        raise _refused(devices, kind, visible, f"asks for {count} devices, but {visible} "
+                       f"{'is' if visible == 1 else 'are'} visible")
+    return tuple(range(count))
+
+
+def _read_words(devices: Any, kind: str, visible: int) -> Any:
+    """`devices` as "all", a count of at least 1, or a tuple of indices."""
+    if isinstance(devices, str):
+        return _read_text(devices, kind, visible)
+    if isinstance(devices, bool) or not isinstance(devices, (int, list, tuple)):
+        raise _refused(devices, kind, visible, f"is a {type(devices).__name__}")
+    if isinstance(devices, int):
+        return _count(devices, devices, kind, visible)
+    if not devices:
+        raise _refused(devices, kind, visible, "names no device")
+    for index in devices:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise _refused(devices, kind, visible, f"has {index!r}, which is no index")
+    return tuple(devices)
+
+
+def _read_text(devices: str, kind: str, visible: int) -> Any:
+    text = devices.strip()
+    if text.lower() == "auto":
+        return "all"
+    if re.fullmatch(r"-?[0-9]+", text):
+        return _count(int(text), devices, kind, visible)
+    items = [item.strip() for item in text.split(",")]
+    if "," in text and all(re.fullmatch(r"-?[0-9]+", item) for item in items if item):
+        indices = tuple(int(item) for item in items if item)
+        if indices:
+            return indices
+    raise _refused(devices, kind, visible, "is no count and no list of indices")
+
+
+def _count(count: int, devices: Any, kind: str, visible: int) -> Any:
+    if count == -1:
+        if kind == "cpu":
+            raise _refused(devices, kind, visible, "has no meaning on CPU")
+        return "all"
+    if count < 1:
+        raise _refused(devices, kind, visible, "asks for no device")
+    return count
+
+
+def _check_indices(
+    devices: Any, indices: tuple[int, ...], kind: str, visible: int
+) -> tuple[int, ...]:
+    if kind == "cpu":
+        raise _refused(devices, kind, visible, "is a list of indices, but a CPU has none")
+    if len(set(indices)) != len(indices):
+        raise _refused(devices, kind, visible, "names a device twice")
+    absent = [index for index in indices if not 0 <= index < visible]
+    if absent:
+        raise _refused(devices, kind, visible, f"asks for {kind} device "
+                       f"{', '.join(map(str, absent))}, which isn't there")
+    return indices
+
+
+def _refused(devices: Any, kind: str, visible: int, reason: str) -> ConfigurationError:
+    shown = f"devices={devices!r} {reason}"
+    if kind == "cpu":
+        return ConfigurationError(
+            f"{shown}. On CPU write the number of processes, devices=1, or devices='auto'."
+        )
+    listing = f"0 to {visible - 1}" if visible > 1 else "only 0"
+    return ConfigurationError(
+        f"{shown}. Visible {kind} devices: {visible} (index {listing}). Write devices='auto', a "
+        "count like 1, or a list of indices like [0]."
+    )
+
+
+def older_spelling(gpus: Any) -> dict[str, Any]:
+    """`gpus=` as `accelerator` and `devices`: None, 0, [], "0" and "" mean the CPU."""
+    no_gpu = gpus is None or (isinstance(gpus, str) and gpus.strip() in ("", "0"))
+    if no_gpu or (not isinstance(gpus, bool) and gpus in (0, [], ())):
+        return {"accelerator": "cpu", "devices": "auto"}
+    return {"accelerator": "gpu", "devices": gpus}
+
+
+def device_for(kind: str, index: int) -> torch.device:
+    """The torch device of a kind and index; a CPU and MPS have no index."""
+    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,11 @@
+"""No change of number types."""
+
+from __future__ import annotations
+
+from fitkit.distributed.precision.base import Precision
+
+
+class FullPrecision(Precision):
+    """The module computes in the dtype that it has (float32 unless its maker chose another)."""
+
+    name = "32-true"

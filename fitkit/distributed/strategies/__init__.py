@@ -1,0 +1,13 @@
+"""How a module lives and learns across the ranks: one file a strategy."""
+
+from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.single import SingleDevice
+from fitkit.registry import Registry
+
+STRATEGIES: Registry[type[Strategy]] = Registry(
+    "strategy", hint="The other strategies of fitkit's contract come with later versions."
+)
+STRATEGIES.add("auto", SingleDevice)
+STRATEGIES.add("single_device", SingleDevice, "single")
+
+__all__ = ["STRATEGIES", "SingleDevice", "Strategy"]

@@ -1,0 +1,37 @@
+"""What fitkit knows about a loss: how to compute it, what it reads and what may go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fitkit.losses.functions import LossFunction
+from fitkit.losses.targets import Match
+from fitkit.outputs import LossHint
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """A loss whose meaning fitkit knows.
+
+    Attributes:
+        mean: `(prediction, target)`, matched, to the mean over the batch.
+        each: the same to values of shape (N, ...), whose mean over all is `mean`.
+        match: how the target is brought to the prediction, from `targets.py`.
+        hint: what the loss tells about predictions and task.
+        twin: the loss for a net that gives the other form: of one that takes probabilities, the
+            one that takes logits, and the other way round. None where there is none.
+        rows_sum_to_one: predictions are probabilities of classes, which must sum to 1.
+        clips: slightly wrong probabilities are clipped, rather than refused by torch.
+        signs: labels are -1 and 1.
+        ignore_index: a label that isn't a class and doesn't count, where the loss has one.
+    """
+
+    mean: LossFunction
+    each: LossFunction
+    match: Match
+    hint: LossHint = LossHint()
+    twin: str | None = None
+    rows_sum_to_one: bool = False
+    clips: bool = False
+    signs: bool = False
+    ignore_index: int | None = None

@@ -1,0 +1,203 @@
+"""The losses that go by a name. Torch's names have torch's meaning, Keras's names Keras's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.nn.functional as F
+
+from fitkit.errors import ConfigurationError
+from fitkit.losses import functions, targets
+from fitkit.losses.definitions import Definition
+from fitkit.losses.functions import LossFunction, MeanOf, SumPerSample
+from fitkit.losses.targets import Match
+from fitkit.outputs import LossHint
+from fitkit.registry import Registry
+
+UNKNOWN = LossHint()
+REGRESSION = LossHint(task="regression")
+CLASS_LOGITS = LossHint("logits", "classes")
+CLASS_PROBABILITIES = LossHint("probabilities", "classes")
+CLASS_LOG_PROBABILITIES = LossHint("log_probabilities", "classes")
+BINARY_LOGITS = LossHint("logits", "binary")
+BINARY_PROBABILITIES = LossHint("probabilities", "binary")
+
+LOSSES: Registry[Definition] = Registry(
+    "loss", "A torch.nn loss and a callable (prediction, target) are losses too."
+)
+
+_AMBIGUOUS = {
+    "crossentropy": ("cross_entropy", "sparse_categorical_crossentropy",
+                     "categorical_crossentropy", "binary_crossentropy"),
+    "ce": ("cross_entropy", "sparse_categorical_crossentropy",
+           "categorical_crossentropy", "binary_crossentropy"),
+}  # fmt: skip
+
+
+def find(name: str) -> Definition:
+    """The loss called `name`; case, `_` and `-` don't matter.
+
+    Raises:
+        ConfigurationError: none is, or Keras would choose one of several by the data's shape.
+    """
+    spelling = name.strip().lower().replace("-", "_")
+    if spelling in _AMBIGUOUS:
+        choices = ", ".join(repr(choice) for choice in _AMBIGUOUS[spelling])
+        raise ConfigurationError(
+            f"loss={name!r} may mean several losses. Write one of {choices}. The first takes "
+            "logits, the others probabilities."
+        )
+    # Torch's binary_cross_entropy and Keras's binary_crossentropy clip differently, and differ
+    # only in an underscore, which the registry doesn't see.
+    return TORCH_BCE if spelling == "binary_cross_entropy" else LOSSES[name]
+
+
+def torch_function(function: object) -> Definition | None:
+    """What is known of `function`, where it is one of `torch.nn.functional`'s losses."""
+    for definition in TORCH_FUNCTIONS:
+        if definition.mean is function:
+            return definition
+    return TORCH_BCE if function is F.binary_cross_entropy else None
+
+
+def _torch(
+    name: str,
+    *aliases: str,
+    function: LossFunction,
+    match: Match = targets.elements,
+    hint: LossHint = REGRESSION,
+    twin: str | None = None,
+    signs: bool = False,
+    ignore_index: int | None = None,
+) -> Definition:
+    each = partial(function, reduction="none")
+    definition = Definition(
+        function, each, match, hint, twin=twin, signs=signs, ignore_index=ignore_index
+    )
+    return LOSSES.add(name, definition, *aliases)
+
+
+def _keras(
+    name: str,
+    *aliases: str,
+    function: LossFunction,
+    match: Match = targets.elements,
+    hint: LossHint = REGRESSION,
+    twin: str | None = None,
+    rows_sum_to_one: bool = False,
+) -> Definition:
+    definition = Definition(
+        MeanOf(function),
+        function,
+        match,
+        hint,
+        twin=twin,
+        rows_sum_to_one=rows_sum_to_one,
+        clips=True,
+    )
+    return LOSSES.add(name, definition, *aliases)
+
+
+TORCH_BCE = _torch(
+    "bce", "bce_loss", "binary_cross_entropy_loss",
+    function=functions.torch_binary_cross_entropy,
+    hint=BINARY_PROBABILITIES, twin="bce_with_logits",
+)  # fmt: skip
+
+TORCH_FUNCTIONS = [
+    _torch(
+        "cross_entropy", "cross_entropy_loss",
+        function=F.cross_entropy, match=targets.classes, hint=CLASS_LOGITS,
+        twin="sparse_categorical_crossentropy", ignore_index=-100,
+    ),
+    _torch(
+        "nll", "nll_loss",
+        function=F.nll_loss, match=targets.indices, hint=CLASS_LOG_PROBABILITIES,
+        twin="cross_entropy", ignore_index=-100,
+    ),
+    _torch(
+        "bce_with_logits", "bce_with_logits_loss", "binary_cross_entropy_with_logits",
+        function=F.binary_cross_entropy_with_logits, hint=BINARY_LOGITS, twin="bce",
+    ),
+    _torch("mse", "mse_loss", "mean_squared_error", function=F.mse_loss),
+    _torch("l1", "l1_loss", "mae", "mean_absolute_error", function=F.l1_loss),
+    _torch("huber", "huber_loss", function=F.huber_loss),
+    _torch("smooth_l1", "smooth_l1_loss", function=F.smooth_l1_loss),
+    _torch("poisson_nll", "poisson_nll_loss", function=F.poisson_nll_loss),
+    _torch(
+        "soft_margin", "soft_margin_loss",
+        function=F.soft_margin_loss, hint=UNKNOWN, signs=True,
+    ),
+    _torch(
+        "multi_margin", "multi_margin_loss",
+        function=F.multi_margin_loss, match=targets.indices, hint=CLASS_LOGITS,
+    ),
+    _torch(
+        "multilabel_margin", "multilabel_margin_loss",
+        function=F.multilabel_margin_loss, match=targets.index_lists, hint=UNKNOWN,
+    ),
+    _torch(
+        "multilabel_soft_margin", "multilabel_soft_margin_loss",
+        function=F.multilabel_soft_margin_loss, hint=BINARY_LOGITS, twin="bce",
+    ),
+    _torch(
+        "hinge_embedding", "hinge_embedding_loss",
+        function=F.hinge_embedding_loss, hint=UNKNOWN, signs=True,
+    ),
+]  # fmt: skip
+
+# "batchmean" is the divergence itself; torch's default "mean" divides it by the classes too.
+LOSSES.add(
+    "kl_div",
+    Definition(
+        partial(F.kl_div, reduction="batchmean"),
+        SumPerSample(partial(F.kl_div, reduction="none")),
+        targets.vectors,
+        CLASS_LOG_PROBABILITIES,
+    ),
+)
+
+_keras(
+    "sparse_categorical_crossentropy",
+    function=functions.sparse_categorical_crossentropy, match=targets.last_axis_indices,
+    hint=CLASS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True,
+)  # fmt: skip
+_keras(
+    "categorical_crossentropy",
+    function=functions.categorical_crossentropy, match=targets.vectors,
+    hint=CLASS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True,
+)  # fmt: skip
+_keras(
+    "categorical_focal_crossentropy",
+    function=functions.categorical_focal_crossentropy, match=targets.vectors,
+    hint=CLASS_PROBABILITIES, rows_sum_to_one=True,
+)  # fmt: skip
+_keras(
+    "binary_crossentropy",
+    function=functions.binary_crossentropy, hint=BINARY_PROBABILITIES, twin="bce_with_logits",
+)  # fmt: skip
+_keras(
+    "binary_focal_crossentropy",
+    function=functions.binary_focal_crossentropy, hint=BINARY_PROBABILITIES,
+)  # fmt: skip
+_keras(
+    "mean_absolute_percentage_error", "mape",
+    function=functions.mean_absolute_percentage_error,
+)  # fmt: skip
+_keras(
+    "mean_squared_logarithmic_error", "msle",
+    function=functions.mean_squared_logarithmic_error,
+)  # fmt: skip
+_keras("log_cosh", function=functions.log_cosh)
+_keras("cosine_similarity", function=functions.cosine_similarity, match=targets.vectors)
+_keras(
+    "kl_divergence", "kld", "kullback_leibler_divergence",
+    function=functions.kl_divergence, match=targets.vectors, hint=CLASS_PROBABILITIES,
+)  # fmt: skip
+_keras("poisson", function=functions.poisson)
+_keras("hinge", function=functions.hinge, hint=UNKNOWN)
+_keras("squared_hinge", function=functions.squared_hinge, hint=UNKNOWN)
+_keras(
+    "categorical_hinge",
+    function=functions.categorical_hinge, match=targets.vectors, hint=CLASS_LOGITS,
+)  # fmt: skip

@@ -1,0 +1,128 @@
+"""How a target meets its prediction: the shapes and number types that a loss needs.
+
+Each function takes `(prediction, target)` and gives the pair that the loss's formula takes. They
+run at every step: the usual case costs two comparisons and changes nothing.
+
+Shapes: N samples, C classes, D values; `...` are positions (time, height and width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fitkit.errors import ConfigurationError
+from fitkit.losses.functions import HALF_TYPES
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Match = Callable[[torch.Tensor, torch.Tensor], Pair]
+
+
+def elements(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    """One target value for each predicted value.
+
+    A target that lacks, or has, one last dimension of length 1 is reshaped to the prediction.
+
+    Raises:
+        ConfigurationError: the shapes differ otherwise; torch would broadcast some of them.
+    """
+    if prediction.shape != target.shape:
+        target = _reshaped(prediction, target)
+    if prediction.dtype is not target.dtype:
+        return _one_type(prediction, target)
+    return prediction, target
+
+
+def vectors(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    """A target vector for each predicted vector: (N, ..., D) both.
+
+    Raises:
+        ConfigurationError: the shapes differ.
+    """
+    if prediction.shape != target.shape:
+        raise _different_shapes(prediction, target)
+    if prediction.dtype is not target.dtype:
+        return _one_type(prediction, target)
+    return prediction, target
+
+
+def classes(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    """Class indices or class probabilities for scores (N, C, ...), as `F.cross_entropy` takes them.
+
+    Of the prediction's shape: probabilities, one-hot labels of any type. Else class indices
+    (N, ...) or (N, 1, ...) of any type, also whole numbers stored as floats; they become int64.
+    """
+    if target.dtype is torch.int64 and target.ndim == prediction.ndim - 1:
+        return prediction, target
+    if target.shape == prediction.shape:
+        return vectors(prediction, target)
+    return indices(prediction, target)
+
+
+def indices(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    """Class indices for scores (N, C, ...): int64 (N, ...), from any type, (N, 1, ...) too."""
+    if target.ndim == prediction.ndim and target.shape[1] == 1:
+        target = target.squeeze(1)
+    return prediction, target if target.dtype is torch.int64 else target.to(torch.int64)
+
+
+def last_axis_indices(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    """Class indices for Keras: probabilities (N, ..., C) and int64 (N, ...).
+
+    Keras's class axis is the last one. Where the target's shape fits only torch's axis 1, that is
+    the class axis, and the result has it last.
+
+    Raises:
+        ConfigurationError: the target's shape fits neither axis.
+    """
+    wanted, given = prediction.shape[:-1], target.shape
+    if given != wanted:
+        torch_wanted = prediction.shape[:1] + prediction.shape[2:]
+        if given == wanted + (1,):
+            target = target.squeeze(-1)
+        elif given == torch_wanted:
+            prediction = prediction.movedim(1, -1)
+        elif given == prediction.shape[:1] + (1,) + prediction.shape[2:]:
+            prediction, target = prediction.movedim(1, -1), target.squeeze(1)
+        else:
+            raise ConfigurationError(
+                f"A target of shape {tuple(given)} doesn't label predictions of shape "
+                f"{tuple(prediction.shape)}: class indices of shape {tuple(wanted)} fit "
+                f"(classes last) or {tuple(torch_wanted)} (classes in axis 1)."
+            )
+    return prediction, target if target.dtype is torch.int64 else target.to(torch.int64)
+
+
+def index_lists(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    """Lists of class indices, ended by -1, for scores of the same shape (N, C): int64.
+
+    Raises:
+        ConfigurationError: the shapes differ.
+    """
+    if prediction.shape != target.shape:
+        raise _different_shapes(prediction, target)
+    return prediction, target if target.dtype is torch.int64 else target.to(torch.int64)
+
+
+def _reshaped(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    ours, theirs = prediction.shape, target.shape
+    if ours == theirs + (1,) or ours + (1,) == theirs:
+        return target.reshape(ours)
+    raise _different_shapes(prediction, target)
+
+
+def _different_shapes(prediction: torch.Tensor, target: torch.Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        f"The prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}: "
+        "this loss compares value with value, so the shapes must agree (torch would broadcast "
+        "them where it can). Reshape the target, or give the net an output of its shape."
+    )
+
+
+def _one_type(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    # A half-precision prediction goes up to float32 instead: half types can't hold many targets
+    # (bfloat16 rounds 257 to 256), and autocast computes losses in float32 too.
+    if prediction.dtype in HALF_TYPES:
+        return prediction.float(), target.float()
+    return prediction, target.to(prediction.dtype)

@@ -1,0 +1,240 @@
+"""Gauges: what sums up one metric over the batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fitkit.errors import ConfigurationError
+from fitkit.metrics.readings import Reading
+from fitkit.metrics.task import IGNORED
+
+Values = Callable[[Tensor, Tensor], Tensor]
+SETTLE_EVERY = 20
+"""So many parts of a sum wait on the device before they are added up."""
+
+
+class Batch:
+    """Samples on their way into the gauges, with each reading of them done once.
+
+    Args:
+        prediction: (N, ...).
+        target: (N, ...).
+        weight: one weight a sample (N,) or an entry; None: 1 each.
+    """
+
+    def __init__(self, prediction: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
+        self.prediction = prediction
+        self.target = target
+        self.weight = weight
+        self.samples = prediction.shape[0]
+        self._read: dict[Reading, tuple[Tensor, Tensor]] = {}
+
+    def read(self, reading: Reading) -> tuple[Tensor, Tensor]:
+        """The pair as this reading gives it."""
+        pair = self._read.get(reading)
+        if pair is None:
+            pair = self._read[reading] = reading(self.prediction, self.target)
+        return pair
+
+
+class Totals:
+    """A sum of values and the sum of their weights, on the device.
+
+    Attributes:
+        state: (2,): both sums in float64 (float32 where the device has no float64). Adding
+            the states of several ranks gives the state over all of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.state = torch.zeros(2, dtype=widest_dtype(device), device=device)
+        self.updated = False
+        self._values: list[Tensor | float] = []
+        self._weights: list[Tensor | float] = []
+
+    def add(self, value: Tensor | float, weight: Tensor | float) -> None:
+        """Add a weighted sum of values (without dimensions) and the weights' sum."""
+        self._values.append(value)
+        self._weights.append(weight)
+        self.updated = True
+        if len(self._values) >= SETTLE_EVERY:
+            self.settle()
+
+    def settle(self) -> None:
+        """Bring `state` up to date."""
+        if self._values:
+            values, self._values = self._values, []
+            weights, self._weights = self._weights, []
+            self.state[0] += self._sum(values)
+            self.state[1] += self._sum(weights)
+
+    def _sum(self, parts: list[Tensor | float]) -> Tensor | float:
+        known = math.fsum(part for part in parts if not isinstance(part, Tensor))
+        waiting = [part for part in parts if isinstance(part, Tensor)]
+        if not waiting:
+            return known
+        return torch.stack(waiting).sum(dtype=self.state.dtype) + known
+
+    def mean(self) -> float:
+        """The weighted mean; 0.0 where all weights are 0, as in Keras."""
+        self.settle()
+        value, weight = self.state.tolist()
+        return value / weight if weight else 0.0
+
+    def reset(self) -> None:
+        self._values.clear()
+        self._weights.clear()
+        self.state.zero_()
+        self.updated = False
+
+    def to(self, device: torch.device) -> None:
+        self.settle()
+        self.state = self.state.to(device=device, dtype=widest_dtype(device))
+
+
+class Mean:
+    """The mean of a function's values over all samples, weighted or not.
+
+    Args:
+        reading: what the function is given.
+        values: gives one value a sample (N,) or an entry (N, ...).
+        device: where the sums are kept.
+        skip_ignored: whether entries whose target is `IGNORED` count for nothing; the
+            function must give 0 for them.
+        finish: what makes the result of the mean; None: nothing.
+        weighted: whether batches' weights count.
+    """
+
+    joins = True
+
+    def __init__(
+        self,
+        reading: Reading,
+        values: Values,
+        device: torch.device,
+        *,
+        skip_ignored: bool = False,
+        finish: Callable[[float], float] | None = None,
+    ) -> None:
+        self.totals = Totals(device)
+        self.weighted = False
+        self._reading = reading
+        self._values = values
+        self._skip_ignored = skip_ignored
+        self._finish = finish
+
+    @property
+    def updated(self) -> bool:
+        """Whether there is a result."""
+        return self.totals.updated
+
+    def update(self, batch: Batch) -> None:
+        """Add a batch."""
+        prediction, target = batch.read(self._reading)
+        values = self._values(prediction, target)
+        counted = None
+        if self._skip_ignored and target.shape == values.shape:
+            counted = target != IGNORED
+        weight = batch.weight if self.weighted else None
+        if weight is None:
+            dtype = self.totals.state.dtype if values.is_floating_point() else None
+            self.totals.add(
+                values.sum(dtype=dtype), values.numel() if counted is None else counted.sum()
+            )
+            return
+        weight = weights_of(values, weight, self.totals.state.dtype)
+        weight = weight if counted is None else weight * counted
+        self.totals.add((values * weight).sum(), weight.sum())
+
+    def result(self) -> float:
+        """The metric over all samples so far."""
+        mean = self.totals.mean()
+        return mean if self._finish is None else self._finish(mean)
+
+    def reset(self) -> None:
+        self.totals.reset()
+
+    def to(self, device: torch.device) -> None:
+        self.totals.to(device)
+
+
+class Call:
+    """The mean of what a user's function gives, over samples; it sees each batch as it came.
+
+    Args:
+        function: `(prediction, target)` → a scalar, the batch's mean, or one value a sample.
+        device: where the sums are kept.
+        weighted: whether batches' weights count; then a value a sample is needed.
+    """
+
+    joins = False
+
+    def __init__(
+        self, function: Callable[[Any, Any], Any], device: torch.device, *, weighted: bool = False
+    ) -> None:
+        self.totals = Totals(device)
+        self.weighted = weighted
+        self._function = function
+
+    @property
+    def updated(self) -> bool:
+        """Whether there is a result."""
+        return self.totals.updated
+
+    def update(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
+        """Call the function and add what it gives."""
+        value = self._function(prediction, target)
+        if not isinstance(value, Tensor):
+            value = torch.as_tensor(value, device=self.totals.state.device)
+        value = value.detach()
+        each = value.ndim > 0 and value.shape[0] == samples
+        if not each and (value.numel() != 1 or self.weighted):
+            raise self._unusable(value, samples)
+        if not each:
+            self.totals.add(value.reshape(()) * samples, samples)
+        elif self.weighted and weight is not None:
+            weight = weights_of(value, weight, self.totals.state.dtype)
+            self.totals.add((value * weight).sum(), weight.sum())
+        else:
+            dtype = self.totals.state.dtype if value.is_floating_point() else None
+            self.totals.add(value.sum(dtype=dtype), value.numel())
+
+    def _unusable(self, value: Tensor, samples: int) -> ConfigurationError:
+        wanted = "one value a sample" if self.weighted else "a number or one value a sample"
+        return ConfigurationError(
+            f"it gave a result of shape {tuple(value.shape)} for {samples} samples, but "
+            f"{'weighted_metrics need' if self.weighted else 'metrics need'} {wanted}, "
+            f"shape ({samples},)."
+        )
+
+    def result(self) -> float:
+        """The metric over all samples so far."""
+        return self.totals.mean()
+
+    def reset(self) -> None:
+        self.totals.reset()
+
+    def to(self, device: torch.device) -> None:
+        self.totals.to(device)
+
+
+def weights_of(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights in the values' shape: (N,) weights count for all entries of their sample."""
+    if weight.ndim > values.ndim and weight.numel() == values.shape[:1].numel():
+        weight = weight.reshape(-1)
+    if weight.shape != values.shape[: weight.ndim]:
+        raise ConfigurationError(
+            f"sample weights of shape {tuple(weight.shape)} do not belong to values of shape "
+            f"{tuple(values.shape)}: give one weight a sample."
+        )
+    weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
+    return weight.to(device=values.device, dtype=dtype).expand(values.shape)
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """float64, in which sums over an epoch stay exact; float32 on Apple's GPUs, which lack it."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,216 @@
+"""What an output's numbers mean for classification: told once, from the first batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fitkit.arguments import describe
+from fitkit.errors import ConfigurationError
+from fitkit.outputs import LossHint
+
+IGNORED = -100
+"""Class targets of this value count for nothing: `torch.nn.CrossEntropyLoss` ignores them too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """How to read pairs of prediction and target as classification.
+
+    Attributes:
+        kind: `"multiclass"` (one of C), `"multilabel"` (C times yes or no) or `"binary"` (each
+            entry yes or no).
+        columns: C; 1 for binary.
+        axis: the prediction's dimension of classes.
+        one_hot: whether the targets of a multiclass task have that dimension too.
+        scale: what predictions are: `"logits"`, `"probabilities"`, `"log_probabilities"`, or
+            `"values"`: numbers around 0 and 1 beyond them, as a net trained on squared errors gives.
+    """
+
+    kind: str
+    columns: int = 1
+    axis: int = 1
+    one_hot: bool = False
+    scale: str = "probabilities"
+
+
+class FirstBatch:
+    """The first prediction and target of an output, and what follows from them for the others.
+
+    Everything is decided here, once: deciding batch by batch reads the same logits differently
+    where a batch happens to lie within [0, 1].
+
+    Args:
+        prediction: the output's tensor.
+        target: its target.
+        hint: what its loss tells.
+    """
+
+    def __init__(self, prediction: object, target: object, hint: LossHint) -> None:
+        self.given = (prediction, target)
+        self.hint = hint
+        self._tasks: dict[str, Task] = {}
+
+    @property
+    def prediction(self) -> Tensor:
+        """The prediction, which must be a tensor."""
+        return _tensor(self.given[0], "prediction")
+
+    @property
+    def target(self) -> Tensor:
+        """The target, which must be a tensor."""
+        return _tensor(self.given[1], "target")
+
+    def task(self, force: str = "") -> Task:
+        """The classification task.
+
+        Args:
+            force: `"classes"`: one of C, whatever the loss tells; `"entries"`: each entry yes or
+                no; empty: as prediction, target and loss tell.
+
+        Raises:
+            ConfigurationError: shapes that don't fit, a task that can't be told, targets that
+                aren't classes.
+        """
+        if force not in self._tasks:
+            task = self.shape_of_task(force)
+            _check_targets(task, self.target)
+            self._tasks[force] = task
+        return self._tasks[force]
+
+    def shape_of_task(self, force: str = "") -> Task:
+        """The task without a look at the targets' values where their shape tells enough."""
+        prediction, target = self.prediction, self.target
+        axis = None if force == "entries" else class_axis(prediction.shape, target.shape)
+        if axis is not None:
+            return self._task("multiclass", prediction.shape[axis], axis)
+        if not same_entries(prediction, target):
+            raise mismatch(prediction, target)
+        columns = prediction.shape[1] if prediction.ndim > 1 else 1
+        if force == "entries":
+            return self._task("binary")
+        if force == "classes" or (self.hint.task == "classes" and columns > 1):
+            return self._one_hot_task()
+        if self.hint.task != "binary":
+            self._check_yes_or_no()
+            if columns > 1 and target.is_floating_point() and _rows_are_one_hot(target):
+                return self._one_hot_task()
+        # Three dimensions are as likely (N, height, width) as (N, labels, length): each entry
+        # counts alike there.
+        if columns > 1 and prediction.ndim != 3:
+            return self._task("multilabel", columns)
+        return self._task("binary")
+
+    def _task(self, kind: str, columns: int = 1, axis: int = 1, one_hot: bool = False) -> Task:
+        return Task(kind, columns, axis, one_hot, self.scale(kind))
+
+    def _one_hot_task(self) -> Task:
+        target = self.target.reshape(self.prediction.shape)
+        if target.ndim < 2:
+            raise ConfigurationError(
+                f"one column a class is needed, but the prediction is {_seen(self.prediction)} "
+                f"and the target {_seen(self.target)}."
+            )
+        last = target.ndim - 1
+        axis = last if last > 1 and not _sums_to_one(target, 1) and _sums_to_one(target, last) else 1
+        return self._task("multiclass", target.shape[axis], axis, one_hot=True)
+
+    def scale(self, kind: str = "binary") -> str:
+        """What predictions are: the loss tells, else whether the first batch lies in [0, 1]."""
+        prediction = self.prediction
+        if self.hint.takes is not None:
+            return self.hint.takes
+        if not prediction.is_floating_point() or _within(prediction, 0, 1):
+            return "probabilities"
+        return "values" if self.hint.task == "regression" and kind != "multiclass" else "logits"
+
+    def _check_yes_or_no(self) -> None:
+        target = self.target
+        if not bool(((target == 0) | (target == 1)).all()):
+            raise ConfigurationError(
+                f"the task can't be told from a prediction of {_seen(self.prediction)}, a target "
+                f"of {_seen(target)} with values other than 0 and 1, and a loss "
+                f"{'for ' + self.hint.task if self.hint.task else 'that fitkit does not know'}. "
+                "Pass a torchmetrics object in place of the name, as "
+                "torchmetrics.classification.MulticlassAccuracy(num_classes=…), or a callable."
+            )
+
+
+def class_axis(prediction: torch.Size, target: torch.Size) -> int | None:
+    """The prediction's dimension of classes where the target has labels; None where none fits.
+
+    Torch's place, dimension 1, comes before the last. A target's dimension of one entry in
+    that place is no matter.
+
+    Shapes: prediction (N, C, ...) or (N, ..., C), target (N, ...), (N, 1, ...) or (N, ..., 1).
+    """
+    if len(prediction) < 2:
+        return None
+    last = len(prediction) - 1
+    for axis in (1, last):
+        without = prediction[:axis] + prediction[axis + 1 :]
+        with_one = prediction[:axis] + (1,) + prediction[axis + 1 :]
+        if prediction[axis] > 1 and target in (without, with_one):
+            return axis
+    return None
+
+
+def same_entries(prediction: Tensor, target: Tensor) -> bool:
+    """Whether shapes are equal but for dimensions of one entry, as (N, 1) and (N,) are."""
+    if prediction.shape == target.shape:
+        return True
+    if not prediction.ndim or not target.ndim or len(prediction) != len(target):
+        return False
+    return [n for n in prediction.shape[1:] if n != 1] == [n for n in target.shape[1:] if n != 1]
+
+
+def mismatch(prediction: Tensor, target: Tensor) -> ConfigurationError:
+    """The error for shapes that torch would broadcast or refuse with less words."""
+    return ConfigurationError(
+        f"the prediction of shape {tuple(prediction.shape)} and the target of shape "
+        f"{tuple(target.shape)} do not belong together: shapes must be equal, (N,) and (N, 1), or, "
+        "for class labels, (N, C, ...) and (N, ...)."
+    )
+
+
+def _check_targets(task: Task, target: Tensor) -> None:
+    if task.one_hot or not target.numel():
+        return
+    labels = target[target != IGNORED] if task.kind == "multiclass" else target
+    highest = task.columns - 1 if task.kind == "multiclass" else 1
+    soft = task.kind != "multiclass" and target.is_floating_point()
+    fractions = not soft and labels.is_floating_point() and not bool((labels == labels.round()).all())
+    if fractions or not _within(labels, 0, highest):
+        raise ConfigurationError(
+            f"the target has values from {labels.min().item():g} to {labels.max().item():g}, but "
+            f"the task is {task.kind} with {task.columns} column{'s' * (task.columns > 1)}: targets "
+            f"must be {'' if soft else 'whole numbers '}from 0 to {highest}."
+        )
+
+
+def _within(tensor: Tensor, lowest: float, highest: float) -> bool:
+    return bool(((tensor >= lowest) & (tensor <= highest)).all())
+
+
+def _sums_to_one(target: Tensor, axis: int) -> bool:
+    sums = target.sum(axis, dtype=torch.float32)
+    return bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-3))
+
+
+def _rows_are_one_hot(target: Tensor) -> bool:
+    return target.ndim == 2 and _sums_to_one(target, 1)
+
+
+def _seen(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} ({str(tensor.dtype).removeprefix('torch.')})"
+
+
+def _tensor(value: object, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ConfigurationError(
+            f"the {what} must be a tensor, but is {describe(value)}. For several outputs give "
+            "metrics as a dict by output, and for other structures a callable (prediction, target)."
+        )
+    return value

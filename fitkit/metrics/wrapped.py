@@ -1,0 +1,194 @@
+"""Gauges over torchmetrics: metrics that fitkit builds, and objects that users gave."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fitkit.errors import ConfigurationError, missing_package
+from fitkit.metrics.gauges import Batch
+from fitkit.metrics.readings import AsGiven, Choices, Matched, Reading, Scores
+from fitkit.metrics.task import FirstBatch, Task
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_BY_PROBABILITY = (
+    "MulticlassPrecisionRecallCurve",
+    "MulticlassCalibrationError",
+    "MulticlassHingeLoss",
+)
+"""Those multiclass classes that turn predictions beyond [0, 1] into probabilities themselves."""
+
+
+class Wrapped:
+    """A torchmetrics metric with what it is given of each batch.
+
+    Args:
+        metric: the metric; from now on this gauge's own.
+        reading: what its `update` is given.
+        joins: whether several batches may be joined to one update, or it must see each.
+        finish: what makes the result of what `compute` gives; None: nothing.
+        least_samples: fewer have no result yet.
+    """
+
+    def __init__(
+        self,
+        metric: Metric,
+        reading: Reading,
+        *,
+        joins: bool = True,
+        finish: Callable[[Any], Any] | None = None,
+        least_samples: int = 1,
+    ) -> None:
+        self.metric = metric
+        self.reading = reading
+        self.joins = joins
+        self.leader: Wrapped | None = None
+        self._finish = finish
+        self._least_samples = least_samples
+        self._samples = 0
+
+    @property
+    def updated(self) -> bool:
+        """Whether there is a result."""
+        return self._samples >= self._least_samples
+
+    def update(self, batch: Batch) -> None:
+        """Add a batch; one of several that share their state leaves it to the first of them."""
+        if self.leader is None:
+            self.metric.update(*batch.read(self.reading))
+        self._samples += batch.samples
+
+    def update_as_given(self, prediction: Any, target: Any, samples: int) -> None:
+        """Add a batch of any structure."""
+        self.metric.update(prediction, target)
+        self._samples += samples
+
+    def result(self) -> Any:
+        """What the metric computes over all samples so far."""
+        if self.leader is not None:
+            _adopt_state(self.metric, self.leader.metric)
+        value = self.metric.compute()
+        return value if self._finish is None else self._finish(value)
+
+    def reset(self) -> None:
+        self.metric.reset()
+        self._samples = 0
+
+    def to(self, device: torch.device) -> None:
+        self.metric.to(device)
+
+
+def share_states(gauges: list[Any]) -> None:
+    """Let metrics that gather the same numbers gather them once.
+
+    Precision, recall and F1 all count true and false positives. Equal are metrics with the
+    same `update`, the same settings that it may read, and the same reading. (torchmetrics'
+    own compute groups compare states after the first batch, where metrics of different
+    thresholds can agree by chance, and stay grouped.)
+    """
+    leaders: dict[Any, Wrapped] = {}
+    for gauge in gauges:
+        if isinstance(gauge, Wrapped) and gauge.joins:
+            key = _update_key(gauge)
+            if key is not None and leaders.setdefault(key, gauge) is not gauge:
+                gauge.leader = leaders[key]
+
+
+def _update_key(gauge: Wrapped) -> Any:
+    metric = gauge.metric
+    owner = update_owner(metric)
+    if not owner.__module__.startswith("torchmetrics.classification."):
+        return None
+    settings: list[Any] = []
+    # What `update` may read was set by the class that defines it, from its arguments.
+    for name in inspect.signature(owner.__init__).parameters:
+        value = getattr(metric, name, None) if name not in ("self", "kwargs") else None
+        settings.append(id(value) if isinstance(value, torch.Tensor) else repr(value))
+    shapes = tuple((name, getattr(state, "shape", None)) for name, state in metric._defaults.items())
+    return owner, tuple(settings), shapes, gauge.reading
+
+
+def _adopt_state(follower: Metric, leader: Metric) -> None:
+    for name in leader._defaults:
+        setattr(follower, name, getattr(leader, name))
+    follower._update_count = leader._update_count
+    follower._computed = None
+
+
+def torchmetrics_module(name: str) -> ModuleType:
+    """`torchmetrics.<name>`, imported at its first use: that takes 1.5 s."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"torchmetrics.{name}")
+    except ModuleNotFoundError:
+        raise missing_package("torchmetrics", "all", "This metric") from None
+
+
+def is_torchmetric(value: object, class_name: str = "Metric") -> bool:
+    """Whether a value is a torchmetrics object; asked without importing torchmetrics."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and isinstance(value, getattr(module, class_name))
+
+
+def update_owner(metric: Metric) -> type:
+    """The class whose `update` a metric runs; that of the metric inside a `ClasswiseWrapper`."""
+    if type(metric).__name__ == "ClasswiseWrapper":
+        metric = metric.metric  # type: ignore[assignment]
+    return next(owner for owner in type(metric).__mro__ if "update" in vars(owner))
+
+
+def wrap_object(metric: Metric, first: FirstBatch) -> Wrapped:
+    """A gauge over a copy of a user's metric, so that calls can nest.
+
+    Metrics of `torchmetrics.classification` get probabilities, never logits, and labels in the
+    shape that they take; those of `torchmetrics.regression` (N,) beside (N, 1) reconciled; all
+    others each batch as it came.
+    """
+    copy = metric.clone()
+    copy.reset()
+    _keep_local(copy)
+    owner = update_owner(copy)
+    package = owner.__module__.rpartition(".")[0]
+    if package == "torchmetrics.regression":
+        return Wrapped(copy, Matched(strict=False))
+    if package == "torchmetrics.classification" and "group" not in owner.__module__:
+        return Wrapped(copy, _object_reading(copy, owner, first))
+    return Wrapped(copy, AsGiven(), joins=False)
+
+
+def _object_reading(metric: Metric, owner: type, first: FirstBatch) -> Reading:
+    if not owner.__name__.startswith("Multiclass"):
+        scale = first.scale()
+        if getattr(metric, "normalization", "sigmoid") is None:
+            scale = "as_given"  # the user asked that nothing be done to predictions
+        return Scores(Task("binary", scale=scale))
+    if not first.prediction.is_floating_point():
+        return AsGiven()
+    task = first.shape_of_task("classes")
+    by_probability = any(base.__name__ in _BY_PROBABILITY for base in type(metric).__mro__)
+    return Scores(task) if by_probability else Choices(task)
+
+
+def _keep_local(metric: Metric) -> None:
+    """Let `compute` give this rank's value: states are reduced in one place, not by each metric."""
+    for part in metric.modules():
+        if is_torchmetric(part):
+            part.sync_on_compute = False  # type: ignore[assignment]
+            part._to_sync = False  # type: ignore[assignment]
+
+
+def refuse_aggregation(metric: Metric, argument: str) -> None:
+    """Refuse `MeanMetric` and its like, which would take the targets for weights."""
+    if update_owner(metric).__module__ == "torchmetrics.aggregation":
+        raise ConfigurationError(
+            f"{argument} has {type(metric).__name__}, which sums up single values and knows no "
+            "targets. Log the value in a training_step with self.log(name, value)."
+        )

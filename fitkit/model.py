@@ -1,0 +1,584 @@
+"""Model: any network, with the verbs compile, fit, evaluate and predict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fitkit import trees
+from fitkit.arguments import check_flag, describe, only_known_arguments
+from fitkit.callbacks.history import History
+from fitkit.data.class_weights import ClassWeights
+from fitkit.data.sources import array_batch, check_data_type
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.training.compilation import UNSET, Compilation
+from fitkit.training.jobs import FitJob, PassJob
+from fitkit.training.loop import on_host
+from fitkit.training.runs import (
+    compiled_step,
+    joined,
+    run_evaluate,
+    run_fit,
+    run_predict,
+    updater_of,
+)
+from fitkit.training.session import (
+    backend_flags,
+    caller_of,
+    modes_restored,
+    transfer_of,
+)
+from fitkit.training.steps import PredictStep
+
+
+class Model(nn.Module):
+    """A network that can be trained, evaluated and used with one line each.
+
+    Args:
+        net: the network; any `torch.nn.Module`. Calling the model calls it. A subclass may
+            define its own layers and `forward` instead, and leave it out.
+
+    Attributes:
+        net: the network that was given, or None.
+        history: the `History` of the last `fit`; None before.
+        stop_training: set it in a callback to end `fit` after the current batch or epoch.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 3))
+        >>> model.compile("adam", "cross_entropy", metrics=["accuracy"])
+        >>> x, y = torch.randn(64, 4), torch.randint(3, (64,))
+        >>> history = model.fit(x, y, epochs=2, verbose=0)
+        >>> model.predict(x[:5]).shape
+        (5, 3)
+
+    Raises:
+        ArgumentTypeError: `net` isn't a module.
+    """
+
+    net: Any
+    history: History | None
+    stop_training: bool
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        if isinstance(net, type) and issubclass(net, nn.Module):
+            raise ArgumentTypeError(
+                f"net is the class {net.__name__}, not a network. Write {net.__name__}(…)."
+            )
+        if net is not None and not isinstance(net, nn.Module):
+            raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
+        if isinstance(net, Model):
+            raise ArgumentTypeError("net is a fitkit.Model already; use it as it is.")
+        self.net = net
+        self.history = None
+        self.stop_training = False
+        self._compilation = Compilation.default()
+        self._optimizer: Optimizer | None = None
+        self._scheduler: Any = None
+        self._batch_size: int | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the net gives; a subclass may define its own."""
+        if self.net is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has neither a net nor a forward of its own. Write "
+                "fitkit.Model(net), or define forward(self, x) in the subclass."
+            )
+        return self.net(*args, **kwargs)
+
+    # ------------------------------------------------------------------ compile
+
+    @only_known_arguments
+    def compile(  # type: ignore[override]
+        self,
+        optimizer: Any = UNSET,
+        loss: Any = UNSET,
+        metrics: Any = UNSET,
+        *,
+        learning_rate: Any = UNSET,
+        loss_weights: Any = UNSET,
+        weighted_metrics: Any = UNSET,
+        lr_scheduler: Any = UNSET,
+        devices: Any = UNSET,
+        accelerator: Any = UNSET,
+        strategy: Any = UNSET,
+        num_nodes: Any = UNSET,
+        precision: Any = UNSET,
+        accumulate_grad_batches: Any = UNSET,
+        gradient_clip_val: Any = UNSET,
+        gradient_clip_algorithm: Any = UNSET,
+        scale_lr: Any = UNSET,
+        warmup_epochs: Any = UNSET,
+        sync_batchnorm: Any = UNSET,
+        replace_sampler: Any = UNSET,
+        auto_select_gpus: Any = UNSET,
+        log_gpu_memory: Any = UNSET,
+        benchmark: Any = UNSET,
+        deterministic: Any = UNSET,
+        jit_compile: Any = UNSET,
+        steps_per_execution: Any = UNSET,
+        gpus: Any = UNSET,
+    ) -> None:
+        """Say how to train, and on what. All is checked here; nothing runs yet.
+
+        Every argument is optional. What a call leaves out keeps what an earlier call set, else
+        its default. Replaces `nn.Module.compile`; `jit_compile=True` asks for `torch.compile`.
+
+        Args:
+            optimizer: a name (any `torch.optim` class, in any case, with torch's defaults), a
+                class, a `functools.partial`, a factory `params -> Optimizer`, or an instance
+                over this model's parameters. Default `"adam"`. Giving one begins anew; a call
+                without it keeps the optimizer and its state.
+            loss: a name, an `nn.Module`, a callable `(prediction, target) -> scalar`; a list or
+                dict of them for several outputs. torch's names take what torch's losses take
+                (`"cross_entropy"`: logits), Keras's names what Keras's take
+                (`"sparse_categorical_crossentropy"`: probabilities). Default None: the net's
+                output must carry `.loss`.
+            metrics: names, `torchmetrics.Metric` objects (used through copies) or callables
+                `(prediction, target)`; a list, or a dict by output. Default none.
+            learning_rate: of an optimizer given by name, class, partial or factory. Default
+                the optimizer's own. Given alone it changes the rate and keeps the state.
+            loss_weights: one weight an output, as a list or dict; the loss is their sum.
+            weighted_metrics: metrics that count samples by their weight (the weighted mean).
+            lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance;
+                or a dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`) and
+                `"monitor"` (the log that `ReduceLROnPlateau` watches). Default none. Names get
+                the training's length from `fit` where they need one (`"cosine"`).
+            devices: which devices; `"auto"` by default.
+            accelerator: `"auto"` (default), `"cpu"`, `"gpu"`, `"cuda"`, `"mps"`.
+            strategy: `"auto"` (default), a strategy's name, or an object.
+            num_nodes: machines. Default 1.
+            precision: `"32-true"` (default).
+            accumulate_grad_batches: batches whose gradients make one update: their mean over
+                samples, as of one larger batch. Default 1.
+            gradient_clip_val: limit of the gradients; default none.
+            gradient_clip_algorithm: `"norm"` (of all together; default) or `"value"`.
+            sync_batchnorm, replace_sampler: for several processes; without effect on one.
+            benchmark: `torch.backends.cudnn.benchmark` for the length of each call; None
+                (default) leaves it.
+            deterministic: True, False or `"warn"`: torch's deterministic algorithms, likewise.
+            jit_compile: True for `torch.compile` of the net, or a dict of its options.
+            gpus: the older spelling: None or 0 for the CPU, else `accelerator="gpu",
+                devices=gpus`.
+            scale_lr, warmup_epochs, auto_select_gpus, log_gpu_memory, steps_per_execution:
+                only their defaults so far.
+
+        Raises:
+            ConfigurationError, ArgumentTypeError: something that can't be; the model stays
+                compiled as it was.
+        """
+        arguments = {
+            name: value for name, value in locals().items() if name not in ("self", "__class__")
+        }
+        self._compilation = self._compilation.updated(arguments, self)
+        if optimizer is not UNSET:
+            self._optimizer = self._scheduler = None
+        if lr_scheduler is not UNSET:
+            self._scheduler = None
+        if learning_rate is not UNSET and learning_rate is not None:
+            self._set_learning_rate(learning_rate)
+        if jit_compile is not UNSET:
+            self._jit_compile(jit_compile)
+
+    def _set_learning_rate(self, rate: float) -> None:
+        """Change the rate of an optimizer that exists; a scheduler begins anew from there."""
+        if self._optimizer is None or self._compilation.optimizer.is_instance:
+            return
+        self._scheduler = None
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+            group.pop("initial_lr", None)
+
+    def _jit_compile(self, options: bool | dict[str, Any]) -> None:
+        """Compile the net in place: its parameters keep their names."""
+        target = self if self.net is None else self.net
+        if options is False:
+            target._compiled_call_impl = None
+        else:
+            nn.Module.compile(target, **({} if options is True else options))
+
+    # ------------------------------------------------------------------ the verbs
+
+    @only_known_arguments
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int = 32,
+        epochs: int = 1,
+        verbose: int | str = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool | str = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+        resume_from: Any = None,
+    ) -> History:
+        """Train.
+
+        Args:
+            x: a `DataLoader`, a `Dataset`, arrays or tensors (or a tuple or dict of them, with
+                `y`), or any iterable of batches `(x, y)` or `(x, y, sample_weight)`. A dict of
+                inputs goes to the net by keyword.
+            y: the targets of arrays: (N, ...), or a tuple, list or dict for several outputs.
+            batch_size: samples in a batch of arrays or a Dataset. Default 32.
+            epochs: the final epoch's number, as `initial_epoch` counts. Default 1.
+            verbose: 0 silent, 1 a progress bar, 2 a line an epoch; `"auto"` (default): 1 in a
+                terminal or notebook, else 2.
+            callbacks: a callback or a list of them.
+            validation_split: the fraction at the data's end that validates, cut off before
+                shuffling. Default 0.
+            validation_data: `(x, y)`, `(x, y, sample_weight)`, a loader or a Dataset; wins over
+                `validation_split`.
+            shuffle: whether arrays and Datasets are read in a new order each epoch (default);
+                `"batch"` permutes within each batch only.
+            class_weight: class number → weight, for training only; others weigh 1.
+            sample_weight: (N,) weights of arrays' samples. Each sample's loss is multiplied by
+                its weight, and the sum is divided by the number of samples.
+            initial_epoch: the first epoch's number. Default 0.
+            steps_per_epoch: batches in an epoch; the next epoch goes on where the last one
+                stopped, and data that can be read again start anew at their end. Default None:
+                one pass.
+            validation_steps: batches of each validation. Default None: all.
+            validation_batch_size: default `batch_size`.
+            validation_freq: validate after every so many epochs, or a list of epochs' numbers
+                from 1. Default 1.
+
+        Returns:
+            The history: `history.history["loss"]` is a list with one float an epoch.
+
+        Raises:
+            ConfigurationError, ArgumentTypeError: something that can't be. Where it is seen
+                only in the first batch, the model is as it was before.
+        """
+        job = FitJob(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=callbacks,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            resume_from=resume_from,
+        )
+        launcher = self._compilation.strategy.launcher
+        return launcher.launch(run_fit, self, self._compilation, job)
+
+    @only_known_arguments
+    def evaluate(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int = 32,
+        verbose: int | str = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """The loss and the metrics over a data set, in evaluation mode and without gradients.
+
+        Args:
+            x, y, batch_size, sample_weight: as in `fit`.
+            verbose: as in `fit`; `"auto"` shows a bar once it has taken a second.
+            steps: the number of batches to read. Default None: all.
+            callbacks: their test hooks are called.
+            return_dict: whether to return a dict by name.
+
+        Returns:
+            The loss as a float; with metrics a list `[loss, metric, …]` in the order of
+            `metrics_names`; with `return_dict` a dict. Means are over samples.
+        """
+        check_flag("return_dict", return_dict)
+        job = PassJob(x, y, batch_size, verbose, sample_weight, steps, callbacks)
+        launcher = self._compilation.strategy.launcher
+        values = launcher.launch(run_evaluate, self, self._compilation, job)
+        return _as_asked(values, return_dict)
+
+    @only_known_arguments
+    def predict(
+        self,
+        x: Any,
+        *,
+        batch_size: int = 32,
+        verbose: int | str = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+        as_numpy: bool = True,
+    ) -> Any:
+        """The net's outputs for all inputs, in their order.
+
+        Args:
+            x, batch_size: as in `fit`; targets in batches are not looked at.
+            verbose, steps: as in `evaluate`.
+            callbacks: their predict hooks are called.
+            as_numpy: whether to return NumPy arrays (default) or tensors on the CPU.
+
+        Returns:
+            The structure that the net gives (tensor, tuple, dict), joined over the batches.
+        """
+        check_flag("as_numpy", as_numpy)
+        job = PassJob(x, None, batch_size, verbose, None, steps, callbacks)
+        launcher = self._compilation.strategy.launcher
+        outputs = launcher.launch(run_predict, self, self._compilation, job)
+        return _to_numpy(outputs) if as_numpy else outputs
+
+    # ------------------------------------------------------------------ single batches
+
+    @only_known_arguments
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """One update on one batch.
+
+        Learning-rate schedulers and `accumulate_grad_batches` take no part in it.
+
+        Args:
+            x, y, sample_weight, class_weight: one batch of arrays or tensors, as in `fit`.
+            return_dict: as in `evaluate`.
+
+        Returns:
+            The batch's loss and metrics before the update, as `evaluate` returns them.
+        """
+        weights = None if class_weight is None else ClassWeights(class_weight)
+        batch = self._one_batch(x, y, sample_weight, return_dict)
+        compilation = self._compilation
+        step = compiled_step(self, compilation, weights)
+        updater = updater_of(self, compilation, accumulate=1)
+        with modes_restored(self), backend_flags(compilation):
+            self.train()
+            updater.clear()
+            loss = step(batch)
+            if updater.takes_closure:
+                updater.step_with_closure(loss, lambda: step.again(batch))
+            else:
+                updater.step(loss, step.samples)
+            updater.clear()
+        return _as_asked(step.logbook.results(), return_dict)
+
+    @only_known_arguments
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """One batch's loss and metrics, as `evaluate` returns them."""
+        batch = self._one_batch(x, y, sample_weight, return_dict)
+        step = compiled_step(self, self._compilation)
+        with modes_restored(self), backend_flags(self._compilation), torch.no_grad():
+            self.eval()
+            step(batch)
+        return _as_asked(step.logbook.results(), return_dict)
+
+    @only_known_arguments
+    def predict_on_batch(self, x: Any) -> Any:
+        """The net's outputs for one batch, as NumPy arrays."""
+        batch = self._one_batch(x, None, None, False)
+        strategy = self._compilation.strategy
+        step = PredictStep(strategy.door(self), caller_of(self), transfer_of(self, strategy))
+        with modes_restored(self), backend_flags(self._compilation), torch.no_grad():
+            self.eval()
+            return _to_numpy(joined([on_host(step(batch))]))
+
+    def _one_batch(self, x: Any, y: Any, sample_weight: Any, return_dict: Any) -> tuple[Any, ...]:
+        """The arrays of one batch as tensors, after the module has its place."""
+        check_flag("return_dict", return_dict)
+        check_data_type(x)
+        strategy = self._compilation.strategy
+        dtype = strategy.precision.input_dtype(self)
+        batch = array_batch(x, y, sample_weight, float_dtype=dtype)
+        strategy.place(self)
+        return batch
+
+    # ------------------------------------------------------------------ what a run left
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer; made at the first look (or `fit`) after `compile` named it.
+
+        Raises:
+            ConfigurationError: it can't be made; never an AttributeError, which
+                `nn.Module` would hide.
+        """
+        if self._optimizer is None:
+            self._optimizer = self._compilation.optimizer.build(self.parameters())
+        return self._optimizer
+
+    def scheduler_for(self, epochs: int, updates: int | None) -> Any:
+        """The learning-rate scheduler; made by the first `fit` and kept by the next.
+
+        Args:
+            epochs, updates: of the whole training, for schedulers that need its length.
+        """
+        choice = self._compilation.scheduler
+        if self._scheduler is None and choice is not None:
+            self._scheduler = choice.build(self.optimizer, epochs, updates)
+        return self._scheduler
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """The names of what `evaluate` returns, in its order.
+
+        Names that depend on the net's outputs are known after the first batch.
+        """
+        return [
+            "loss",
+            *self._compilation.loss.part_names,
+            *self._compilation.metrics.known_names,
+        ]
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples in one step over all ranks; None before `fit` has seen data."""
+        if self._batch_size is None:
+            return None
+        return self._batch_size * self.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._compilation.strategy.device
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of the run's devices, in rank order."""
+        return list(self._compilation.strategy.device_ids)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return self._compilation.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank among those of its node."""
+        return self._compilation.strategy.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._compilation.strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    # ------------------------------------------------------------------ looks and files
+
+    @only_known_arguments
+    def summary(
+        self,
+        example: Any = None,
+        *,
+        input_shape: Any = None,
+        depth: int | None = None,
+        print_fn: Any = None,
+    ) -> None:
+        """Print the net's layers with their parameters, and shapes where they can be known.
+
+        Args:
+            example: a batch of inputs; adds output shapes and memory.
+            input_shape: the shape of one sample, instead of an example.
+            depth: levels of nesting to show. Default None: all.
+            print_fn: called with the text instead of printing it.
+        """
+        from fitkit.summary import summarize
+
+        summary = summarize(
+            self.net if self._weights_module() is self.net else self,
+            example,
+            input_shape=input_shape,
+            depth=depth,
+            run=lambda net, inputs: caller_of(self)(net, inputs),
+        )
+        summary.print(print_fn=print_fn)
+
+    @only_known_arguments
+    def save_weights(self, path: Any) -> None:
+        """Write the weights to a file, whole or not at all.
+
+        Args:
+            path: the suffix chooses the format (`.h5`). A wrapped net's weights get the net's
+                own names.
+
+        Raises:
+            CheckpointError: the file can't be written; one that was there is untouched.
+        """
+        from fitkit.checkpoint import save_weights
+
+        save_weights(path, self._weights_module().state_dict())
+
+    @only_known_arguments
+    def load_weights(self, path: Any, *, strict: bool = True, skip_mismatch: bool = False) -> Any:
+        """Read weights from a file.
+
+        Args:
+            path: a file that `save_weights` wrote.
+            strict: whether missing or unexpected names are an error. Default True.
+            skip_mismatch: whether weights of another shape are left out, with a warning.
+                Default False.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointError: damaged, or not for this net; the model is as it was.
+        """
+        from fitkit.checkpoint import load_weights
+
+        return load_weights(
+            path, self._weights_module(), strict=strict, skip_mismatch=skip_mismatch
+        )
+
+    def _weights_module(self) -> nn.Module:
+        """The module whose names stand in weight files: the net, where the model only wraps it."""
+        if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
+            own = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
+            if not own:
+                return self.net
+        return self
+
+
+def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
+    """A verb's values: a dict, a list, or the loss alone."""
+    if return_dict:
+        return values
+    found = list(values.values())
+    return found if len(found) > 1 else found[0]
+
+
+def _to_numpy(outputs: Any) -> Any:
+    """Tensors as NumPy arrays, in their structure; NumPy has no bfloat16 or float8, so float32."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        if leaf.dtype is torch.bfloat16 or leaf.dtype.itemsize == 1 and leaf.is_floating_point():
+            leaf = leaf.float()
+        return leaf.numpy()
+
+    return trees.map_leaves(convert, outputs)

@@ -1,0 +1,128 @@
+"""Optimizers from names, classes, partials, factories and instances."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.registry import Registry
+
+OPTIMIZERS: Registry[type[Optimizer]] = Registry(
+    "optimizer", hint="Or give a class, a functools.partial, a factory or an instance."
+)
+for _name, _class in vars(torch.optim).items():
+    if isinstance(_class, type) and issubclass(_class, Optimizer) and _class is not Optimizer:
+        OPTIMIZERS.add(_name, _class)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerChoice:
+    """What `compile` was told about the optimizer; built when the parameters are in place.
+
+    Attributes:
+        given: the name, class, partial, factory or instance, as given.
+        learning_rate: for all but instances; None for the optimizer's own.
+    """
+
+    given: Any = "adam"
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        given = self.given
+        if isinstance(given, str):
+            OPTIMIZERS[given]
+        elif isinstance(given, Optimizer) or callable(given):
+            pass
+        else:
+            raise ArgumentTypeError(
+                f"optimizer={describe(given)} must be a name, an Optimizer class, a "
+                "functools.partial of one, a factory params -> Optimizer, or an instance."
+            )
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether the user made the optimizer."""
+        return isinstance(self.given, Optimizer)
+
+    def check_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse an instance over parameters that aren't among `parameters`.
+
+        Raises:
+            ConfigurationError: with the shapes of those that aren't the model's.
+        """
+        if not self.is_instance:
+            return
+        own = {id(parameter) for parameter in parameters}
+        foreign = [
+            tuple(parameter.shape)
+            for group in self.given.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in own
+        ]
+        if foreign:
+            shapes = ", ".join(str(shape) for shape in foreign[:3])
+            raise ConfigurationError(
+                f"The optimizer holds {len(foreign)} parameters that aren't this model's (of "
+                f"shape {shapes}{', …' if len(foreign) > 3 else ''}): it would train another "
+                "net. Make it over model.parameters(), or give its name or class."
+            )
+
+    def build(self, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
+        """The optimizer over `parameters`.
+
+        Raises:
+            ConfigurationError: no parameters, or arguments that the optimizer refuses.
+        """
+        if self.is_instance:
+            return self.given  # type: ignore[no-any-return]
+        held = list(parameters)
+        _check_trainable(held)
+        maker = OPTIMIZERS[self.given] if isinstance(self.given, str) else self.given
+        options = {} if self.learning_rate is None else {"lr": self.learning_rate}
+        try:
+            optimizer = maker(held, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"optimizer={shown(self.given)} could not be made: {error}"
+            ) from error
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentTypeError(
+                f"optimizer={shown(self.given)} gave a {type(optimizer).__name__}, not a "
+                "torch.optim.Optimizer."
+            )
+        return optimizer
+
+
+def _check_trainable(parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise ConfigurationError(
+                "The net has lazy layers whose shapes aren't known yet. Run one batch through "
+                "it first: model.predict_on_batch(x[:1])."
+            )
+    if not parameters:
+        raise ConfigurationError("The net has no parameters, so there is nothing to train.")
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ConfigurationError(
+            "No parameter of the net requires gradients (all are frozen), so there is nothing "
+            "to train. Set requires_grad = True on those that shall learn."
+        )
+
+
+def shown(given: Any) -> str:
+    """What was given, for a message: a name in quotes, or a class's or function's name."""
+    return repr(given) if isinstance(given, str) else getattr(given, "__name__", describe(given))
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` must be given a function that computes the loss (LBFGS)."""
+    step = inspect.signature(type(optimizer).step).parameters
+    closure = step.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,36 @@
+"""One seed for everything that draws numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from fitkit.arguments import check_count
+from fitkit.errors import ConfigurationError
+
+
+def set_seed(seed: int) -> int:
+    """Seed Python's, NumPy's and torch's random numbers (on all devices).
+
+    The same seed before the same calls gives the same bits on a CPU: weights, shuffling,
+    dropout.
+
+    Args:
+        seed: from 0 to 2**32 - 1 (NumPy takes no more).
+
+    Returns:
+        The seed.
+
+    Raises:
+        ArgumentTypeError: not an int.
+        ConfigurationError: out of range.
+    """
+    check_count("seed", seed, minimum=0)
+    if seed >= 2**32:
+        raise ConfigurationError(f"seed={seed} must be below 2**32 = {2**32}.")
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  users' code draws from the global generator
+    torch.manual_seed(int(seed))
+    return int(seed)

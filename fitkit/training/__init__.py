@@ -1,0 +1,1 @@
+"""The training loop: what a compile decided, sessions, loops, logs."""

@@ -1,0 +1,229 @@
+"""What `compile` was given, checked and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+
+from fitkit.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    describe,
+)
+from fitkit.distributed.placement import older_spelling
+from fitkit.distributed.resolve import check_nodes, resolve_strategy
+from fitkit.distributed.strategies import Strategy
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.losses import CompiledLoss
+from fitkit.metrics import CompiledMetrics
+from fitkit.optimizers import OptimizerChoice
+from fitkit.schedulers import SchedulerChoice
+
+
+class Unset:
+    """Stands for an argument that a call to `compile` leaves out."""
+
+    def __repr__(self) -> str:
+        return "unset"
+
+
+UNSET: Any = Unset()
+
+DEFAULTS: dict[str, Any] = {
+    "optimizer": "adam",
+    "loss": None,
+    "metrics": None,
+    "learning_rate": None,
+    "loss_weights": None,
+    "weighted_metrics": None,
+    "lr_scheduler": None,
+    "devices": "auto",
+    "accelerator": "auto",
+    "strategy": "auto",
+    "num_nodes": 1,
+    "precision": "32-true",
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": None,
+    "gradient_clip_algorithm": "norm",
+    "scale_lr": None,
+    "warmup_epochs": None,
+    "sync_batchnorm": False,
+    "replace_sampler": True,
+    "auto_select_gpus": False,
+    "log_gpu_memory": None,
+    "benchmark": None,
+    "deterministic": None,
+    "jit_compile": False,
+    "steps_per_execution": 1,
+}
+"""Every argument of `compile` but `gpus` (another spelling of two of these)."""
+
+LATER = ("scale_lr", "warmup_epochs", "auto_select_gpus", "log_gpu_memory", "steps_per_execution")
+"""Arguments of the contract whose only accepted value so far is the default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """One consistent set of decisions; `compile` makes a new one and never changes one.
+
+    A plain record, not a module: a loss with state must not enter the model's `state_dict`.
+
+    Attributes:
+        given: every argument's value, defaults included.
+        optimizer, scheduler, loss, metrics, strategy: what they resolved to.
+    """
+
+    given: dict[str, Any]
+    optimizer: OptimizerChoice
+    scheduler: SchedulerChoice | None
+    loss: CompiledLoss
+    metrics: CompiledMetrics
+    strategy: Strategy
+
+    def __getattr__(self, name: str) -> Any:
+        """What `compile` was given under that name."""
+        given = self.__dict__.get("given", {})
+        if name in given:
+            return given[name]
+        raise AttributeError(name)
+
+    @classmethod
+    def default(cls) -> Compilation:
+        """The state before any call to `compile`."""
+        return cls._resolve(dict(DEFAULTS), None, {})
+
+    def updated(self, arguments: dict[str, Any], model: torch.nn.Module) -> Compilation:
+        """This record with a call's arguments; those left out stay as they were.
+
+        Args:
+            arguments: the call's arguments, `UNSET` for what was left out.
+            model: the model that they are for.
+
+        Raises:
+            ConfigurationError, ArgumentTypeError: something that can't be; nothing changed.
+        """
+        given = {name: value for name, value in arguments.items() if value is not UNSET}
+        _expand_gpus(given)
+        _check_simple(given)
+        _check_combinations(given)
+        compilation = self._resolve({**self.given, **given}, self, given)
+        compilation.optimizer.check_parameters(_trainable(model, compilation.given["loss"]))
+        return compilation
+
+    @classmethod
+    def _resolve(
+        cls, values: dict[str, Any], before: Compilation | None, given: dict[str, Any]
+    ) -> Compilation:
+        """Resolve what changed; keep the resolved objects of what didn't."""
+
+        def changed(*names: str) -> bool:
+            return before is None or any(name in given for name in names)
+
+        rate = values["learning_rate"]
+        if isinstance(values["optimizer"], torch.optim.Optimizer):
+            rate = None
+        return cls(
+            given=values,
+            optimizer=OptimizerChoice(values["optimizer"], rate),
+            scheduler=SchedulerChoice.read(values["lr_scheduler"])
+            if before is None or changed("lr_scheduler")
+            else before.scheduler,
+            loss=CompiledLoss(values["loss"], values["loss_weights"])
+            if before is None or changed("loss", "loss_weights")
+            else before.loss,
+            metrics=CompiledMetrics(values["metrics"], values["weighted_metrics"])
+            if before is None or changed("metrics", "weighted_metrics")
+            else before.metrics,
+            strategy=resolve_strategy(
+                values["devices"], values["accelerator"], values["strategy"], values["precision"]
+            )
+            if before is None or changed("devices", "accelerator", "strategy", "precision")
+            else before.strategy,
+        )
+
+
+def _trainable(model: torch.nn.Module, loss: Any) -> list[torch.nn.Parameter]:
+    """The parameters that an optimizer of this model may hold; a loss may have its own."""
+    parameters = list(model.parameters())
+    if isinstance(loss, torch.nn.Module):
+        parameters += list(loss.parameters())
+    return parameters
+
+
+def _expand_gpus(given: dict[str, Any]) -> None:
+    """`gpus=…` as `accelerator` and `devices`."""
+    if "gpus" not in given:
+        return
+    gpus = given.pop("gpus")
+    for name in ("devices", "accelerator"):
+        if name in given:
+            raise ConfigurationError(
+                f"gpus={gpus!r} and {name}={given[name]!r} were both given. gpus is the older "
+                "spelling of accelerator='gpu', devices=…: give only one of them."
+            )
+    given.update(older_spelling(gpus))
+
+
+def _check_simple(given: dict[str, Any]) -> None:
+    """The arguments that can be checked one by one."""
+    checks: dict[str, Any] = {
+        "learning_rate": lambda name, value: check_number(name, value, minimum=0, optional=True),
+        "accumulate_grad_batches": check_count,
+        "gradient_clip_val": lambda name, value: check_number(name, value, above=0, optional=True),
+        "gradient_clip_algorithm": lambda name, value: check_choice(
+            name, value, ("norm", "value")
+        ),
+        "num_nodes": check_count,
+        "benchmark": lambda name, value: check_flag(name, value, optional=True),
+        "sync_batchnorm": check_flag,
+        "replace_sampler": check_flag,
+        "deterministic": _check_deterministic,
+        "jit_compile": _check_jit_compile,
+    }
+    for name, value in given.items():
+        if name in checks:
+            checks[name](name, value)
+        if name in LATER and value != DEFAULTS[name]:
+            raise ConfigurationError(
+                f"{name}={describe(value)} isn't supported by this version of fitkit; leave it "
+                f"out or write {name}={DEFAULTS[name]!r}."
+            )
+    if "num_nodes" in given:
+        check_nodes(given["num_nodes"])
+
+
+def _check_deterministic(name: str, value: Any) -> None:
+    if value != "warn":
+        check_flag(name, value, optional=True)
+
+
+def _check_jit_compile(name: str, value: Any) -> None:
+    """True, False, or the keyword arguments of `torch.compile`."""
+    if not isinstance(value, dict):
+        check_flag(name, value)
+        return
+    accepted = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
+    for key in value:
+        if key not in accepted:
+            raise ConfigurationError(
+                f"jit_compile has the option {key!r}; torch.compile takes {', '.join(accepted)}."
+            )
+
+
+def _check_combinations(given: dict[str, Any]) -> None:
+    if (
+        isinstance(given.get("optimizer"), torch.optim.Optimizer)
+        and given.get("learning_rate") is not None
+    ):
+        raise ConfigurationError(
+            f"learning_rate={given['learning_rate']} was given with an optimizer instance, which "
+            "has its own. Set the rate where you make it, or give the optimizer's name or class."
+        )
+    optimizer = given.get("optimizer", "")
+    if optimizer is None or isinstance(optimizer, bool):
+        raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")

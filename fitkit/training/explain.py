@@ -1,0 +1,108 @@
+"""torch's errors about a batch, said in terms of what the user passed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fitkit import trees
+from fitkit.errors import ConfigurationError, FitkitError
+
+SHAPE_ERRORS = re.compile(
+    r"shapes cannot be multiplied|size mismatch|to have \d+ channels|Given groups=|"
+    r"Expected .*\d+D|Given normalized_shape|must match the size of tensor|"
+    r"is invalid for input of size|input\.size\(-1\) must be equal|Expected more than 1 value|"
+    r"expected input's size|[Kk]ernel size can't be greater|"
+    r"Calculated .* output size.* too small|must match except in dimension"
+)
+DTYPE_ERRORS = re.compile(
+    r"must have the same dtype|expected scalar type|Input type .* and (bias|weight) type|"
+    r"not implemented for '|expected m1 and m2 to have the same dtype|"
+    r"Expected tensor for argument .* to have one of the following scalar types|"
+    r"Found dtype .* but expected"
+)
+DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
+INDEX_ERRORS = re.compile(r"index out of range in self")
+LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
+CALL_ERRORS = re.compile(
+    r"(forward|_forward_unimplemented)\(\) (got|missing|takes)|multiple values for argument"
+)
+
+
+def explained(
+    error: Exception, net: Callable[..., Any], x: Any, y: Any
+) -> FitkitError | None:
+    """A clearer error for one that a batch caused; None for what is not ours to explain.
+
+    Errors that the user's own code raises, out-of-memory errors and everything unknown stay
+    as they are.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return None
+    text = str(error)
+    given = shapes_of(x, "x")
+    if isinstance(error, (RuntimeError, ValueError)) and SHAPE_ERRORS.search(text):
+        return ConfigurationError(
+            f"The net can't take this batch: {given}. {_first_line(text)} The first dimension is "
+            "the batch; check the others (the number of features or channels) against the net's "
+            "first layer."
+        )
+    if isinstance(error, (RuntimeError, ValueError)) and DTYPE_ERRORS.search(text):
+        return ConfigurationError(
+            f"The numbers of this batch are of a type that the net or loss can't take: {given}"
+            f"{'' if y is None else ', ' + shapes_of(y, 'y')}. {_first_line(text)} Convert the "
+            "data, for example with x.astype('float32') or x.float()."
+        )
+    if isinstance(error, RuntimeError) and DEVICE_ERRORS.search(text):
+        return ConfigurationError(
+            f"Inside the net tensors of several devices meet. {_first_line(text)} Make tensors in "
+            "forward on the input's device (torch.zeros(…, device=x.device)), and keep constants "
+            "with register_buffer."
+        )
+    if isinstance(error, IndexError) and INDEX_ERRORS.search(text):
+        return ConfigurationError(
+            f"An Embedding layer got an index that it doesn't have: {given}. Every index must be "
+            "from 0 to num_embeddings - 1."
+        )
+    label = LABEL_ERRORS.search(text)
+    if isinstance(error, IndexError) and label:
+        return ConfigurationError(
+            f"y has the label {label.group(1)}, but the net gives fewer classes. Labels are class "
+            "numbers from 0 to the number of outputs - 1."
+        )
+    if isinstance(error, TypeError) and CALL_ERRORS.search(text):
+        return ConfigurationError(
+            f"The net's forward{_signature(net)} can't be called with this batch: {given}. "
+            f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword."
+        )
+    return None
+
+
+def _first_line(text: str) -> str:
+    line = text.strip().splitlines()[0].strip()
+    return f"torch says: {line}{'' if line.endswith('.') else '.'}"
+
+
+def _signature(net: Callable[..., Any]) -> str:
+    inner = getattr(net, "net", None)
+    target = inner if isinstance(inner, torch.nn.Module) else net
+    try:
+        return str(inspect.signature(getattr(target, "forward", target)))
+    except (TypeError, ValueError):
+        return "(…)"
+
+
+def shapes_of(tree: Any, name: str) -> str:
+    """The shapes and dtypes in a tree, for a message: `x has shape (32, 64), float32`."""
+    parts = []
+    for path, leaf in trees.leaves_with_paths(tree):
+        if isinstance(leaf, torch.Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            parts.append(f"{name}{path} has shape {tuple(leaf.shape)}, {dtype}")
+        else:
+            parts.append(f"{name}{path} is a {type(leaf).__name__}")
+    return "; ".join(parts[:6]) + ("; …" if len(parts) > 6 else "")

@@ -1,0 +1,164 @@
+"""What a verb was asked to do: its arguments, checked, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import Any
+
+import torch
+
+from fitkit.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    describe,
+)
+from fitkit.callbacks.collection import CallbackList
+from fitkit.data.class_weights import ClassWeights
+from fitkit.data.sources import (
+    Source,
+    check_data_type,
+    make_source,
+    split_tail,
+    validation_parts,
+)
+from fitkit.data.stream import check_readable
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+VERBOSE = ("auto", 0, 1, 2)
+
+
+@dataclasses.dataclass
+class FitJob:
+    """One call of `fit`; the arguments are the verb's own.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: from the constructor, for any argument.
+    """
+
+    x: Any
+    y: Any
+    batch_size: int
+    epochs: int
+    verbose: int | str
+    callbacks: Any
+    validation_split: float
+    validation_data: Any
+    shuffle: bool | str
+    class_weight: Any
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: Any
+    resume_from: Any = None
+
+    def __post_init__(self) -> None:
+        check_data_type(self.x)
+        check_count("batch_size", self.batch_size)
+        check_count("epochs", self.epochs)
+        check_count("initial_epoch", self.initial_epoch, minimum=0)
+        check_count("steps_per_epoch", self.steps_per_epoch, optional=True)
+        check_count("validation_steps", self.validation_steps, optional=True)
+        check_count("validation_batch_size", self.validation_batch_size, optional=True)
+        check_number("validation_split", self.validation_split, minimum=0, below=1)
+        check_verbose(self.verbose)
+        if self.shuffle != "batch":
+            check_flag("shuffle", self.shuffle)
+        self._check_validation_freq()
+        if self.resume_from is not None:
+            raise ConfigurationError(
+                f"resume_from={describe(self.resume_from)} isn't supported by this version of "
+                "fitkit. Load weights with model.load_weights(path) and give initial_epoch."
+            )
+        self.weights_by_class = None if self.class_weight is None else ClassWeights(
+            self.class_weight
+        )
+        self.callback_list = CallbackList(self.callbacks)
+
+    def _check_validation_freq(self) -> None:
+        frequency = self.validation_freq
+        if isinstance(frequency, (list, tuple, set)):
+            if not all(
+                isinstance(epoch, numbers.Integral) and not isinstance(epoch, bool) and epoch >= 1
+                for epoch in frequency
+            ):
+                raise ConfigurationError(
+                    f"validation_freq={describe(frequency)}: a list holds epoch numbers from 1."
+                )
+        else:
+            check_count("validation_freq", frequency)
+
+    def validates_after(self, epoch: int) -> bool:
+        """Whether epoch `epoch` (from 0) ends with a validation."""
+        if isinstance(self.validation_freq, (list, tuple, set)):
+            return epoch + 1 in self.validation_freq
+        return (epoch + 1) % int(self.validation_freq) == 0
+
+    def sources(self, float_dtype: torch.dtype) -> tuple[Source, Source | None]:
+        """The training's and the validation's data.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: data that can't be read or don't fit.
+        """
+        train, validation = (self.x, self.y, self.sample_weight), None
+        if self.validation_data is not None:
+            check_data_type(self.validation_data, "validation_data")
+            validation = validation_parts(self.validation_data)
+        elif self.validation_split:
+            train, validation = split_tail(*train, self.validation_split)
+        source = make_source(
+            *train, batch_size=self.batch_size, shuffle=self.shuffle, float_dtype=float_dtype
+        )
+        check_readable(source, self.epochs - self.initial_epoch, self.steps_per_epoch)
+        if validation is None:
+            return source, None
+        held_out = make_source(
+            *validation,
+            batch_size=self.validation_batch_size or self.batch_size,
+            float_dtype=float_dtype,
+            name="validation_data",
+        )
+        return source, held_out
+
+
+@dataclasses.dataclass
+class PassJob:
+    """One call of `evaluate` or `predict`: a single pass over data."""
+
+    x: Any
+    y: Any
+    batch_size: int
+    verbose: int | str
+    sample_weight: Any
+    steps: int | None
+    callbacks: Any
+
+    def __post_init__(self) -> None:
+        check_data_type(self.x)
+        check_count("batch_size", self.batch_size)
+        check_count("steps", self.steps, optional=True)
+        check_verbose(self.verbose)
+        self.callback_list = CallbackList(self.callbacks)
+
+    def source(self, float_dtype: torch.dtype) -> Source:
+        """The data to read."""
+        return make_source(
+            self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
+        )
+
+
+def check_verbose(verbose: Any) -> None:
+    """Refuse what isn't one of the amounts of output.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: with the accepted ones.
+    """
+    if isinstance(verbose, bool):
+        return  # Keras users write True and False
+    if not isinstance(verbose, (int, str)):
+        raise ArgumentTypeError(f"verbose={describe(verbose)} must be one of {VERBOSE}.")
+    check_choice("verbose", verbose, VERBOSE)

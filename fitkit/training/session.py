@@ -1,0 +1,78 @@
+"""What surrounds the loops: modes, backend flags and weights put back as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fitkit.data.transfer import Transfer
+from fitkit.distributed.strategies import Strategy
+from fitkit.training.calling import Caller
+from fitkit.training.compilation import Compilation
+
+
+def caller_of(model: torch.nn.Module) -> Caller:
+    """How inputs enter the model: by the signature of its own forward, else its net's."""
+    net = getattr(model, "net", None)
+    forward = model.forward
+    if isinstance(net, torch.nn.Module) and _spreads(forward):
+        forward = net.forward
+    return Caller(forward)
+
+
+def _spreads(forward: Any) -> bool:
+    kinds = {item.kind for item in inspect.signature(forward).parameters.values()}
+    return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def transfer_of(model: torch.nn.Module, strategy: Strategy) -> Transfer:
+    """What brings batches to the model's device in the model's dtype."""
+    return Transfer(strategy.device, strategy.precision.input_dtype(model))
+
+
+@contextlib.contextmanager
+def modes_restored(module: torch.nn.Module) -> Iterator[None]:
+    """Put every submodule's training flag back at the end."""
+    flags = [(child, child.training) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, training in flags:
+            child.training = training
+
+
+@contextlib.contextmanager
+def backend_flags(compilation: Compilation) -> Iterator[None]:
+    """Set cuDNN's benchmark mode and deterministic algorithms for the length of a call."""
+    benchmark, deterministic = compilation.benchmark, compilation.deterministic
+    cudnn = torch.backends.cudnn.benchmark
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = benchmark
+    if deterministic is not None:
+        torch.use_deterministic_algorithms(
+            bool(deterministic), warn_only=deterministic == "warn"
+        )
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = cudnn
+        if deterministic is not None:
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+
+
+def copies_of_buffers(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each buffer with a copy of its values (running statistics change in the first forward)."""
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+
+@torch.no_grad()
+def put_back(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give buffers the values that were copied."""
+    for buffer, copy in copies:
+        buffer.copy_(copy)

@@ -1,0 +1,134 @@
+"""From a batch's loss to new weights: backward, accumulation, clipping, the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+
+from fitkit.distributed.strategies import Strategy
+from fitkit.errors import ConfigurationError
+from fitkit.optimizers import needs_closure
+
+
+class Updater:
+    """Turns losses into updates of the weights.
+
+    Args:
+        strategy: computes the gradients.
+        optimizer: makes the update.
+        parameters: the model's; their gradients are cleared before an update's first batch.
+        accumulate: batches whose gradients make one update.
+        clip_value: limit of the gradients' norm or values; None for none.
+        clip_algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
+        after_update: called after each update (a scheduler that counts steps).
+
+    Accumulated gradients are the mean over all samples of the group, as one larger batch's
+    would be, also where batches differ in length or the last group is short.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimizer: Optimizer,
+        parameters: list[torch.nn.Parameter],
+        *,
+        accumulate: int = 1,
+        clip_value: float | None = None,
+        clip_algorithm: str = "norm",
+        after_update: Callable[[], Any] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.updates = 0
+        self._backward = strategy.backward
+        self._parameters = parameters
+        self._accumulate = accumulate
+        self._clip_value = clip_value
+        self._clip_algorithm = clip_algorithm
+        self._after_update = after_update
+        self._batches = 0  # of the group so far
+        self._samples = 0  # of the group so far
+        self._first = 1  # samples of the group's first batch
+        self.takes_closure = needs_closure(optimizer)
+        if self.takes_closure and accumulate > 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={accumulate} can't be combined with "
+                f"{type(optimizer).__name__}, which computes the loss several times a step."
+            )
+
+    def clear(self) -> None:
+        """Drop the gradients, unless a group of batches is being accumulated."""
+        if self._batches == 0:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def step(self, loss: torch.Tensor, samples: int) -> None:
+        """Take a batch's loss, the mean over `samples` samples."""
+        if self._accumulate == 1:
+            self._backward(loss)
+            self._update()
+            return
+        if self._batches == 0:
+            self._first = max(samples, 1)
+            self._samples = 0
+        # Each sample weighs the same: scaled as if every batch were as long as the first …
+        self._backward(loss * (samples / (self._first * self._accumulate)))
+        self._batches += 1
+        self._samples += samples
+        if self._batches == self._accumulate:
+            self.finish()
+
+    def finish(self) -> None:
+        """Make the update of a group that is complete, or that the epoch's end cuts short."""
+        if self._batches == 0:
+            return
+        # … and put right here, where the group's true number of samples is known.
+        expected = self._first * self._accumulate
+        self._batches = 0
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients and self._samples != expected:
+            torch._foreach_mul_(gradients, expected / max(self._samples, 1))
+        self._update()
+
+    def step_with_closure(self, loss: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+        """An update by an optimizer that computes the loss itself, as often as it likes.
+
+        Args:
+            loss: the first evaluation.
+            again: gives the loss once more, at changed weights.
+        """
+        waiting = [loss]
+
+        def closure() -> torch.Tensor:
+            with torch.enable_grad():
+                value = waiting.pop() if waiting else again()
+                for parameter in self._parameters:
+                    parameter.grad = None
+                self._backward(value)
+            self._clip()
+            return value.detach()
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self._count_update()
+
+    def _update(self) -> None:
+        if self._clip_value is not None:
+            self._clip()
+        self.optimizer.step()
+        self._count_update()
+
+    def _count_update(self) -> None:
+        self.updates += 1
+        if self._after_update is not None:
+            self._after_update()
+
+    def _clip(self) -> None:
+        if self._clip_value is None:
+            return
+        if self._clip_algorithm == "norm":
+            clip_grad_norm_(self._parameters, self._clip_value)
+        else:
+            clip_grad_value_(self._parameters, self._clip_value)

@@ -1,0 +1,74 @@
+"""Imports run one way: a module imports from lower layers and its own folder."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fitkit"
+
+LAYERS = {
+    "errors": 0,
+    "registry": 1, "trees": 1, "arguments": 1, "outputs": 1, "seeding": 1,
+    "distributed": 2,
+    "data": 3, "metrics": 3, "losses": 3, "optimizers": 3, "schedulers": 4, "checkpoint": 3,
+    "callbacks": 5,
+    "training": 6, "summary": 6,
+    "model": 7,
+    "strategies": 8, "__init__": 9,
+}
+"""The layer of each module or folder; what isn't named here fails the test."""
+
+WITHIN_A_LAYER = {("arguments", "registry")}
+"""Imports within one layer that can't make a ring."""
+
+
+def subject(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_subjects(tree: ast.AST) -> set[str]:
+    """The fitkit modules that a file imports, but for those under TYPE_CHECKING."""
+    checking = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if node in checking:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module == "fitkit":
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fitkit."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found.update(
+                alias.name.split(".")[1]
+                for alias in node.names if alias.name.startswith("fitkit.")
+            )
+    return found & set(LAYERS)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_a_module_imports_only_from_lower_layers(path):
+    own = subject(path)
+    assert own in LAYERS, f"give {own} a layer"
+    upward = [
+        name
+        for name in imported_subjects(ast.parse(path.read_text()))
+        if name != own and LAYERS[name] >= LAYERS[own] and (own, name) not in WITHIN_A_LAYER
+    ]
+    assert not upward, f"{path.name} ({own}) imports {upward}"
+
+
+def test_no_file_outgrows_its_subject():
+    long = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in PACKAGE.rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 450
+    }
+    # model.py is the public face: two thirds of it are docstrings and signatures.
+    long.pop("model.py", None)
+    assert not long

@@ -1,0 +1,114 @@
+"""Names, trees, outputs, argument checks, seeds."""
+
+import random
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import fitkit
+from fitkit import arguments, outputs, trees
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.registry import Registry
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_a_name_is_found_in_any_case_and_with_or_without_underscores():
+    registry = Registry("loss")
+    registry.add("mean_squared_error", 1, "mse")
+    assert registry["MeanSquaredError"] == registry["MSE"] == registry["mean-squared-error"] == 1
+
+
+def test_an_unknown_name_gets_the_nearest_and_all_names():
+    registry = Registry("optimizer", hint="Or an instance.")
+    registry.add("Adam", 1)
+    registry.add("SGD", 2)
+    with pytest.raises(ConfigurationError) as caught:
+        registry["adm"]
+    message = str(caught.value)
+    assert "'adm'" in message and "Did you mean 'Adam'?" in message and "'SGD'" in message
+    assert message.endswith("Or an instance.")
+
+
+def test_map_leaves_keeps_containers():
+    tree = {"a": [1, (2, 3)], "b": Pair(4, 5)}
+    mapped = trees.map_leaves(lambda leaf: leaf * 10, tree)
+    assert mapped == {"a": [10, (20, 30)], "b": Pair(40, 50)}
+    assert isinstance(mapped["b"], Pair)
+
+
+def test_concatenate_joins_along_the_batch_and_scalars_become_a_vector():
+    one = {"x": torch.ones(2, 3), "s": torch.tensor(1.0)}
+    two = {"x": torch.zeros(1, 3), "s": torch.tensor(2.0)}
+    joined = trees.concatenate([one, two])
+    assert joined["x"].shape == (3, 3)
+    assert joined["s"].tolist() == [1.0, 2.0]
+
+
+def test_outputs_have_names():
+    tensor = torch.zeros(1)
+    assert list(outputs.named_outputs(tensor)) == [""]
+    assert list(outputs.named_outputs((tensor, tensor))) == ["output_0", "output_1"]
+    assert list(outputs.named_outputs({"a": tensor, "b": tensor})) == ["a", "b"]
+
+
+def test_targets_that_do_not_match_the_outputs_are_named():
+    with pytest.raises(ConfigurationError, match=r"target has 1 entries.*2 outputs"):
+        outputs.by_output([1], ["a", "b"], "target")
+    with pytest.raises(ConfigurationError, match=r"\['c'\].*\['a', 'b'\]"):
+        outputs.by_output({"c": 1}, ["a", "b"], "target")
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (True, ArgumentTypeError, "bool"),
+        (2.0, ArgumentTypeError, "float"),
+        ("3", ArgumentTypeError, "str"),
+        (0, ConfigurationError, "at least 1"),
+        (-4, ConfigurationError, "-4"),
+    ],
+)
+def test_a_count_must_be_a_positive_int(value, error, words):
+    with pytest.raises(error, match=words):
+        arguments.check_count("epochs", value)
+
+
+def test_numpy_integers_are_counts():
+    arguments.check_count("epochs", np.int64(3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0, "x", True])
+def test_a_number_must_be_finite_and_within_its_bounds(value):
+    with pytest.raises(ConfigurationError):
+        arguments.check_number("clip", value, above=0)
+
+
+def test_a_seed_makes_every_generator_repeat():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    assert fitkit.set_seed(7) == 7
+    first = draw()
+    fitkit.set_seed(7)
+    assert draw() == first
+    fitkit.set_seed(8)
+    assert draw() != first
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7", True, None])
+def test_a_seed_must_be_a_number_that_all_generators_take(seed):
+    with pytest.raises(ConfigurationError):
+        fitkit.set_seed(seed)
+
+
+def test_errors_are_what_python_users_expect_too():
+    assert issubclass(fitkit.ConfigurationError, ValueError)
+    assert issubclass(ArgumentTypeError, TypeError)
+    assert issubclass(fitkit.CheckpointError, OSError)
+    assert issubclass(fitkit.CheckpointError, ValueError)
+    assert issubclass(fitkit.WorkerError, RuntimeError)
+    for error in (fitkit.ConfigurationError, fitkit.CheckpointError, fitkit.WorkerError):
+        assert issubclass(error, fitkit.FitkitError)

@@ -1,0 +1,330 @@
+"""fit gives the weights of a loop written by hand, bit for bit."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import fitkit
+
+X = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(0, 3, (50,), generator=torch.Generator().manual_seed(2))
+VALUES = torch.randn(50, generator=torch.Generator().manual_seed(3))
+
+
+def small_net(seed=0, *, outputs=3, dropout=0.0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(),
+        torch.nn.Dropout(dropout), torch.nn.Linear(8, outputs),
+    )
+
+
+def plain_loop(net, optimizer, loss_function, batches, epochs, scheduler=None, clip=None):
+    """What a careful user writes; returns the epochs' mean losses over samples."""
+    losses = []
+    net.train()
+    for _ in range(epochs):
+        total, count = 0.0, 0
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = loss_function(net(x), y)
+            loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            total += loss.item() * len(x)
+            count += len(x)
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(total / count)
+    return losses
+
+
+def assert_same_weights(one, two):
+    for (name, a), (_, b) in zip(one.state_dict().items(), two.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def slices(x, y, size):
+    return [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
+
+
+@pytest.mark.parametrize("name", ["SGD", "adam", "ADAMW", "rmsprop", "adagrad", "nadam", "radam",
+                                  "adamax", "adadelta", "asgd", "rprop", "adafactor"])
+def test_every_first_order_optimizer_by_name_is_torchs_own_with_its_defaults(name):
+    from fitkit.optimizers import OPTIMIZERS
+
+    ours, theirs = small_net(), small_net()
+    model = fitkit.Model(ours)
+    model.compile(name, "cross_entropy")
+    history = model.fit(X, LABELS, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    losses = plain_loop(theirs, OPTIMIZERS[name](theirs.parameters()), F.cross_entropy,
+                        slices(X, LABELS, 16), 3)
+    assert_same_weights(ours, theirs)
+    assert history.history["loss"] == pytest.approx(losses, abs=1e-7)
+
+
+def test_a_shuffling_loader_is_read_in_the_order_of_a_plain_loop():
+    ours, theirs = small_net(dropout=0.5), small_net(dropout=0.5)
+    data = TensorDataset(X, LABELS)
+    torch.manual_seed(5)
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=0.1, metrics=["accuracy"])
+    model.fit(DataLoader(data, batch_size=8, shuffle=True), epochs=3, verbose=0)
+    torch.manual_seed(5)
+    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), F.cross_entropy,
+               DataLoader(data, batch_size=8, shuffle=True), 3)
+    assert_same_weights(ours, theirs)
+
+
+def test_lbfgs_trains_with_its_closure():
+    ours, theirs = torch.nn.Linear(6, 1), torch.nn.Linear(6, 1)
+    theirs.load_state_dict(ours.state_dict())
+    model = fitkit.Model(ours)
+    model.compile(functools.partial(torch.optim.LBFGS, max_iter=4), "mse")
+    model.fit(X, VALUES[:, None], batch_size=50, epochs=3, shuffle=False, verbose=0)
+    optimizer = torch.optim.LBFGS(theirs.parameters(), max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(theirs(X), VALUES[:, None])
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert_same_weights(ours, theirs)
+
+
+def test_muon_trains_matrices():
+    net = torch.nn.Linear(6, 3, bias=False)
+    model = fitkit.Model(net)
+    model.compile("muon", "cross_entropy", learning_rate=0.05)
+    losses = model.fit(X, LABELS, epochs=20, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+def test_sparse_adam_trains_sparse_embeddings():
+    torch.manual_seed(0)
+    net = torch.nn.EmbeddingBag(10, 3, sparse=True)
+    model = fitkit.Model(net)
+    model.compile("sparseadam", "cross_entropy", learning_rate=0.1)
+    losses = model.fit(torch.randint(10, (50, 4)), LABELS, epochs=10, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.Adam,
+        functools.partial(torch.optim.SGD, momentum=0.9, lr=0.05),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        "instance",
+    ],
+    ids=["class", "partial", "factory", "instance"],
+)
+def test_an_optimizer_can_be_given_in_any_form(optimizer):
+    ours, theirs = small_net(), small_net()
+    model = fitkit.Model(ours)
+    if optimizer == "instance":
+        model.compile(torch.optim.SGD(ours.parameters(), lr=0.05), "cross_entropy")
+        reference = torch.optim.SGD(theirs.parameters(), lr=0.05)
+    else:
+        model.compile(optimizer, "cross_entropy")
+        reference = optimizer(theirs.parameters())
+    model.fit(X, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    plain_loop(theirs, reference, F.cross_entropy, slices(X, LABELS, 16), 2)
+    assert_same_weights(ours, theirs)
+
+
+def test_accumulated_batches_learn_as_one_larger_batch():
+    """Sizes 16, 16, 16, 2 in groups of three: two updates, on 48 and on 2 samples."""
+    ours, theirs = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+    theirs.load_state_dict(ours.state_dict())
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=0.5, accumulate_grad_batches=3)
+    model.fit(X, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), F.cross_entropy,
+               slices(X, LABELS, 48), 2)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_short_batch_inside_a_group_weighs_by_its_samples():
+    sizes = [20, 7, 23]
+    batches, start = [], 0
+    for size in sizes:
+        batches.append((X[start : start + size], LABELS[start : start + size]))
+        start += size
+    ours, theirs = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+    theirs.load_state_dict(ours.state_dict())
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=0.5, accumulate_grad_batches=3)
+    model.fit(batches, verbose=0)
+    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), F.cross_entropy,
+               [(X, LABELS)], 1)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_gradients_are_clipped_by_norm_and_by_value():
+    ours, theirs = small_net(), small_net()
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=1.0, gradient_clip_val=0.1)
+    model.fit(X, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=1.0), F.cross_entropy,
+               slices(X, LABELS, 16), 2, clip=0.1)
+    assert_same_weights(ours, theirs)
+
+    net = torch.nn.Linear(6, 1, bias=False)
+    before = net.weight.detach().clone()
+    model = fitkit.Model(net)
+    model.compile("sgd", "mse", learning_rate=1.0, gradient_clip_val=1e-3,
+                  gradient_clip_algorithm="value")
+    model.fit(X, 100 * VALUES[:, None], batch_size=50, verbose=0)
+    assert (net.weight - before).abs().max() <= 1e-3 + 1e-7
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_scheduler_steps_each_epoch_or_each_update(interval):
+    ours, theirs = small_net(), small_net()
+    maker = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=0.2,
+                  lr_scheduler={"scheduler": maker, "interval": interval})
+    model.fit(X, LABELS, batch_size=25, epochs=4, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.2)
+    scheduler = maker(optimizer)
+    theirs.train()
+    for _ in range(4):
+        for x, y in slices(X, LABELS, 25):
+            optimizer.zero_grad()
+            F.cross_entropy(theirs(x), y).backward()
+            optimizer.step()
+            if interval == "step":
+                scheduler.step()
+        if interval == "epoch":
+            scheduler.step()
+    assert_same_weights(ours, theirs)
+    assert model.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_plateau_scheduler_watches_the_validation_loss():
+    model = fitkit.Model(torch.nn.Linear(6, 3))
+    plateau = functools.partial(
+        torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0
+    )
+    model.compile("sgd", "cross_entropy", learning_rate=0.4, lr_scheduler=plateau)
+    model.fit(X, LABELS, epochs=3, validation_data=(X, LABELS), verbose=0)
+    # The first epoch is the best that can be under that threshold; two reductions follow.
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_schedulers_by_name_get_the_trainings_length():
+    model = fitkit.Model(torch.nn.Linear(6, 3))
+    model.compile("sgd", "cross_entropy", learning_rate=0.4, lr_scheduler="cosine")
+    model.fit(X, LABELS, epochs=5, verbose=0)
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
+    model.compile(optimizer="sgd", lr_scheduler="OneCycleLR")
+    model.fit(X, LABELS, epochs=5, verbose=0)
+    assert model.optimizer.param_groups[0]["lr"] < 0.4 / 1000
+
+
+def test_sample_weights_multiply_each_loss_and_divide_by_the_number_of_samples():
+    net = torch.nn.Linear(6, 3)
+    weight = np.random.default_rng(0).uniform(0, 3, 50)
+    model = fitkit.Model(net)
+    model.compile("sgd", "cross_entropy")
+    value = model.evaluate(X, LABELS, sample_weight=weight, batch_size=50, verbose=0)
+    losses = F.cross_entropy(net(X), LABELS, reduction="none").detach().numpy()
+    assert value == pytest.approx((losses * weight).sum() / 50, abs=1e-6)
+
+
+def test_class_weights_multiply_with_sample_weights_and_leave_validation_alone():
+    ours, theirs = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+    theirs.load_state_dict(ours.state_dict())
+    weight = torch.rand(50) + 0.5
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=0.5)
+    loader = DataLoader(TensorDataset(X, LABELS, weight), batch_size=25)
+    history = model.fit(loader, class_weight={0: 3.0, 2: 0.5}, validation_data=(X, LABELS),
+                        verbose=0).history
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    table = torch.tensor([3.0, 1.0, 0.5])
+    for start in (0, 25):
+        part = slice(start, start + 25)
+        optimizer.zero_grad()
+        losses = F.cross_entropy(theirs(X[part]), LABELS[part], reduction="none")
+        (losses * weight[part] * table[LABELS[part]]).mean().backward()
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    with torch.no_grad():
+        assert history["val_loss"][0] == pytest.approx(F.cross_entropy(theirs(X), LABELS).item(), abs=1e-6)
+
+
+def test_evaluation_is_the_mean_over_samples_with_a_short_last_batch():
+    net = torch.nn.Linear(6, 3)
+    model = fitkit.Model(net)
+    model.compile(loss="cross_entropy", metrics=["accuracy"])
+    values = model.evaluate(X, LABELS, batch_size=16, return_dict=True, verbose=0)
+    with torch.no_grad():
+        logits = net(X)
+    assert values["loss"] == pytest.approx(F.cross_entropy(logits, LABELS).item(), abs=1e-6)
+    assert values["accuracy"] == pytest.approx((logits.argmax(1) == LABELS).float().mean().item())
+    assert all(type(value) is float for value in values.values())
+
+
+def test_predictions_are_the_nets_in_input_order():
+    net = small_net()
+    model = fitkit.Model(net)
+    net.eval()
+    with torch.no_grad():
+        expected = torch.cat([net(x) for x, _ in slices(X, LABELS, 16)])
+    for data in (X, X.numpy().astype("float64"), DataLoader(TensorDataset(X, LABELS), batch_size=16)):
+        given = model.predict(data, batch_size=16, verbose=0)
+        assert isinstance(given, np.ndarray)
+        assert np.array_equal(given, expected.numpy())
+    assert isinstance(model.predict(X, as_numpy=False, verbose=0), torch.Tensor)
+    assert model.predict(X, batch_size=16, steps=2, verbose=0).shape == (32, 3)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_another_order():
+    def train(seed):
+        fitkit.set_seed(seed)
+        net = small_net(dropout=0.3)
+        fitkit.set_seed(seed)
+        model = fitkit.Model(net)
+        model.compile("adam", "cross_entropy")
+        model.fit(X, LABELS, batch_size=8, epochs=2, verbose=0)
+        return net
+
+    one = train(1)
+    assert_same_weights(one, train(1))
+    assert not torch.equal(one[0].weight, train(2)[0].weight)
+
+
+def test_on_batch_verbs_give_the_values_before_the_update():
+    ours, theirs = small_net(), small_net()
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=0.1, metrics=["accuracy"])
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for x, y in slices(X, LABELS, 25):
+        loss, accuracy = model.train_on_batch(x.numpy(), y.numpy())
+        optimizer.zero_grad()
+        logits = theirs.train()(x)
+        expected = F.cross_entropy(logits, y)
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), abs=1e-7)
+        assert accuracy == pytest.approx((logits.argmax(1) == y).float().mean().item())
+    assert_same_weights(ours, theirs)
+    tested = model.test_on_batch(X, LABELS, return_dict=True)
+    theirs.eval()
+    with torch.no_grad():
+        assert tested["loss"] == pytest.approx(F.cross_entropy(theirs(X), LABELS).item(), abs=1e-6)
+        assert np.array_equal(model.predict_on_batch(X), theirs(X).numpy())
