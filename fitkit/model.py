@@ -80,6 +80,7 @@ class Model(nn.Module):
         self._optimizer: Optimizer | None = None
         self._scheduler: Any = None
         self._batch_size: int | None = None
+        self._log_names: list[str] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the net gives; a subclass may define its own."""
@@ -179,6 +180,8 @@ class Model(nn.Module):
             self._optimizer = self._scheduler = None
         if lr_scheduler is not UNSET:
             self._scheduler = None
+        if any(given is not UNSET for given in (loss, metrics, weighted_metrics)):
+            self._log_names = None
         if learning_rate is not UNSET and learning_rate is not None:
             self._set_learning_rate(learning_rate)
         if jit_compile is not UNSET:
@@ -443,13 +446,9 @@ class Model(nn.Module):
     def metrics_names(self) -> list[str]:
         """The names of what `evaluate` returns, in its order.
 
-        Names that depend on the net's outputs are known after the first batch.
+        Names that depend on the net's outputs are known after the first pass over data.
         """
-        return [
-            "loss",
-            *self._compilation.loss.part_names,
-            *self._compilation.metrics.known_names,
-        ]
+        return self._log_names or ["loss", *self._compilation.metrics.known_names]
 
     @property
     def effective_batch_size(self) -> int | None:

@@ -7,16 +7,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from fitkit.arguments import check_choice
-from fitkit.callbacks.progress_line import Moment, bar_line, moment_line, plain, result_lines
+from fitkit.callbacks.progress_line import (
+    Moment,
+    Span,
+    bar_line,
+    moment_line,
+    plain,
+    result_lines,
+)
 from fitkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
+    from rich.segment import Segments
 
 Metrics = Sequence[tuple[str, str]]
 
@@ -58,21 +65,21 @@ class TerminalDisplay:
 
     def show(self, moment: Moment) -> None:
         ascii_only = self._console.options.ascii_only
-        text = self._text([bar_line(moment, self._console.width, ascii_only=ascii_only)])
+        content = self._rendered([bar_line(moment, self._console.width, ascii_only=ascii_only)])
         if self._live is None:
-            self._live = self._started(text)
-        self._live.update(text, refresh=True)
+            self._live = self._started(content)
+        self._live.update(content, refresh=True)
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
         console = self._console
         lines = result_lines(
             title, elapsed_s, metrics, console.width, ascii_only=console.options.ascii_only
         )
-        text = self._text(lines)
+        content = self._rendered(lines)
         if self._live is None:
-            console.print(text)
+            console.print(content)
         else:
-            self._live.update(text)
+            self._live.update(content)
             self.close(erase=False)
 
     def close(self, *, erase: bool) -> None:
@@ -81,11 +88,11 @@ class TerminalDisplay:
             live.transient = erase
             live.stop()
 
-    def _started(self, text: Text) -> Live:
+    def _started(self, content: Segments) -> Live:
         from rich.live import Live
 
         live = Live(
-            text,
+            content,
             console=self._console,
             auto_refresh=False,
             # Where stderr goes to a file, rich would take it from there into the terminal.
@@ -96,16 +103,18 @@ class TerminalDisplay:
         self._console.show_cursor(True)
         return live
 
-    def _text(self, lines: Sequence[Sequence[tuple[str, str]]]) -> Text:
-        from rich.text import Text
+    def _rendered(self, lines: Sequence[Sequence[Span]]) -> Segments:
+        """Lines for rich; ready segments take it half the time that a Text does."""
+        from rich.segment import Segment, Segments
+        from rich.style import Style
 
-        text = Text(no_wrap=True, overflow="crop", end="\n")
-        for index, line in enumerate(lines):
-            if index:
-                text.append("\n")
-            for part, style in line:
-                text.append(encodable(part, self._console.encoding), style)
-        return text
+        encoding = self._console.encoding
+        segments = []
+        for line in lines:
+            for text, style in line:
+                segments.append(Segment(encodable(text, encoding), Style.parse(style)))
+            segments.append(Segment.line())
+        return Segments(segments)
 
 
 class NotebookDisplay:
@@ -162,7 +171,7 @@ class LinesDisplay:
 
     shows_at_once = False
 
-    def __init__(self, file: TextIO, interval_s: float = float("inf")) -> None:
+    def __init__(self, file: IO[str], interval_s: float = float("inf")) -> None:
         self.interval_s = interval_s
         self._file = file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class ProgressBar(Callback):
 
     def _reset(self) -> None:
         self._display: Display | None = None
+        self._is_shown = False
         self._in_fit = False
         self._due_s = NEVER
         self._quiet_until_s = -NEVER
@@ -74,16 +76,17 @@ class ProgressBar(Callback):
         self._test_steps: int | None = None
 
     def close(self) -> None:
-        """Give the terminal back; what is shown now stays. More calls do nothing."""
+        """Give the terminal back; more calls do nothing.
+
+        Of what was interrupted the bar stays, so that one sees how far it came.
+        """
+        if self._is_shown:
+            self._draw(self._clock(), None)
         self._close(erase=False)
 
     def _close(self, *, erase: bool) -> None:
-        display = self._display
-        if display is not None:
-            try:
-                display.close(erase=erase)
-            except OSError:
-                pass  # The terminal has gone; there is nothing to give back.
+        if self._display is not None:
+            self._tell(self._display.close, erase=erase)
         self._reset()
 
     # fit
@@ -101,7 +104,10 @@ class ProgressBar(Callback):
         )
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        self._advance(batch, logs)
+        # As _advance, without the call: this runs after every step.
+        self._done = batch + 1
+        if self._clock() >= self._due_s or self._pace.paused:
+            self._advance(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if not self._phase and self._train_steps is None:
@@ -215,10 +221,14 @@ class ProgressBar(Callback):
             steps_per_s * samples if steps_per_s and samples else None,
             now - self._began_s,
         )
+        self._is_shown = True
+        # Reading the logs may have waited for a device; that is no cost of drawing.
+        began_s = self._clock()
         self._tell(display.show, moment)
-        spent = self._clock() - now
         if self._display is not None:
-            self._due_s = now + spent + max(display.interval_s, spent / LARGEST_SHARE)
+            ended_s = self._clock()
+            spent_s = ended_s - began_s
+            self._due_s = ended_s + max(display.interval_s, spent_s / LARGEST_SHARE)
 
     def _samples_a_step(self) -> int | None:
         if self._phase:
@@ -229,16 +239,21 @@ class ProgressBar(Callback):
 
     def _keep(self, metrics: list[tuple[str, str]]) -> None:
         if self._display is not None:
+            self._is_shown = False
             elapsed_s = self._clock() - self._began_s
             self._tell(self._display.keep, self._title, elapsed_s, metrics)
 
-    def _tell(self, act: Callable[..., None], *args: object) -> None:
+    def _tell(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Show something; a terminal that has gone ends the display, not the training."""
         try:
-            act(*args)
+            act(*args, **kwargs)
         except OSError:
-            self._display = None
+            display, self._display = self._display, None
+            self._is_shown = False
             self._due_s = NEVER
+            if display is not None:
+                with contextlib.suppress(OSError):
+                    display.close(erase=True)
 
 
 class Pace:

@@ -119,9 +119,11 @@ def clock_time(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """How long something took: `5ms`, `2.1s`, `1:02`."""
+    """How long something took, mostly in five characters: `667ms`, `2.10s`, `59.9s`, `1:02`."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f}ms"
+    if seconds < 9.995:
+        return f"{seconds:.2f}s"
     return f"{seconds:.1f}s" if seconds < 59.95 else clock_time(seconds)
 
 
@@ -180,7 +182,7 @@ def result_lines(
         ascii_only: whether to write ASCII only.
     """
     dot = _dot(ascii_only)
-    head: list[Span] = [(title, TITLE), (dot, REST), (f"{duration(elapsed_s):>5}", "")]
+    head: list[Span] = [(title, TITLE), (dot, REST), (duration(elapsed_s), "")]
     fields = [_metric(name, text) for name, text in metrics]
     if width is None:
         return [_joined([head, *fields], dot)]

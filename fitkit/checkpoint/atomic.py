@@ -22,7 +22,7 @@ from fitkit.errors import CheckpointError
 #: How the names of unfinished files end; a killed process leaves one behind.
 UNFINISHED_SUFFIX = ".fitkit-unfinished"
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -46,7 +46,7 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
         existing = _check_target(path, target)
         temporary = target.with_name(_unfinished_name(target.name))
         try:
-            with _create(temporary) as file:
+            with _create(temporary, existing) as file:
                 yield file
                 _finish(file, temporary, existing)
             os.replace(temporary, target)
@@ -96,11 +96,13 @@ def _unfinished_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _create(temporary: Path) -> Iterator[BinaryIO]:
+def _create(temporary: Path, existing: os.stat_result | None) -> Iterator[BinaryIO]:
     # O_EXCL: never a file that someone else made. 0o666 lets the kernel apply the umask, which
     # a process can't ask for without changing it under its other threads.
+    # Beside an existing file, which may be private, nobody else reads it before it is finished.
+    mode = 0o666 if existing is None else 0o600
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(temporary, flags, 0o666), "w+b")
+    file = os.fdopen(os.open(temporary, flags, mode), "w+b")
     try:
         yield file
     except BaseException:
@@ -133,8 +135,10 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _reason(error: OSError, folder: Path, size_bytes: int) -> str:
+    needed = f"{size_bytes / 1e6:.1f} MB are needed, " if size_bytes else ""
+    if error.errno == errno.EFBIG:
+        return f"{needed}more than the system or `ulimit -f` allows one file to have."
     if error.errno in _FULL:
-        needed = f"{size_bytes / 1e6:.1f} MB are needed, " if size_bytes else ""
         free = shutil.disk_usage(folder).free / 1e6
         return (
             f"the disk is full or a quota is reached ({needed}{free:.1f} MB are free in "

@@ -72,9 +72,9 @@ def _check_plain_data(value: object, place: str) -> None:
             _check_plain_data(item, f"{place}[{index}]")
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise ConfigurationError(
-            f"{place}={describe(value)} can't be written to a file: a {type(value).__name__} would "
-            "need pickle, which can run code when it is read. Use None, booleans, numbers, strings, "
-            "and lists and dicts of these."
+            f"{place}={describe(value)} can't be written to a file: only pickle could store a "
+            f"{type(value).__name__}, and pickles can run code when they are read. Use None, "
+            "booleans, numbers, strings, and lists and dicts of these."
         )
 
 
@@ -134,8 +134,10 @@ def _description(index: int, item: object) -> ArrayDescription:
     if dtype is None:
         # Not damage, perhaps: a newer torch may know more dtypes than this one.
         raise ValueError(f"the dtype {name!r} of array {index} is unknown to this torch or fitkit")
-    if not isinstance(shape, list) or len(shape) >= LARGEST_RANK or not all(
-        type(size) is int and 0 <= size < 1 << 63 for size in shape
+    if (
+        not isinstance(shape, list)
+        or len(shape) > LARGEST_RANK
+        or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
     ):
         raise ValueError(f"array {index} has an impossible shape in its document")
     return ArrayDescription(tuple(shape), dtype)

@@ -58,7 +58,8 @@ def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def file_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The type in the file of the numbers of a tensor of `dtype`: always little-endian."""
-    return np.dtype(STORED_AS[dtype_name(dtype)]).newbyteorder("<")
+    little_endian: np.dtype[Any] = np.dtype(STORED_AS[dtype_name(dtype)]).newbyteorder("<")
+    return little_endian
 
 
 def storable(value: object) -> torch.Tensor:
@@ -99,7 +100,8 @@ def _why_not_storable(tensor: torch.Tensor) -> str:
 def _tensor_from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
     # torch takes neither foreign byte orders nor negative strides, and warns about read-only
     # arrays; ascontiguousarray would turn a 0-d array into a vector.
-    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+    dtype = array.dtype.newbyteorder("=")
+    native = array.astype(dtype, order="C", copy=not array.flags.writeable)
     try:
         return torch.from_numpy(native)
     except TypeError:

@@ -83,8 +83,10 @@ def check_numbers(
     if space.get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
         raise ValueError(f"{name!r} has no shape")
     found = tuple(space.shape)
-    if found != shape if shape is not None else len(found) != 1:
-        raise ValueError(f"{name!r} has the shape {found} instead of {shape or '(any,)'}")
+    if shape is None and len(found) != 1:
+        raise ValueError(f"{name!r} has {len(found)} dimensions instead of one")
+    if shape is not None and found != shape:
+        raise ValueError(f"{name!r} has the shape {found}, and its document says {shape}")
     _check_storage(dataset, name, math.prod(found) * dtype.itemsize, file_bytes)
     return found
 
@@ -104,7 +106,7 @@ def _open_linked(parent: GroupID, name: str) -> Any:
     from h5py import h5l, h5o
 
     encoded = name.encode("ascii")
-    if encoded not in parent:
+    if not parent.links.exists(encoded):  # `in` would follow the link
         raise ValueError(f"{name!r} is missing")
     kind = parent.links.get_info(encoded).type
     if kind == h5l.TYPE_EXTERNAL:

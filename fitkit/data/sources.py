@@ -6,7 +6,6 @@ the number of samples, of batches, and whether it can be read again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from fitkit.data.arrays import (
     take,
 )
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.notices import warn
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -225,10 +225,9 @@ def _batch_source(
 
 def _warn_unused_batch_size(name: str, x: Any, asked: int, own: int | None) -> None:
     if asked not in (DEFAULT_BATCH_SIZE, own):
-        warnings.warn(
+        warn(
             f"batch_size={asked} is not used: {name} is a {type(x).__name__}, which makes its "
-            "own batches.",
-            stacklevel=5,
+            "own batches."
         )
 
 

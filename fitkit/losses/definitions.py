@@ -29,7 +29,7 @@ class Definition:
     mean: LossFunction
     each: LossFunction
     match: Match
-    hint: LossHint = LossHint()
+    hint: LossHint
     twin: str | None = None
     rows_sum_to_one: bool = False
     clips: bool = False

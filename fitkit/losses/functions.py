@@ -79,7 +79,7 @@ def _clipped(probabilities: torch.Tensor) -> torch.Tensor:
 def sparse_categorical_crossentropy(
     prediction: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
-    """−log of the true class's share of the row.
+    """-log of the true class's share of the row.
 
     Shapes: probabilities (N, ..., C), int64 labels (N, ...) → (N, ...).
     """
@@ -89,7 +89,7 @@ def sparse_categorical_crossentropy(
 
 
 def categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """−Σ t·log p over rows scaled to sum to 1. Shapes: both (N, ..., C) → (N, ...)."""
+    """-Σ t·log p over rows scaled to sum to 1. Shapes: both (N, ..., C) → (N, ...)."""
     rows = _full(prediction)
     shares = _clipped(rows / rows.sum(-1, keepdim=True))
     return -(target * shares.log()).sum(-1)
@@ -98,7 +98,7 @@ def categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> 
 def categorical_focal_crossentropy(
     prediction: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
-    """−Σ α(1−p)^γ·t·log p with α=0.25, γ=2. Shapes: both (N, ..., C) → (N, ...).
+    """-Σ 0.25·(1-p)²·t·log p over rows scaled to sum to 1. Shapes: both (N, ..., C) → (N, ...).
 
     Reference: Lin et al., "Focal Loss for Dense Object Detection", 2017, arXiv:1708.02002.
     """
@@ -117,12 +117,12 @@ def _binary_crossentropy_elements(
 
 
 def binary_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean of −t·log p − (1−t)·log(1−p). Shapes: both (N, ..., D) → (N, ...)."""
+    """Mean of -t·log p - (1-t)·log(1-p). Shapes: both (N, ..., D) → (N, ...)."""
     return _last_axis_mean(_binary_crossentropy_elements(_full(prediction), target))
 
 
 def binary_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Binary cross-entropy times (1 − probability of the truth)^2. Shapes: (N, ..., D) → (N, ...).
+    """Binary cross-entropy times (1 - probability of the truth)^2. Shapes: (N, ..., D) → (N, ...).
 
     Reference: Lin et al., "Focal Loss for Dense Object Detection", 2017, arXiv:1708.02002.
     """
@@ -135,7 +135,7 @@ def binary_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) ->
 def mean_absolute_percentage_error(
     prediction: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
-    """100·mean(|t − p| / max(|t|, ε)). Shapes: both (N, ..., D) → (N, ...)."""
+    """100·mean(|t - p| / max(|t|, ε)). Shapes: both (N, ..., D) → (N, ...)."""
     share = (target - prediction).abs() / target.abs().clamp_min(EPSILON)
     return 100.0 * _last_axis_mean(share)
 
@@ -143,7 +143,7 @@ def mean_absolute_percentage_error(
 def mean_squared_logarithmic_error(
     prediction: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
-    """mean((log(1 + p) − log(1 + t))²), both at least ε. Shapes: (N, ..., D) → (N, ...)."""
+    """mean((log(1 + p) - log(1 + t))²), both at least ε. Shapes: (N, ..., D) → (N, ...)."""
     difference = (prediction.clamp_min(EPSILON) + 1.0).log() - (
         target.clamp_min(EPSILON) + 1.0
     ).log()
@@ -151,7 +151,7 @@ def mean_squared_logarithmic_error(
 
 
 def log_cosh(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(log cosh(p − t)), in a form that doesn't overflow. Shapes: (N, ..., D) → (N, ...)."""
+    """mean(log cosh(p - t)), in a form that doesn't overflow. Shapes: (N, ..., D) → (N, ...)."""
     error = prediction - target
     return _last_axis_mean(error + F.softplus(-2.0 * error) - math.log(2.0))
 
@@ -170,7 +170,7 @@ def kl_divergence(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 def poisson(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(p − t·log(p + ε)). Shapes: both (N, ..., D) → (N, ...)."""
+    """mean(p - t·log(p + ε)). Shapes: both (N, ..., D) → (N, ...)."""
     rate = _full(prediction)
     return _last_axis_mean(rate - target * (rate + EPSILON).log())
 
@@ -183,17 +183,17 @@ def _signs(target: torch.Tensor) -> torch.Tensor:
 
 
 def hinge(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(max(1 − t·p, 0)) for ±1 or 0/1 labels. Shapes: both (N, ..., D) → (N, ...)."""
+    """mean(max(1 - t·p, 0)) for ±1 or 0/1 labels. Shapes: both (N, ..., D) → (N, ...)."""
     return _last_axis_mean((1.0 - _signs(target) * prediction).clamp_min(0.0))
 
 
 def squared_hinge(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(max(1 − t·p, 0)²) for ±1 or 0/1 labels. Shapes: both (N, ..., D) → (N, ...)."""
+    """mean(max(1 - t·p, 0)²) for ±1 or 0/1 labels. Shapes: both (N, ..., D) → (N, ...)."""
     return _last_axis_mean((1.0 - _signs(target) * prediction).clamp_min(0.0).square())
 
 
 def categorical_hinge(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """max(best wrong score − true score + 1, 0), one-hot labels. Shapes: (N, ..., C) → (N, ...)."""
+    """max(best wrong score - true score + 1, 0), one-hot labels. Shapes: (N, ..., C) → (N, ...)."""
     true_score = (target * prediction).sum(-1)
     best_wrong = ((1.0 - target) * prediction).amax(-1)
     return (best_wrong - true_score + 1.0).clamp_min(0.0)

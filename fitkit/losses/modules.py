@@ -42,8 +42,7 @@ def snake_case(class_name: str) -> str:
 def known_module(module: nn.Module) -> Definition | None:
     """What is known of `module`; None for one that isn't torch's, or has a `forward` of its own.
 
-    The mean is `module` itself, so a changed option or moved buffer counts. With
-    `reduction="none"` it is the mean of the module's values.
+    The mean is `module` itself, bit for bit; with `reduction="none"` the mean of its values.
 
     Raises:
         ConfigurationError: it sums. A sum grows with the batch, and fitkit's losses, their logs and

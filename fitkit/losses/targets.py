@@ -79,11 +79,11 @@ def last_axis_indices(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
     wanted, given = prediction.shape[:-1], target.shape
     if given != wanted:
         torch_wanted = prediction.shape[:1] + prediction.shape[2:]
-        if given == wanted + (1,):
+        if given == (*wanted, 1):
             target = target.squeeze(-1)
         elif given == torch_wanted:
             prediction = prediction.movedim(1, -1)
-        elif given == prediction.shape[:1] + (1,) + prediction.shape[2:]:
+        elif given == (*prediction.shape[:1], 1, *prediction.shape[2:]):
             prediction, target = prediction.movedim(1, -1), target.squeeze(1)
         else:
             raise ConfigurationError(
@@ -107,7 +107,7 @@ def index_lists(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
 
 def _reshaped(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     ours, theirs = prediction.shape, target.shape
-    if ours == theirs + (1,) or ours + (1,) == theirs:
+    if ours == (*theirs, 1) or (*ours, 1) == theirs:
         return target.reshape(ours)
     raise _different_shapes(prediction, target)
 

@@ -36,7 +36,10 @@ def all_equal(prediction: Tensor, target: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class AmongTop:
-    """Whether the label is among the k classes of the highest predictions: (N, C, ...), (N, ...)."""
+    """Whether the label is among the k classes that the prediction puts highest.
+
+    Shapes: prediction (N, C, ...), target (N, ...).
+    """
 
     k: int
 
@@ -73,9 +76,7 @@ class CrossEntropy:
 
     def _each_entry(self, prediction: Tensor, target: Tensor) -> Tensor:
         if self.task.scale == "logits":
-            return functional.binary_cross_entropy_with_logits(
-                prediction, target, reduction="none"
-            )
+            return functional.binary_cross_entropy_with_logits(prediction, target, reduction="none")
         if self.task.scale == "log_probabilities":
             prediction = prediction.exp()
         prediction = prediction.clamp(SMALLEST, 1 - SMALLEST)

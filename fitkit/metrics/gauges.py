@@ -106,10 +106,11 @@ class Mean:
         skip_ignored: whether entries whose target is `IGNORED` count for nothing; the
             function must give 0 for them.
         finish: what makes the result of the mean; None: nothing.
+
+    Attributes:
+        totals: the sums.
         weighted: whether batches' weights count.
     """
-
-    joins = True
 
     def __init__(
         self,
@@ -168,16 +169,15 @@ class Call:
     Args:
         function: `(prediction, target)` → a scalar, the batch's mean, or one value a sample.
         device: where the sums are kept.
+
+    Attributes:
+        totals: the sums.
         weighted: whether batches' weights count; then a value a sample is needed.
     """
 
-    joins = False
-
-    def __init__(
-        self, function: Callable[[Any, Any], Any], device: torch.device, *, weighted: bool = False
-    ) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any], device: torch.device) -> None:
         self.totals = Totals(device)
-        self.weighted = weighted
+        self.weighted = False
         self._function = function
 
     @property
@@ -185,7 +185,7 @@ class Call:
         """Whether there is a result."""
         return self.totals.updated
 
-    def update(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
+    def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
         """Call the function and add what it gives."""
         value = self._function(prediction, target)
         if not isinstance(value, Tensor):

@@ -64,12 +64,16 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Predictions with classes in dimension 1, of whatever scale, and labels: (N, C, ...), (N, ...)."""
+    """Predictions of whatever scale with classes in dimension 1, and labels.
+
+    Returns: (N, C, ...) and (N, ...).
+    """
 
     task: Task
 
     def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return _classes_to_axis_1(self.task, prediction), _class_labels(self.task, prediction, target)
+        labels = _class_labels(self.task, prediction, target)
+        return _classes_to_axis_1(self.task, prediction), labels
 
 
 @dataclasses.dataclass(frozen=True)

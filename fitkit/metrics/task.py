@@ -26,7 +26,7 @@ class Task:
         axis: the prediction's dimension of classes.
         one_hot: whether the targets of a multiclass task have that dimension too.
         scale: what predictions are: `"logits"`, `"probabilities"`, `"log_probabilities"`, or
-            `"values"`: numbers around 0 and 1 beyond them, as a net trained on squared errors gives.
+            `"values"`: numbers around 0 and 1, as a net trained on squared errors gives.
     """
 
     kind: str
@@ -62,6 +62,14 @@ class FirstBatch:
     def target(self) -> Tensor:
         """The target, which must be a tensor."""
         return _tensor(self.given[1], "target")
+
+    def are_tensors(self) -> bool:
+        """Whether both are tensors.
+
+        Raises:
+            ConfigurationError: they aren't.
+        """
+        return self.prediction is not None and self.target is not None
 
     def task(self, force: str = "") -> Task:
         """The classification task.
@@ -113,8 +121,9 @@ class FirstBatch:
                 f"one column a class is needed, but the prediction is {_seen(self.prediction)} "
                 f"and the target {_seen(self.target)}."
             )
-        last = target.ndim - 1
-        axis = last if last > 1 and not _sums_to_one(target, 1) and _sums_to_one(target, last) else 1
+        axis = 1
+        if not _sums_to_one(target, 1) and _sums_to_one(target, target.ndim - 1):
+            axis = target.ndim - 1
         return self._task("multiclass", target.shape[axis], axis, one_hot=True)
 
     def scale(self, kind: str = "binary") -> str:
@@ -151,7 +160,7 @@ def class_axis(prediction: torch.Size, target: torch.Size) -> int | None:
     last = len(prediction) - 1
     for axis in (1, last):
         without = prediction[:axis] + prediction[axis + 1 :]
-        with_one = prediction[:axis] + (1,) + prediction[axis + 1 :]
+        with_one = (*prediction[:axis], 1, *prediction[axis + 1 :])
         if prediction[axis] > 1 and target in (without, with_one):
             return axis
     return None
@@ -178,15 +187,16 @@ def mismatch(prediction: Tensor, target: Tensor) -> ConfigurationError:
 def _check_targets(task: Task, target: Tensor) -> None:
     if task.one_hot or not target.numel():
         return
-    labels = target[target != IGNORED] if task.kind == "multiclass" else target
-    highest = task.columns - 1 if task.kind == "multiclass" else 1
-    soft = task.kind != "multiclass" and target.is_floating_point()
-    fractions = not soft and labels.is_floating_point() and not bool((labels == labels.round()).all())
-    if fractions or not _within(labels, 0, highest):
+    labelled = task.kind == "multiclass"
+    values = target[target != IGNORED] if labelled else target
+    highest = task.columns - 1 if labelled else 1
+    fractions = labelled and values.is_floating_point() and bool((values != values.round()).any())
+    if fractions or not _within(values, 0, highest):
         raise ConfigurationError(
-            f"the target has values from {labels.min().item():g} to {labels.max().item():g}, but "
-            f"the task is {task.kind} with {task.columns} column{'s' * (task.columns > 1)}: targets "
-            f"must be {'' if soft else 'whole numbers '}from 0 to {highest}."
+            f"the target has values from {values.min().item():g} to {values.max().item():g}, but "
+            f"for a {task.kind} task with a prediction of {task.columns} "
+            f"column{'s' * (task.columns > 1)} they must be "
+            f"{'whole numbers ' if labelled else ''}from 0 to {highest}."
         )
 
 

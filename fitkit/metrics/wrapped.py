@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fitkit.errors import ConfigurationError, missing_package
 from fitkit.metrics.gauges import Batch
@@ -27,55 +28,26 @@ _BY_PROBABILITY = (
 
 
 class Wrapped:
-    """A torchmetrics metric with what it is given of each batch.
+    """A torchmetrics metric.
 
     Args:
         metric: the metric; from now on this gauge's own.
-        reading: what its `update` is given.
-        joins: whether several batches may be joined to one update, or it must see each.
-        finish: what makes the result of what `compute` gives; None: nothing.
-        least_samples: fewer have no result yet.
     """
 
-    def __init__(
-        self,
-        metric: Metric,
-        reading: Reading,
-        *,
-        joins: bool = True,
-        finish: Callable[[Any], Any] | None = None,
-        least_samples: int = 1,
-    ) -> None:
+    weighted = False
+
+    def __init__(self, metric: Metric) -> None:
         self.metric = metric
-        self.reading = reading
-        self.joins = joins
-        self.leader: Wrapped | None = None
-        self._finish = finish
-        self._least_samples = least_samples
         self._samples = 0
 
     @property
     def updated(self) -> bool:
-        """Whether there is a result."""
-        return self._samples >= self._least_samples
-
-    def update(self, batch: Batch) -> None:
-        """Add a batch; one of several that share their state leaves it to the first of them."""
-        if self.leader is None:
-            self.metric.update(*batch.read(self.reading))
-        self._samples += batch.samples
-
-    def update_as_given(self, prediction: Any, target: Any, samples: int) -> None:
-        """Add a batch of any structure."""
-        self.metric.update(prediction, target)
-        self._samples += samples
+        """Whether there is a result; torchmetrics warns where one is asked for too early."""
+        return self._samples > 0
 
     def result(self) -> Any:
         """What the metric computes over all samples so far."""
-        if self.leader is not None:
-            _adopt_state(self.metric, self.leader.metric)
-        value = self.metric.compute()
-        return value if self._finish is None else self._finish(value)
+        return self.metric.compute()
 
     def reset(self) -> None:
         self.metric.reset()
@@ -85,7 +57,63 @@ class Wrapped:
         self.metric.to(device)
 
 
-def share_states(gauges: list[Any]) -> None:
+class Each(Wrapped):
+    """A metric that must see each batch as it came."""
+
+    def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
+        """Add a batch of any structure; weights don't count."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.metric.update(prediction, target)
+        self._samples += samples
+
+
+class Joined(Wrapped):
+    """A metric to which one update with joined batches is the same as one a batch.
+
+    Args:
+        metric: the metric.
+        reading: what its `update` is given.
+        finish: what makes the result of what `compute` gives; None: nothing.
+        least_samples: fewer have no result.
+
+    Attributes:
+        leader: the gauge that gathers this one's numbers too; None: it does so itself.
+    """
+
+    def __init__(
+        self,
+        metric: Metric,
+        reading: Reading,
+        *,
+        finish: Callable[[Any], Any] | None = None,
+        least_samples: int = 1,
+    ) -> None:
+        super().__init__(metric)
+        self.reading = reading
+        self.leader: Joined | None = None
+        self._finish = finish
+        self._least_samples = least_samples
+
+    @property
+    def updated(self) -> bool:
+        """Whether there is a result."""
+        return self._samples >= self._least_samples
+
+    def update(self, batch: Batch) -> None:
+        """Add a batch."""
+        if self.leader is None:
+            self.metric.update(*batch.read(self.reading))
+        self._samples += batch.samples
+
+    def result(self) -> Any:
+        """What the metric computes over all samples so far."""
+        if self.leader is not None:
+            _adopt_state(self.metric, self.leader.metric)
+        value = self.metric.compute()
+        return value if self._finish is None else self._finish(value)
+
+
+def share_states(gauges: Iterable[object]) -> None:
     """Let metrics that gather the same numbers gather them once.
 
     Precision, recall and F1 all count true and false positives. Equal are metrics with the
@@ -93,25 +121,25 @@ def share_states(gauges: list[Any]) -> None:
     own compute groups compare states after the first batch, where metrics of different
     thresholds can agree by chance, and stay grouped.)
     """
-    leaders: dict[Any, Wrapped] = {}
+    leaders: dict[Any, Joined] = {}
     for gauge in gauges:
-        if isinstance(gauge, Wrapped) and gauge.joins:
+        if isinstance(gauge, Joined):
             key = _update_key(gauge)
             if key is not None and leaders.setdefault(key, gauge) is not gauge:
                 gauge.leader = leaders[key]
 
 
-def _update_key(gauge: Wrapped) -> Any:
+def _update_key(gauge: Joined) -> Any:
     metric = gauge.metric
     owner = update_owner(metric)
-    if not owner.__module__.startswith("torchmetrics.classification."):
+    if _inner(metric) is not metric or _package(owner) != "torchmetrics.classification":
         return None
     settings: list[Any] = []
     # What `update` may read was set by the class that defines it, from its arguments.
-    for name in inspect.signature(owner.__init__).parameters:
-        value = getattr(metric, name, None) if name not in ("self", "kwargs") else None
-        settings.append(id(value) if isinstance(value, torch.Tensor) else repr(value))
-    shapes = tuple((name, getattr(state, "shape", None)) for name, state in metric._defaults.items())
+    for name in inspect.signature(owner).parameters:
+        value = getattr(metric, name, None)
+        settings.append(id(value) if isinstance(value, Tensor) else repr(value))
+    shapes = tuple((n, getattr(state, "shape", None)) for n, state in metric._defaults.items())
     return owner, tuple(settings), shapes, gauge.reading
 
 
@@ -140,12 +168,18 @@ def is_torchmetric(value: object, class_name: str = "Metric") -> bool:
 
 def update_owner(metric: Metric) -> type:
     """The class whose `update` a metric runs; that of the metric inside a `ClasswiseWrapper`."""
-    if type(metric).__name__ == "ClasswiseWrapper":
-        metric = metric.metric  # type: ignore[assignment]
-    return next(owner for owner in type(metric).__mro__ if "update" in vars(owner))
+    return next(owner for owner in type(_inner(metric)).__mro__ if "update" in vars(owner))
 
 
-def wrap_object(metric: Metric, first: FirstBatch) -> Wrapped:
+def _package(owner: type) -> str:
+    return owner.__module__.rpartition(".")[0]
+
+
+def _inner(metric: Metric) -> Metric:
+    return metric.metric if type(metric).__name__ == "ClasswiseWrapper" else metric  # type: ignore[return-value]
+
+
+def wrap_object(metric: Metric, first: FirstBatch) -> Joined | Each:
     """A gauge over a copy of a user's metric, so that calls can nest.
 
     Metrics of `torchmetrics.classification` get probabilities, never logits, and labels in the
@@ -156,12 +190,11 @@ def wrap_object(metric: Metric, first: FirstBatch) -> Wrapped:
     copy.reset()
     _keep_local(copy)
     owner = update_owner(copy)
-    package = owner.__module__.rpartition(".")[0]
-    if package == "torchmetrics.regression":
-        return Wrapped(copy, Matched(strict=False))
-    if package == "torchmetrics.classification" and "group" not in owner.__module__:
-        return Wrapped(copy, _object_reading(copy, owner, first))
-    return Wrapped(copy, AsGiven(), joins=False)
+    if _package(owner) == "torchmetrics.regression" and first.are_tensors():
+        return Joined(copy, Matched(strict=False))
+    if _package(owner) == "torchmetrics.classification" and "group" not in owner.__module__:
+        return Joined(copy, _object_reading(_inner(copy), owner, first))
+    return Each(copy)
 
 
 def _object_reading(metric: Metric, owner: type, first: FirstBatch) -> Reading:

@@ -17,6 +17,7 @@ SHAPE_ERRORS = re.compile(
     r"Expected .*\d+D|Given normalized_shape|must match the size of tensor|"
     r"is invalid for input of size|input\.size\(-1\) must be equal|Expected more than 1 value|"
     r"expected input's size|[Kk]ernel size can't be greater|"
+    r"(running_mean|weight|running_var) should contain \d+ elements|"
     r"Calculated .* output size.* too small|must match except in dimension"
 )
 DTYPE_ERRORS = re.compile(
@@ -30,6 +31,9 @@ INDEX_ERRORS = re.compile(r"index out of range in self")
 LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
 CALL_ERRORS = re.compile(
     r"(forward|_forward_unimplemented)\(\) (got|missing|takes)|multiple values for argument"
+)
+CONTAINER_ERRORS = re.compile(
+    r"'(dict|tuple|list)' object has no attribute|must be Tensor, not (dict|tuple|list)"
 )
 
 
@@ -73,6 +77,13 @@ def explained(
         return ConfigurationError(
             f"y has the label {label.group(1)}, but the net gives fewer classes. Labels are class "
             "numbers from 0 to the number of outputs - 1."
+        )
+    whole = not isinstance(x, torch.Tensor) and CONTAINER_ERRORS.search(text)
+    if isinstance(error, (TypeError, AttributeError)) and whole:
+        return ConfigurationError(
+            f"The net's forward{_signature(net)} takes a single input, so it got the "
+            f"{type(x).__name__} whole: {given}. {_first_line(text)} Give the net one argument for "
+            "each input, or one tensor as x."
         )
     if isinstance(error, TypeError) and CALL_ERRORS.search(text):
         return ConfigurationError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import Source
 from fitkit.data.stream import Stream, limited
 from fitkit.errors import ConfigurationError
+from fitkit.notices import warn
 from fitkit.training.jobs import FitJob, PassJob
 from fitkit.training.logbook import Logbook
 from fitkit.training.loop import evaluate_batches, predict_batches, train_batches
@@ -115,7 +115,7 @@ class FitRun:
                     "ReduceLROnPlateau watches a value of an epoch; give it interval='epoch'."
                 )
             return None
-        return self.scheduler.step
+        return steps_to_the_end(self.scheduler)
 
     def run(self) -> History:
         """Train for the epochs that were asked; the history of them."""
@@ -158,6 +158,7 @@ class FitRun:
         if self._ran_out(epoch, batches):
             return last
         logs = self.step.logbook.results()
+        model._log_names = list(logs)
         if self.held_out is not None and self.job.validates_after(epoch):
             values = self._validate(callbacks)
             logs.update({f"val_{name}": value for name, value in values.items()})
@@ -167,17 +168,16 @@ class FitRun:
 
     def _ran_out(self, epoch: int, batches: int) -> bool:
         """Whether an epoch got no batches; fewer than asked get a warning."""
-        asked = self.job.steps_per_epoch
-        if batches == 0:
-            if epoch == self.job.initial_epoch:
-                raise ConfigurationError("x is empty: it gave no batches.")
-            self.model.stop_training = True
-        if asked is not None and batches < asked and not self.model.stop_training or batches == 0:
-            warnings.warn(
-                f"x ended in epoch {epoch + 1} after {batches} batches"
-                f"{'' if asked is None else f' of the {asked} that steps_per_epoch asks for'}.",
-                stacklevel=6,
-            )
+        asked = self.job.steps_per_epoch or 1
+        if batches >= asked or (self.model.stop_training and batches > 0):
+            return False
+        if batches == 0 and epoch == self.job.initial_epoch:
+            raise ConfigurationError("x is empty: it gave no batches.")
+        warn(
+            f"x ended in epoch {epoch + 1} after {batches} batches of the {asked} that "
+            f"steps_per_epoch asks for; training ends here."
+        )
+        self.model.stop_training = True
         return batches == 0
 
     def _validate(self, callbacks: CallbackList) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class FitRun:
         if choice is None or choice.interval != "epoch":
             return
         if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            scheduler.step()
+            steps_to_the_end(scheduler)()
             return
         watched = choice.monitor or ("val_loss" if self.held_out is not None else "loss")
         if watched in logs:
@@ -221,6 +221,19 @@ class FitRun:
             "validation_steps": job.validation_steps or validation,
             "verbose": job.verbose,
         }
+
+
+def steps_to_the_end(scheduler: Any) -> Any:
+    """The scheduler's step; one with a fixed length (OneCycleLR) keeps its last rate after it."""
+    total = getattr(scheduler, "total_steps", None)
+    if total is None:
+        return scheduler.step
+
+    def step() -> None:
+        if scheduler.last_epoch + 1 < total:
+            scheduler.step()
+
+    return step
 
 
 def run_fit(model: Model, compilation: Compilation, job: FitJob) -> History:
@@ -261,6 +274,7 @@ def evaluate_source(
         if batches == 0:
             raise ConfigurationError(f"{name} is empty: it gave no batches.")
         values = step.logbook.results()
+        model._log_names = list(values)
         callbacks.call("on_test_end", values)
     return values
 

@@ -1,0 +1,78 @@
+# Every target does the set-up it needs, so any can be the first on a machine with Python 3.11 (or 3.10 and later), git and make.
+#
+#   make demo        train the handwritten digits (examples/digits.py)
+#   make test        the test suite                 make test ARGS="tests/unit -k packaging"
+#   make lint        ruff: rules and formatting     make typecheck   mypy
+#   make bench       microseconds per step          make bench ARGS=--quick
+#   make setup       only the virtual environment   make clean       remove it and all that was built
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS  ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint typecheck bench clean
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/python examples/digits.py $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+
+typecheck: $(STAMP)
+	@$(BIN)/python -m mypy $(ARGS)
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted installation starts over. It holds the checkout's path: a virtual environment that
+# was copied or moved along with its checkout still imports the fitkit of the old place.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+# A candidate is asked to run, because a name on the PATH may be a version manager's empty shim.
+$(STAMP): setup.cfg setup.py pyproject.toml requirements/constraints.txt
+	@set -e; \
+	if [ "$$(cat $@ 2>/dev/null)" != "$(CURDIR)" ] || ! $(BIN)/python -c pass 2>/dev/null; then \
+	    rm -f $@; \
+	    python=; \
+	    for candidate in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.10; do \
+	        if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then \
+	            python=$$candidate; break; \
+	        fi; \
+	    done; \
+	    if [ -z "$$python" ]; then \
+	        echo "fitkit needs Python 3.10 or later (CI runs 3.11); found: $$(python3 --version 2>&1 || true)." >&2; \
+	        echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "[setup 1/3] virtual environment in $(VENV) ($$($$python --version))"; \
+	    if ! $$python -m venv --clear $(VENV); then \
+	        echo "$$python has no working venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "[setup 2/3] PyTorch: the large one, half a minute to a few minutes"; \
+	    $(BIN)/python -m pip install --quiet -c requirements/constraints.txt torch; \
+	fi; \
+	rm -f $@; \
+	echo "[setup 3/3] fitkit and its other dependencies: about half a minute"; \
+	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[dev]"; \
+	printf '%s\n' "$(CURDIR)" > $@; \
+	echo "[setup] done; later calls skip this"

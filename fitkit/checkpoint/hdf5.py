@@ -1,0 +1,98 @@
+"""Weights in our HDF5 container: `.h5`, `.hdf5`.
+
+The document's `weights` names each tensor's array, and holds the modules' extra state and
+versions. A checkpoint is the same file with more beside `weights`, so its weights load too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fitkit.checkpoint.container import Reader, read_container, write_container
+from fitkit.checkpoint.numbering import Numbering
+from fitkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from fitkit.checkpoint.formats import Weights
+
+
+class HDF5:
+    """The format of `.h5` files: digest, tied tensors stored once, extra state as JSON."""
+
+    def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
+        """Write a file with nothing but `weights`."""
+        numbering = Numbering()
+        content = {"kind": "weights", "weights": encode_weights(weights, numbering)}
+        write_container(path, content, numbering.arrays)
+
+    @contextlib.contextmanager
+    def open(self, path: str | os.PathLike[str]) -> Iterator[HDF5Weights]:
+        """The weights in a checked file."""
+        with read_container(path) as reader:
+            yield HDF5Weights(os.fspath(path), reader)
+
+
+def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:
+    """The part of a document that describes `weights`, whose tensors get numbers."""
+    return {
+        "tensors": {name: numbering.add(tensor) for name, tensor in weights.tensors.items()},
+        "extra": dict(weights.extra),
+        "versions": dict(weights.versions),
+    }
+
+
+class HDF5Weights:
+    """The weights in an open file.
+
+    Attributes:
+        extra: the entries of the state dict that aren't tensors.
+        versions: the version of each submodule's state, by the submodule's name.
+    """
+
+    def __init__(self, path: str, reader: Reader) -> None:
+        part = reader.document.get("weights")
+        if not isinstance(part, dict):
+            raise CheckpointError(
+                f"{path} has no weights in it: it holds {reader.document.get('kind')!r}. "
+                "Give the path of a file of weights or of a checkpoint."
+            )
+        self.extra: Mapping[str, Any] = _mapping(path, part, "extra")
+        self.versions: Mapping[str, int] = _mapping(path, part, "versions", int)
+        self._numbers: dict[str, int] = _mapping(path, part, "tensors", int)
+        if not all(0 <= number < len(reader) for number in self._numbers.values()):
+            raise _refused(path, "it names arrays that it doesn't have")
+        if self.extra.keys() & self._numbers.keys():
+            raise _refused(path, "one name stands for a tensor and for other data")
+        self._reader = reader
+        self._read: dict[int, torch.Tensor] = {}
+
+    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each tensor, by name; reads none of them."""
+        return {name: self._reader.describe(number) for name, number in self._numbers.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name, on the CPU; tied names get one tensor."""
+        number = self._numbers[name]
+        if number not in self._read:
+            self._read[number] = self._reader.read(number)
+        return self._read[number]
+
+
+def _mapping(path: str, part: dict[str, Any], key: str, kind: type = object) -> dict[str, Any]:
+    value = part.get(key)
+    # bool is an int to isinstance, and no number of an array.
+    if not isinstance(value, dict) or not all(
+        isinstance(item, kind) and not (kind is int and isinstance(item, bool))
+        for item in value.values()
+    ):
+        raise _refused(path, f"the part {key!r} of its weights isn't as fitkit writes it")
+    return value
+
+
+def _refused(path: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is refused: {reason}. fitkit didn't write it. Use another.")

@@ -1,0 +1,168 @@
+"""Saving and loading a module's weights, in any format that `formats.py` has.
+
+`load_weights` reads and checks all before it assigns anything.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fitkit.arguments import check_flag, describe
+from fitkit.checkpoint.comparison import Comparison, LoadedWeights, compare
+from fitkit.checkpoint.document import check_plain_data
+from fitkit.checkpoint.dtypes import storable
+from fitkit.checkpoint.formats import Weights, WeightSource, format_of
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+
+
+def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
+    """Write the weights in `state_dict` to a file, whole or not at all.
+
+    Tensors of any device, layout in memory and dtype are written as they are; tensors that share
+    their memory are written once. Entries that aren't tensors (`get_extra_state`) must be plain
+    data: None, booleans, numbers, strings, and lists and dicts of these.
+
+    Args:
+        path: the file; the end of its name says the format (`.h5`). An existing one is replaced.
+        state_dict: what `module.state_dict()` returned. Names are kept as they are.
+
+    Raises:
+        ConfigurationError: the format is unknown, or something can't be written to a file.
+        CheckpointError: the file can't be written; what was at `path` is still there.
+
+    Example:
+        ```python
+        save_weights("digits.h5", net.state_dict())
+        ```
+    """
+    file_format = format_of(path)
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(
+            f"state_dict={describe(state_dict)} must be a dict of tensors: "
+            "pass what module.state_dict() returns."
+        )
+    file_format.write(path, _collect(state_dict))
+
+
+def _collect(state_dict: Mapping[str, Any]) -> Weights:
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"state_dict has the name {describe(name)}; names are strings.")
+        if isinstance(value, torch.Tensor):
+            tensors[name] = _storable(name, value)
+        else:
+            check_plain_data(value, f"state_dict[{name!r}]")
+            extra[name] = value
+    return Weights(tensors, extra, _versions(state_dict))
+
+
+def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return storable(tensor)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"state_dict[{name!r}]: {error}") from None
+
+
+def _versions(state_dict: Mapping[str, Any]) -> dict[str, int]:
+    # torch keeps these beside the entries. Without them a module that once changed the form of
+    # its state takes today's for the old one and converts it again.
+    metadata = getattr(state_dict, "_metadata", {})
+    versions = {name: entry.get("version") for name, entry in metadata.items()}
+    return {name: version for name, version in versions.items() if isinstance(version, int)}
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    module: torch.nn.Module,
+    *,
+    strict: bool = True,
+    skip_mismatch: bool = False,
+) -> LoadedWeights:
+    """Copy the weights in a file into `module`'s parameters and buffers.
+
+    The module keeps its devices and dtypes. Floating-point numbers are converted to the module's
+    floating dtype, as `Tensor.copy_` does (so float32 to float16 rounds, and overflows to inf);
+    complex ones likewise. Other dtypes must be the same: no integer becomes a float or a boolean.
+
+    Before anything is assigned, all of the file is checked and read; in memory, a second copy of
+    the weights is needed for that. Then `module.load_state_dict` assigns them, so the module's own
+    hooks, parametrizations and `set_extra_state` work.
+
+    Args:
+        path: a file that `save_weights` wrote.
+        module: what has the names that the file has.
+        strict: whether a name that only the file or only the module has is an error. With False,
+            what both have is loaded.
+        skip_mismatch: whether tensors of another shape (or kind of dtype) are left out, with one
+            warning that names them, instead of being an error.
+
+    Returns:
+        The names that were missing in the file, that the module doesn't have, and that were
+        skipped.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file can't be read whole, or doesn't fit; the message lists all
+            names that don't. The module is as it was.
+        ConfigurationError: the format is unknown, or the module has parameters without values.
+    """
+    check_flag("strict", strict)
+    check_flag("skip_mismatch", skip_mismatch)
+    file_format = format_of(path)
+    expected = _expected(module)
+    with file_format.open(path) as source:
+        comparison = compare(source, expected)
+        comparison.check(os.fspath(path), module, strict=strict, skip_mismatch=skip_mismatch)
+        state = _read(source, comparison)
+    if comparison.mismatched:
+        warnings.warn(comparison.describe_skipped(os.fspath(path)), stacklevel=2)
+    _assign(os.fspath(path), module, state)
+    return comparison.outcome()
+
+
+def _expected(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's state dict, where all of it has values that can be replaced."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(f"module={describe(module)} must be a torch.nn.Module.")
+    state = dict(module.state_dict())
+    for name, value in state.items():
+        if torch.nn.parameter.is_lazy(value):
+            raise ConfigurationError(
+                f"The module's {name!r} isn't initialised, so nothing says which shape fits. "
+                "Call the module once on a batch, then load."
+            )
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            raise ConfigurationError(
+                f"The module's {name!r} is on the meta device, where nothing can be loaded. "
+                "Call module.to_empty(device=…) first."
+            )
+    return state
+
+
+def _read(source: WeightSource, comparison: Comparison) -> OrderedDict[str, Any]:
+    state: OrderedDict[str, Any] = OrderedDict()
+    for name in comparison.fitting:
+        state[name] = source.extra[name] if name in source.extra else source.read(name)
+    metadata = OrderedDict((name, {"version": value}) for name, value in source.versions.items())
+    state._metadata = metadata  # type: ignore[attr-defined]
+    return state
+
+
+def _assign(path: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
+    try:
+        # Names and shapes are checked; what is left to fail is the module's own code.
+        module.load_state_dict(state, strict=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} fits {type(module).__name__} by names and shapes, but the module's own "
+            f"loading failed ({type(error).__name__}: {error}). Some of its weights may have been "
+            "replaced: build it anew before you go on."
+        ) from error

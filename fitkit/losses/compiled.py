@@ -1,0 +1,343 @@
+"""The loss of a whole net: one for each output, weighed and summed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fitkit.arguments import check_number, describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.losses.loss import Loss, OwnLoss, resolve
+from fitkit.losses.weights import weighted_mean
+from fitkit.outputs import SINGLE, LossHint, by_output, log_name, named_outputs
+from fitkit.trees import is_container
+
+Losses = Loss | list[Loss | None] | dict[str, Loss | None]
+Scales = float | list[float] | dict[str, float]
+
+
+@dataclasses.dataclass
+class _Part:
+    """One output's share of the loss; `output` is None where a loss takes all outputs at once.
+
+    `classes` is the number of classes where the first batch's targets were class indices.
+    """
+
+    output: str | None
+    loss: Loss
+    scale: float = 1.0
+    classes: int | None = None
+
+
+@dataclasses.dataclass
+class _Plan:
+    """Which loss meets which output, for the outputs that the net was seen to give."""
+
+    outputs: list[str]
+    parts: list[_Part]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.parts[0].output is None
+
+
+class CompiledLoss:
+    """What `compile` was given as loss: called with a batch, it gives the total and its parts.
+
+    Args:
+        loss: what `resolve` takes; a list or dict of that, one an output, with None for an output
+            that isn't trained; or None: the loss that the net itself computes. A name or torch loss
+            given once holds for every output, and the total is the sum. A function or module of
+            one's own given once for several outputs gets all of them.
+        loss_weights: what multiplies the loss, or a list or dict of that, one an output.
+
+    Raises:
+        ConfigurationError: whatever can be refused before data are seen.
+    """
+
+    def __init__(self, loss: Any, loss_weights: Any = None) -> None:
+        self._losses = _resolved(loss)
+        self._scales = _checked_scales(loss_weights, self._losses)
+        self._plan: _Plan | None = None
+        # The loss of a net with one output, where prediction and target need no unwrapping; as a
+        # bound method, which Python calls faster than an object.
+        self._direct: Callable[[Any, Any], torch.Tensor] | None = None
+        self._needs_unwrapping = False
+
+    @property
+    def part_names(self) -> list[str]:
+        """The keys of the parts: empty before `check`, and where there is one loss."""
+        if self._plan is None or len(self._plan.parts) < 2:
+            return []
+        return [_part_name(part) for part in self._plan.parts]
+
+    def hint(self, output: str) -> LossHint:
+        """What `output`'s loss tells; an empty hint where that isn't known, or not yet."""
+        loss = self._loss_of(output)
+        return LossHint() if loss is None else loss.hint
+
+    def check(self, prediction: Any, target: Any) -> None:
+        """Settle which loss meets which output, and refuse a first batch that can't be meant.
+
+        Call it with the first batch of each kind of data (training, validation); it reads values
+        back from the device.
+
+        Raises:
+            ConfigurationError: outputs, losses and targets differ in structure, or a loss's own
+                check failed.
+        """
+        plan = self._plan = self._plan_for(prediction)
+        needs_unwrapping = len(plan.parts) > 1 or plan.parts[0].scale != 1.0
+        for part, its_prediction, its_target in _pairs(plan, prediction, target):
+            with _naming(part.output):
+                part.loss.check(its_prediction, its_target)
+                part.classes = part.loss.count_classes(its_prediction, its_target)
+            if its_prediction is not prediction or its_target is not target:
+                needs_unwrapping = True
+        # Once needed, always: training and validation data may differ in structure.
+        self._needs_unwrapping = self._needs_unwrapping or needs_unwrapping
+        self._direct = None if self._needs_unwrapping else plan.parts[0].loss.__call__
+
+    def check_labels(self, target: Any) -> None:
+        """Refuse class indices out of range in `target`, perhaps a whole data set's labels.
+
+        Does nothing before `check`, and for losses that take no class indices.
+
+        Raises:
+            ConfigurationError: with the least and greatest label.
+        """
+        plan = self._plan
+        if plan is None or target is None or not any(part.classes for part in plan.parts):
+            return
+        labels = _targets(plan, target)
+        for part in plan.parts:
+            if part.classes is not None:
+                with _naming(part.output):
+                    part.loss.check_labels(labels[part.output], part.classes)
+
+    def __call__(
+        self, prediction: Any, target: Any, weight: Any = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a batch.
+
+        Args:
+            prediction: what the net gave.
+            target: by the same structure, or what belongs to the single output.
+            weight: sample weights (`weights.py`): one tensor for all outputs, or a list or dict.
+
+        Returns:
+            The total, to be differentiated; and each output's loss before its loss weight,
+            detached, under the key that logs give it. The latter is empty with one loss.
+        """
+        if self._direct is not None and weight is None:
+            return self._direct(prediction, target), {}
+        return self._sum(prediction, target, weight)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move class weights and other buffers of the losses."""
+        for loss in _each(self._losses):
+            if loss is not None:
+                loss.to(device)
+
+    def _sum(
+        self, prediction: Any, target: Any, weight: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if self._plan is None:
+            self._plan = self._plan_for(prediction)
+        plan = self._plan
+        weights = _weights(plan, weight)
+        total: torch.Tensor | None = None
+        parts: dict[str, torch.Tensor] = {}
+        for part, its_prediction, its_target in _pairs(plan, prediction, target):
+            its_weight = weights.get(part.output)
+            if its_weight is None:
+                value = part.loss(its_prediction, its_target)
+            else:
+                values = part.loss.per_sample(its_prediction, its_target)
+                value = weighted_mean(values, its_weight)
+            if len(plan.parts) > 1:
+                parts[_part_name(part)] = value.detach()
+            scaled = value if part.scale == 1.0 else part.scale * value
+            total = scaled if total is None else total + scaled
+        assert total is not None  # a plan has at least one part
+        return total, parts
+
+    def _plan_for(self, prediction: Any) -> _Plan:
+        losses = self._losses
+        if isinstance(losses, OwnLoss):
+            return _Plan([], [_Part(None, losses, self._whole_scale())])
+        outputs = list(named_outputs(prediction))
+        if isinstance(losses, Loss):
+            if losses.takes_whole and len(outputs) > 1:
+                return _Plan(outputs, [_Part(None, losses, self._whole_scale())])
+            by_name: dict[str, Any] = dict.fromkeys(outputs, losses)
+        else:
+            by_name = _structured(losses, outputs, "loss")
+        scales = self._scales_for(outputs)
+        parts = [
+            _Part(name, loss, scales.get(name, 1.0))
+            for name, loss in by_name.items()
+            if loss is not None
+        ]
+        if not parts:
+            raise ConfigurationError(f"None of the net's outputs {outputs} has a loss.")
+        return _Plan(outputs, parts)
+
+    def _whole_scale(self) -> float:
+        if isinstance(self._scales, (list, dict)):
+            raise ConfigurationError(
+                f"loss_weights={self._scales} has an entry for each output, but one loss takes "
+                "all outputs at once. Give a number."
+            )
+        return 1.0 if self._scales is None else self._scales
+
+    def _scales_for(self, outputs: list[str]) -> dict[str, float]:
+        if self._scales is None:
+            return {}
+        if not isinstance(self._scales, (list, dict)):
+            if len(outputs) > 1:
+                raise ConfigurationError(
+                    f"loss_weights={self._scales} is one number, but the net has {len(outputs)} "
+                    f"outputs: {outputs}. Give a list in that order or a dict by name."
+                )
+            return {outputs[0]: self._scales}
+        return _structured(self._scales, outputs, "loss_weights")
+
+    def _loss_of(self, output: str) -> Loss | None:
+        if isinstance(self._losses, Loss):
+            return self._losses
+        if self._plan is not None:
+            return next((p.loss for p in self._plan.parts if p.output == output), None)
+        if output == SINGLE:
+            return next(iter(_each(self._losses))) if len(self._losses) == 1 else None
+        if isinstance(self._losses, dict):
+            return self._losses.get(output)
+        place = re.fullmatch(r"output_(\d+)", output)
+        index = int(place[1]) if place else len(self._losses)
+        return self._losses[index] if index < len(self._losses) else None
+
+
+def _resolved(loss: Any) -> Losses:
+    if loss is None:
+        return OwnLoss()
+    if isinstance(loss, Mapping):
+        entries: Losses = {key: _entry(value) for key, value in loss.items()}
+    elif isinstance(loss, (list, tuple)):
+        entries = [_entry(value) for value in loss]
+    else:
+        return resolve(loss)
+    if not any(_each(entries)):
+        raise ConfigurationError(
+            f"loss={describe(loss)} trains no output: at least one needs a loss. "
+            "loss=None alone stands for the net's own loss."
+        )
+    return entries
+
+
+def _entry(loss: Any) -> Loss | None:
+    if isinstance(loss, (list, tuple, Mapping)):
+        raise ArgumentTypeError(
+            f"loss has the entry {describe(loss)}, but each output has one loss. Add losses up in "
+            "a callable (prediction, target)."
+        )
+    return None if loss is None else resolve(loss)
+
+
+def _each(losses: Losses) -> Iterator[Loss | None]:
+    if isinstance(losses, Loss):
+        yield losses
+    else:
+        yield from losses.values() if isinstance(losses, dict) else losses
+
+
+def _checked_scales(scales: Any, losses: Losses) -> Scales | None:
+    if scales is None:
+        return None
+    if isinstance(scales, Mapping):
+        for key, value in scales.items():
+            check_number(f"loss_weights[{key!r}]", value)
+        unknown = [key for key in scales if isinstance(losses, dict) and key not in losses]
+        if unknown:
+            raise ConfigurationError(
+                f"loss_weights names {unknown}, but loss has entries for {list(losses)}."  # type: ignore[arg-type]
+            )
+        return {key: float(value) for key, value in scales.items()}
+    if isinstance(scales, (list, tuple)):
+        for index, value in enumerate(scales):
+            check_number(f"loss_weights[{index}]", value)
+        if isinstance(losses, (list, dict)) and len(losses) != len(scales):
+            raise ConfigurationError(
+                f"loss_weights has {len(scales)} entries, but loss has {len(losses)}."
+            )
+        return [float(value) for value in scales]
+    check_number("loss_weights", scales)
+    return float(scales)
+
+
+def _structured(value: Any, outputs: list[str], what: str) -> dict[str, Any]:
+    """A list or dict by output names, also for a net with one output."""
+    if len(outputs) == 1 and len(value) != 1:
+        raise ConfigurationError(
+            f"{what} has {len(value)} entries, but the net has one output. Give one."
+        )
+    return by_output(value, outputs, what)
+
+
+def _pairs(plan: _Plan, prediction: Any, target: Any) -> list[tuple[_Part, Any, Any]]:
+    """Each part with its prediction and its target."""
+    if plan.is_whole:
+        return [(plan.parts[0], prediction, target)]
+    predictions = named_outputs(prediction)
+    if list(predictions) != plan.outputs:
+        raise ConfigurationError(
+            f"The net gave the outputs {list(predictions)}, but in the first batch it gave "
+            f"{plan.outputs}."
+        )
+    targets = _targets(plan, target)
+    return [(part, predictions[str(part.output)], targets[part.output]) for part in plan.parts]
+
+
+def _targets(plan: _Plan, target: Any) -> dict[str | None, Any]:
+    """The target of each trained output; None for one that has none."""
+    trained = [str(part.output) for part in plan.parts]
+    if plan.is_whole:
+        return {None: target}
+    if target is None or (len(trained) == 1 and not is_container(target)):
+        return dict.fromkeys(trained, target)
+    # A lone output of a net that gives a dict has a name, but its target needs none.
+    unnamed = len(plan.outputs) == 1 and not (isinstance(target, Mapping) and trained != [SINGLE])
+    if unnamed:
+        return {trained[0]: by_output(target, [SINGLE], "target")[SINGLE]}
+    given = by_output(target, plan.outputs, "target")
+    return {name: given.get(name) for name in trained}
+
+
+def _weights(plan: _Plan, weight: Any) -> dict[str | None, Any]:
+    """The sample weights of each part; parts without any are left out."""
+    if weight is None:
+        return {}
+    if isinstance(weight, (list, tuple, Mapping)):
+        if plan.is_whole or len(plan.outputs) == 1:
+            return {plan.parts[0].output: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
+        return dict(by_output(weight, plan.outputs, "sample_weight").items())
+    return dict.fromkeys((part.output for part in plan.parts), weight)
+
+
+def _part_name(part: _Part) -> str:
+    return log_name(str(part.output), "loss")
+
+
+@contextlib.contextmanager
+def _naming(output: str | None) -> Iterator[None]:
+    """Say in errors which of several outputs they are about."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if not output:
+            raise
+        raise type(error)(f"Output {output!r}: {error}") from None

@@ -1,0 +1,286 @@
+"""The metrics that have names, and what builds each of them at the first batch.
+
+Where the name alone leaves an average open, accuracy is the share of right entries (as in
+Keras) and all others are the mean over the classes or labels (`average="macro"`). For another
+average, threshold or number of bins pass the torchmetrics object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fitkit.errors import ConfigurationError
+from fitkit.metrics import entries
+from fitkit.metrics.gauges import Mean, Values, widest_dtype
+from fitkit.metrics.readings import (
+    AsGiven,
+    Choices,
+    Columns,
+    Distributions,
+    Labels,
+    Matched,
+    Scores,
+)
+from fitkit.metrics.task import IGNORED, FirstBatch, Task
+from fitkit.metrics.wrapped import Joined, torchmetrics_module
+from fitkit.registry import Registry
+
+Build: TypeAlias = Callable[[FirstBatch], Mean | Joined]
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What a name stands for.
+
+    Attributes:
+        build: makes the gauge, from the first batch.
+        weightable: whether it is a mean over samples, which sample weights can change.
+    """
+
+    build: Build
+    weightable: bool
+
+
+NAMES: Registry[Named] = Registry(
+    "metric", "A torchmetrics object or a callable (prediction, target) is accepted too."
+)
+
+
+def weightable_names() -> list[str]:
+    """The names that weighted_metrics can have."""
+    return sorted(name for name in NAMES if NAMES[name].weightable)
+
+
+# ---- means over entries: own code, because torchmetrics has no sample weights, costs more a
+# batch than a small net's step, and 1.5 s at its import ----
+
+
+def _mean(name: str, *aliases: str) -> Callable[[Build], Build]:
+    def register(build: Build) -> Build:
+        NAMES.add(name, Named(build, weightable=True), *aliases)
+        return build
+
+    return register
+
+
+def _label_mean(first: FirstBatch, values: Values, force: str = "") -> Mean:
+    task = first.task(force)
+    ignores = task.kind == "multiclass"
+    return Mean(Labels(task), values, first.prediction.device, skip_ignored=ignores)
+
+
+@_mean("accuracy", "acc")
+def _accuracy(first: FirstBatch) -> Mean:
+    return _label_mean(first, entries.equal)
+
+
+@_mean("binary_accuracy")
+def _binary_accuracy(first: FirstBatch) -> Mean:
+    return _label_mean(first, entries.equal, "entries")
+
+
+@_mean("categorical_accuracy", "sparse_categorical_accuracy")
+def _categorical_accuracy(first: FirstBatch) -> Mean:
+    return _label_mean(first, entries.equal, "classes")
+
+
+@_mean("exact_match", "subset_accuracy")
+def _exact_match(first: FirstBatch) -> Mean:
+    return _label_mean(first, entries.all_equal)
+
+
+@_mean("hamming_distance", "hamming_loss")
+def _hamming_distance(first: FirstBatch) -> Mean:
+    return _label_mean(first, entries.unequal)
+
+
+def _top_k(k: int) -> Build:
+    def build(first: FirstBatch) -> Mean:
+        task = first.task("classes")
+        values = entries.AmongTop(min(k, task.columns))
+        return Mean(Choices(task), values, first.prediction.device, skip_ignored=True)
+
+    return build
+
+
+_mean(
+    "top_k_categorical_accuracy",
+    "sparse_top_k_categorical_accuracy",
+    "top_k_accuracy",
+    "top_5_accuracy",
+)(_top_k(5))
+for _k in (2, 3, 10):
+    _mean(f"top_{_k}_accuracy")(_top_k(_k))
+
+
+def _cross_entropy(force: str = "", finish: Callable[[float], float] | None = None) -> Build:
+    def build(first: FirstBatch) -> Mean:
+        task = first.task(force)
+        ignores = task.kind == "multiclass" and not task.one_hot
+        device = first.prediction.device
+        values = entries.CrossEntropy(task)
+        return Mean(AsGiven(), values, device, skip_ignored=ignores, finish=finish)
+
+    return build
+
+
+_mean("cross_entropy", "log_loss")(_cross_entropy())
+_mean("binary_crossentropy")(_cross_entropy("entries"))
+_mean("categorical_crossentropy", "sparse_categorical_crossentropy")(_cross_entropy("classes"))
+_mean("perplexity")(_cross_entropy("classes", finish=math.exp))
+
+
+def _error_mean(
+    name: str, *aliases: str, values: Values, finish: Callable[[float], float] | None = None
+) -> None:
+    def build(first: FirstBatch) -> Mean:
+        return Mean(Matched(), values, first.prediction.device, finish=finish)
+
+    _mean(name, *aliases)(build)
+
+
+_error_mean("mse", "mean_squared_error", values=entries.squared_error)
+_error_mean("rmse", "root_mean_squared_error", values=entries.squared_error, finish=math.sqrt)
+_error_mean("mae", "mean_absolute_error", values=entries.absolute_error)
+_error_mean("mape", "mean_absolute_percentage_error", values=entries.percentage_error)
+_error_mean(
+    "smape",
+    "symmetric_mean_absolute_percentage_error",
+    values=entries.symmetric_percentage_error,
+)
+_error_mean("msle", "mean_squared_logarithmic_error", values=entries.squared_log_error)
+_error_mean("log_cosh", "log_cosh_error", values=entries.log_cosh)
+_error_mean("huber", values=entries.huber)
+_error_mean("hinge", values=entries.hinge)
+_error_mean("squared_hinge", values=entries.squared_hinge)
+_error_mean("poisson", values=entries.poisson)
+
+
+@_mean("cosine_similarity")
+def _cosine_similarity(first: FirstBatch) -> Mean:
+    _need_columns(first)
+    return Mean(Matched(), entries.cosine, first.prediction.device)
+
+
+@_mean("kl_divergence", "kld", "kullback_leibler_divergence")
+def _kl_divergence(first: FirstBatch) -> Mean:
+    _need_columns(first)
+    reading = Distributions(first.scale("multiclass"))
+    return Mean(reading, entries.divergence, first.prediction.device)
+
+
+def _need_columns(first: FirstBatch) -> None:
+    shape = tuple(first.prediction.shape)
+    if len(shape) < 2 or shape[-1] == 1:
+        raise ConfigurationError(
+            f"it compares vectors, but a prediction of shape {shape} has one number a sample."
+        )
+
+
+# ---- torchmetrics' classification ----
+
+
+def _counted(
+    suffix: str,
+    *aliases: str,
+    reading: Callable[[Task], Any] = Labels,
+    kinds: tuple[str, ...] = ("binary", "multiclass", "multilabel"),
+    finish: Callable[[Tensor], Any] | None = None,
+    **options: str,
+) -> None:
+    """Register torchmetrics' `Binary<suffix>`, `Multiclass<suffix>` and `Multilabel<suffix>`."""
+
+    def build(first: FirstBatch) -> Joined:
+        task = first.task()
+        if task.kind not in kinds:
+            raise ConfigurationError(
+                f"it has no {task.kind} form, and the prediction of shape "
+                f"{tuple(first.prediction.shape)} beside its target is {task.kind}. Known forms: "
+                f"{', '.join(kinds)}."
+            )
+        settings: dict[str, Any] = {"validate_args": False, "sync_on_compute": False}
+        if task.kind == "multiclass":
+            settings |= {"num_classes": task.columns, "ignore_index": IGNORED}
+        if task.kind == "multilabel":
+            settings["num_labels"] = task.columns
+        if task.kind != "binary":
+            settings |= options
+        metric_class = getattr(
+            torchmetrics_module("classification"), f"{task.kind.capitalize()}{suffix}"
+        )
+        return Joined(metric_class(**settings), reading(task), finish=finish)
+
+    name, *others = aliases
+    NAMES.add(name, Named(build, weightable=False), *others)
+
+
+def _count(index: int) -> Callable[[Tensor], Tensor]:
+    return lambda counts: counts[index]
+
+
+def _mean_recall(matrix: Tensor) -> Tensor:
+    """The mean recall over the classes that have samples, from their confusion matrix (C, C)."""
+    found, present = matrix.diagonal(), matrix.sum(1)
+    return (found[present > 0] / present[present > 0]).mean()
+
+
+_ONE_OF = ("binary", "multiclass")
+_YES_OR_NO = ("binary", "multilabel")
+
+_counted("Precision", "precision", average="macro")
+_counted("Recall", "recall", "sensitivity", average="macro")
+_counted("F1Score", "f1", "f1_score", "dice", average="macro")
+_counted("Specificity", "specificity", average="macro")
+_counted("NegativePredictiveValue", "negative_predictive_value", average="macro")
+_counted("StatScores", "true_positives", kinds=_YES_OR_NO, finish=_count(0), average="micro")
+_counted("StatScores", "false_positives", kinds=_YES_OR_NO, finish=_count(1), average="micro")
+_counted("StatScores", "true_negatives", kinds=_YES_OR_NO, finish=_count(2), average="micro")
+_counted("StatScores", "false_negatives", kinds=_YES_OR_NO, finish=_count(3), average="micro")
+_counted("ConfusionMatrix", "confusion_matrix")
+_counted("ConfusionMatrix", "balanced_accuracy", kinds=_ONE_OF, finish=_mean_recall)
+_counted("CohenKappa", "cohen_kappa", "kappa", kinds=_ONE_OF)
+_counted("MatthewsCorrCoef", "matthews_corrcoef", "mcc")
+_counted("JaccardIndex", "jaccard", "jaccard_index", "iou", "mean_iou", average="macro")
+_counted("AUROC", "auc", "auroc", "roc_auc", reading=Scores, average="macro")
+_counted(
+    "AveragePrecision", "average_precision", "pr_auc", "auprc", reading=Scores, average="macro"
+)
+_counted("CalibrationError", "calibration_error", "ece", kinds=_ONE_OF, reading=Scores)
+
+
+# ---- torchmetrics' regression ----
+
+
+def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> None:
+    """Register a metric of whole columns; several columns give their mean."""
+
+    def build(first: FirstBatch) -> Joined:
+        dtype = widest_dtype(first.prediction.device)
+        reading = Columns(dtype)
+        columns, _ = reading(first.prediction, first.target)
+        settings: dict[str, Any] = {"sync_on_compute": False}
+        if columns_argument and columns.ndim > 1:
+            settings["num_outputs"] = columns.shape[1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Spearman's keeps all samples
+            metric = getattr(torchmetrics_module("regression"), class_name)(**settings)
+        # Sums of squares in float32 lose all digits where the mean is far from 0.
+        metric.set_dtype(dtype)
+        return Joined(metric, reading, finish=Tensor.mean, least_samples=2)
+
+    name, *others = aliases
+    NAMES.add(name, Named(build, weightable=False), *others)
+
+
+_fitted("R2Score", "r2", "r2_score", columns_argument=False)
+_fitted("ExplainedVariance", "explained_variance", columns_argument=False)
+_fitted("PearsonCorrCoef", "pearson", "pearson_correlation", "pearson_corrcoef")
+_fitted("SpearmanCorrCoef", "spearman", "spearman_correlation", "spearman_corrcoef")
+_fitted("ConcordanceCorrCoef", "concordance", "concordance_correlation", "concordance_corrcoef")
+_fitted("RelativeSquaredError", "relative_squared_error")

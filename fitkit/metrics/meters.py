@@ -1,0 +1,175 @@
+"""The metrics of one call of fit or evaluate, summed up over its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fitkit.errors import ConfigurationError
+from fitkit.metrics.gauges import Totals
+from fitkit.metrics.given import Given
+from fitkit.metrics.names import LogKeys
+from fitkit.metrics.output import OutputMeters
+from fitkit.metrics.pending import MOST_BATCHES
+from fitkit.metrics.task import FirstBatch
+from fitkit.metrics.wrapped import Joined, Wrapped
+from fitkit.outputs import LossHint, by_output, named_outputs
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+class Meters:
+    """Sums up the metrics of one call of fit or evaluate.
+
+    All values are over the samples of this process.
+
+    Args:
+        given: what compile was given.
+        most_batches: how many batches may wait before they are added up; 1 where the net's
+            next output overwrites the last one (CUDA graphs).
+    """
+
+    def __init__(self, given: Iterable[Given], most_batches: int = MOST_BATCHES) -> None:
+        self._given = [one for one in given if one]
+        self._most_batches = most_batches
+        self._outputs: dict[str, OutputMeters] | None = None
+        self._only: OutputMeters | None = None
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether there are any."""
+        return bool(self._given)
+
+    def start(self, prediction: Any, target: Any, hint: Callable[[str], LossHint]) -> None:
+        """Build the metrics by the first batch; later calls do nothing.
+
+        Args:
+            prediction: what the net gave.
+            target: its targets.
+            hint: tells of each output what its loss knows.
+
+        Raises:
+            ConfigurationError: metrics that don't fit the outputs, or an output of which no
+                task can be told.
+        """
+        if self._outputs is not None:
+            return
+        outputs = named_outputs(prediction)
+        targets = _targets(target, list(outputs))
+        keys = LogKeys(outputs)
+        each = [given.for_outputs(list(outputs)) for given in self._given]
+        started: dict[str, OutputMeters] = {}
+        for output in outputs:
+            found = [entry for by_name in each for entry in by_name[output]]
+            if found and self._has_target(output, targets):
+                entries = {keys.key(output, e.name, weighted=e.weighted): e for e in found}
+                first = FirstBatch(outputs[output], targets[output], hint(output))
+                with torch.inference_mode(False), torch.no_grad():
+                    started[output] = OutputMeters(entries, first, self._most_batches)
+        self._outputs = started
+        if len(outputs) == 1:
+            self._only = next(iter(started.values()), None)
+
+    def _has_target(self, output: str, targets: Mapping[str, Any]) -> bool:
+        if output in targets:
+            return True
+        if any(given.is_by_output for given in self._given):
+            raise ConfigurationError(
+                f"metrics were given for the output {output!r}, but the targets are those of "
+                f"{list(targets)}."
+            )
+        return False  # metrics for every output go to those that have targets
+
+    def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
+        """Add a batch; call it without gradients.
+
+        Args:
+            prediction: what the net gave; kept for some batches, so it must not be overwritten.
+            target: its targets; likewise.
+            weight: one weight a sample, or a dict or list of them by output; None: 1 each.
+        """
+        only = self._only
+        if (
+            only is not None
+            and isinstance(prediction, Tensor)
+            and isinstance(target, Tensor)
+            and (weight is None or isinstance(weight, Tensor))
+        ):
+            only.update(prediction, target, weight)
+        else:
+            self._update_outputs(prediction, target, weight)
+
+    def _update_outputs(self, prediction: Any, target: Any, weight: Any) -> None:
+        if self._outputs is None:
+            raise RuntimeError("Meters.update() came before Meters.start()")
+        outputs = named_outputs(prediction)
+        names = list(outputs)
+        targets = _targets(target, names)
+        weights = {} if weight is None else _weights(weight, names)
+        for name, meters in self._outputs.items():
+            meters.update(outputs[name], targets[name], weights.get(name))
+
+    def results(self) -> dict[str, Any]:
+        """The values over all samples so far, by name.
+
+        Returns:
+            Python floats; an array for a metric of several numbers; for a metric that gives a
+            dict one entry a key, `<name>_<key>`. Metrics without samples are left out.
+        """
+        return dict(pair for meters in self._started() for pair in meters.results())
+
+    def _started(self) -> Iterable[OutputMeters]:
+        return () if self._outputs is None else self._outputs.values()
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics' names, in the order of the results; empty before start."""
+        return [name for meters in self._started() for name in meters.gauges]
+
+    def reset(self) -> None:
+        """Forget all samples; what the first batch told stays."""
+        for meters in self._started():
+            meters.reset()
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all sums to a device."""
+        for meters in self._started():
+            meters.to(torch.device(device))
+
+    def totals(self) -> dict[str, Totals]:
+        """The sums behind the metrics that are means, up to date; for adding over ranks."""
+        found = {name: g.totals for name, g in self._gauges() if not isinstance(g, Wrapped)}
+        for totals in found.values():
+            totals.settle()
+        return found
+
+    def torchmetrics(self) -> dict[str, Metric]:
+        """The torchmetrics objects that have states of their own; for reducing over ranks."""
+        return {
+            name: gauge.metric
+            for name, gauge in self._gauges()
+            if isinstance(gauge, Wrapped) and not (isinstance(gauge, Joined) and gauge.leader)
+        }
+
+    def _gauges(self) -> Iterator[tuple[str, Any]]:
+        for meters in self._started():
+            meters.flush()
+            yield from meters.gauges.items()
+
+
+def _targets(target: Any, outputs: list[str]) -> dict[str, Any]:
+    """The targets by output; a net of one named output takes them without its name too."""
+    if len(outputs) == 1 and isinstance(target, Tensor):
+        return {outputs[0]: target}
+    return by_output(target, outputs, "target")
+
+
+def _weights(weight: Any, outputs: list[str]) -> dict[str, Any]:
+    """The sample weights by output; one tensor counts for all."""
+    if isinstance(weight, Tensor):
+        return dict.fromkeys(outputs, weight)
+    return by_output(weight, outputs, "sample_weight")

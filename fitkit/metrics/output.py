@@ -1,0 +1,165 @@
+"""The metrics of one output, summed up over its batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fitkit.errors import ConfigurationError, FitkitError
+from fitkit.metrics.catalogue import NAMES
+from fitkit.metrics.gauges import Call, Mean
+from fitkit.metrics.given import Entry
+from fitkit.metrics.pending import Pending
+from fitkit.metrics.task import FirstBatch
+from fitkit.metrics.wrapped import Each, Joined, is_torchmetric, share_states, wrap_object
+from fitkit.trees import leaves, sample_count
+
+
+class OutputMeters:
+    """The metrics of one output.
+
+    Args:
+        entries: the metrics by their final names.
+        first: the output's first batch, by which they are built.
+        most_batches: how many batches may wait before they are added.
+
+    Attributes:
+        gauges: what sums up each metric, by name.
+    """
+
+    def __init__(self, entries: dict[str, Entry], first: FirstBatch, most_batches: int) -> None:
+        self.gauges: dict[str, Mean | Call | Joined | Each] = {}
+        for name, entry in entries.items():
+            with _naming(name):
+                self.gauges[name] = _build(entry, first)
+        share_states(self.gauges.values())
+        self._joining = {n: g for n, g in self.gauges.items() if isinstance(g, (Mean, Joined))}
+        self._seeing_each = {n: g for n, g in self.gauges.items() if isinstance(g, (Call, Each))}
+        self._needs_weight = any(g.weighted for g in self._joining.values())
+        self._pending = Pending(most_batches)
+        self._is_first = True
+
+    def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
+        """Add a batch."""
+        if self._is_first:
+            self._update_first(prediction, target, weight)
+            return
+        for gauge in self._seeing_each.values():
+            gauge.see(prediction, target, weight, sample_count(prediction))
+        if self._joining and self._pending.add(
+            prediction, target, weight if self._needs_weight else None
+        ):
+            self.flush()
+
+    def _update_first(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
+        """Add the first batch at once, so that what can't work fails here, by its name."""
+        for name, each in self._seeing_each.items():
+            with _naming(name):
+                each.see(prediction, target, weight, sample_count(prediction))
+        if self._joining:
+            self._pending.add(prediction, target, weight if self._needs_weight else None)
+        with _changeable():
+            for batch in self._pending.take():
+                for name, joined in self._joining.items():
+                    with _naming(name):
+                        joined.update(batch)
+        self._is_first = False
+
+    def flush(self) -> None:
+        """Add what waits."""
+        with _changeable():
+            for batch in self._pending.take():
+                for gauge in self._joining.values():
+                    gauge.update(batch)
+
+    def results(self) -> Iterator[tuple[str, Any]]:
+        """Each metric's value over all samples so far, as it is logged."""
+        self.flush()
+        for name, gauge in self.gauges.items():
+            if gauge.updated:
+                with _changeable():
+                    result = gauge.result()
+                yield from _logged(name, result)
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._pending.clear()
+        with _changeable():
+            for gauge in self.gauges.values():
+                gauge.reset()
+
+    def to(self, device: torch.device) -> None:
+        """Move all sums to a device."""
+        self.flush()
+        for gauge in self.gauges.values():
+            gauge.to(device)
+
+
+def _build(entry: Entry, first: FirstBatch) -> Mean | Call | Joined | Each:
+    device = _device(first.given[0])
+    gauge: Mean | Call | Joined | Each
+    if isinstance(entry.metric, str):
+        gauge = NAMES[entry.metric].build(first)
+    elif is_torchmetric(entry.metric):
+        gauge = wrap_object(entry.metric, first)
+    else:
+        gauge = Call(entry.metric, device)
+    if isinstance(gauge, (Mean, Call)):
+        gauge.weighted = entry.weighted
+    gauge.to(device)
+    return gauge
+
+
+def _device(prediction: Any) -> torch.device:
+    tensors = (leaf.device for leaf in leaves(prediction) if isinstance(leaf, Tensor))
+    return next(tensors, torch.device("cpu"))
+
+
+def _logged(name: str, result: Any) -> Iterator[tuple[str, Any]]:
+    """A result as floats and arrays; a dict as one entry a key."""
+    if isinstance(result, Mapping):
+        for key, value in result.items():
+            yield from _logged(f"{name}_{key}", value)
+    else:
+        yield name, _plain(result)
+
+
+def _plain(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return float(result) if result.numel() == 1 else _array(result)
+    if isinstance(result, (tuple, list)):
+        return tuple(_plain(item) for item in result)
+    return float(result)
+
+
+def _array(result: Tensor) -> Any:
+    result = result.detach().cpu()
+    return (result.float() if result.dtype == torch.bfloat16 else result).numpy()
+
+
+@contextlib.contextmanager
+def _changeable() -> Iterator[None]:
+    """Out of inference mode, in which states would become tensors that can't be changed later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let what fails on the first batch name its metric."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except ConfigurationError as error:
+        raise ConfigurationError(f"metric {name!r}: {error}") from error
+    except FitkitError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"metric {name!r} can't be computed of the first batch: {type(error).__name__}: {error}"
+        ) from error

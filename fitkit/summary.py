@@ -1,0 +1,329 @@
+"""What a net is made of: its layers, their shapes, parameters and memory.
+
+The net is left as it was: its mode, its buffers and the random numbers that come next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fitkit import trees
+from fitkit.arguments import check_count, describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.summary_table import Row, Summary
+
+LONGEST_TABLE = 120
+"""The rows up to which a table shows everything when nobody says how deep to go."""
+
+
+def summarize(
+    net: nn.Module,
+    example: Any = None,
+    *,
+    input_shape: Any = None,
+    depth: int | None = None,
+    run: Callable[[nn.Module, Any], Any] | None = None,
+) -> Summary:
+    """The layers of a net with their parameters, and shapes where an input is given.
+
+    Args:
+        net: any module.
+        example: a batch of inputs: a tensor or array, or a tree of them. The net is called
+            with it once, without gradients and in evaluation mode.
+        input_shape: the shape of one sample instead, as `(1, 28, 28)`; a dict or tuple of
+            shapes for several inputs. The batch is one sample of zeros.
+        depth: levels of nesting to show. Default None: all of them, fewer in a long net.
+        run: how to call the net; None is `net(example)`.
+
+    Raises:
+        ConfigurationError: the net can't be called with that input; the cause says why.
+    """
+    if not isinstance(net, nn.Module):
+        raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
+    check_count("depth", depth, optional=True)
+    if example is not None and input_shape is not None:
+        raise ConfigurationError("summary takes an example or an input_shape, not both.")
+    if input_shape is not None:
+        example = _zeros(input_shape, _number_type(net))
+    watch = _Watch()
+    sizes = (0, "")
+    if example is not None:
+        example = _prepared(example, net)
+        sizes = (_bytes(example), shape_text(example))
+        if any(map(is_lazy, [*net.parameters(), *net.buffers()])):
+            net = _copied(net)  # A first batch would settle its shapes for good.
+        _call(net, example, run or (lambda net, example: net(example)), watch)
+    rows, hidden_below = _rows(net, depth, watch)
+    known = [parameter for parameter in net.parameters() if not is_lazy(parameter)]
+    buffers = [buffer for buffer in net.buffers() if not is_lazy(buffer)]
+    memory: Counter[str] = Counter()
+    for parameter in known:
+        memory[str(parameter.dtype).removeprefix("torch.")] += _bytes(parameter)
+    total = sum(parameter.numel() for parameter in known)
+    trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
+    return Summary(
+        rows=rows,
+        parameters=total,
+        trainable=trainable,
+        non_trainable=total - trainable,
+        buffers=sum(buffer.numel() for buffer in buffers),
+        unknown=sum(map(is_lazy, net.parameters())),
+        parameter_bytes=dict(memory),
+        buffer_bytes=sum(map(_bytes, buffers)),
+        input=sizes[1],
+        input_bytes=sizes[0],
+        activation_bytes=None if example is None else watch.activation_bytes,
+        hidden_below=hidden_below,
+    )
+
+
+def shape_text(tree: Any) -> str:
+    """The shapes in a net's input or output: `(32, 10)`, `logits (2, 5), states (2, 8)`."""
+    if not trees.is_container(tree) and not isinstance(tree, torch.Tensor):
+        attributes = getattr(tree, "__dict__", {})
+        tree = {k: v for k, v in attributes.items() if torch.is_tensor(v)} or type(tree).__name__
+    parts = []
+    for path, leaf in trees.leaves_with_paths(tree):
+        names = re.findall(r"\['(.*?)'\]|\.(\w+)", path)
+        name = "".join(names[-1]) if names else ""
+        if isinstance(leaf, torch.Tensor):
+            parts.append(f"{name} {tuple(leaf.shape)}".strip())
+        elif leaf is tree:
+            parts.append(leaf)
+    return ", ".join(parts[:3]) + (f", +{len(parts) - 3} more" if len(parts) > 3 else "")
+
+
+# ------------------------------------------------------------------ the input
+
+
+def _zeros(shape: Any, dtype: torch.dtype) -> Any:
+    """A batch of one sample of zeros, for a shape or a dict or sequence of shapes."""
+    if isinstance(shape, Mapping):
+        return {name: _zeros(item, dtype) for name, item in shape.items()}
+    if isinstance(shape, (tuple, list)):
+        if shape and all(isinstance(item, (tuple, list, Mapping)) for item in shape):
+            return tuple(_zeros(item, dtype) for item in shape)
+        if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
+            return torch.zeros(1, *shape, dtype=dtype)
+    raise ConfigurationError(
+        f"input_shape={describe(shape)} must be the shape of one sample, without the batch's "
+        "dimension, as (1, 28, 28); or a dict or tuple of such shapes."
+    )
+
+
+def _number_type(net: nn.Module) -> torch.dtype:
+    """The type of the net's first floating-point parameter."""
+    types = (tensor.dtype for tensor in net.parameters() if tensor.is_floating_point())
+    return next(types, torch.get_default_dtype())
+
+
+def _prepared(example: Any, net: nn.Module) -> Any:
+    """The example as tensors on the net's device; float64 takes the net's number type."""
+    weights = next(iter([*net.parameters(), *net.buffers()]), None)
+    device = None if weights is None else weights.device
+    dtype = _number_type(net)
+
+    def prepared(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            leaf = torch.as_tensor(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.dtype == torch.float64 else leaf.dtype)
+
+    example = trees.map_leaves(prepared, example)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(example)):
+        raise ConfigurationError(
+            f"example={describe(example)} has no tensor or array. Give a batch of inputs; "
+            f"or the shape of one sample, as input_shape=(1, 28, 28)."
+        )
+    return example
+
+
+def _bytes(tree: Any) -> int:
+    """The memory of the tensors in a tree."""
+    tensors = (leaf for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# ------------------------------------------------------------------ the call
+
+
+class _Watch:
+    """Notes what each module gives while a net runs."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[nn.Module, str] = {}
+        self.calls: Counter[nn.Module] = Counter()
+        self.activation_bytes = 0
+        self._calls_inside: list[int] = []
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """A module is called."""
+        if self._calls_inside:
+            self._calls_inside[-1] += 1
+        self._calls_inside.append(0)
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module's call has ended."""
+        self.calls[module] += 1
+        self.shapes.setdefault(module, shape_text(output))
+        if self._calls_inside.pop() == 0:
+            self.activation_bytes += _bytes(output)
+
+
+def _call(
+    net: nn.Module, example: Any, run: Callable[[nn.Module, Any], Any], watch: _Watch
+) -> None:
+    """Run the net once with `watch` looking on; it leaves no trace in the net."""
+    handles = []
+    try:
+        for module in net.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # It takes no hooks.
+            handles.append(module.register_forward_pre_hook(watch.enter, prepend=True))
+            # Called after an error too, so that a net may catch it and go on.
+            handles.append(module.register_forward_hook(watch.leave, always_call=True))
+        with _untouched(net):
+            run(net, example)
+    except Exception as error:
+        raise ConfigurationError(
+            f"The net can't be called with an input of {shape_text(example)}: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Give a batch of inputs such as "
+            "fit gets. (input_shape is one sample's shape and makes a batch of zeros; a net that "
+            "takes other inputs, such as token ids, needs example=.)"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _untouched(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards modes, buffers and random state are back."""
+    modes = [(module, module.training) for module in net.modules()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone(), buffer._version)
+        for module in net.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer)
+    ]
+    gpus = {p.device.index for p in net.parameters() if p.device.type == "cuda"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=sorted(gpus)))
+        stack.enter_context(torch.no_grad())
+        if hasattr(torch.compiler, "set_stance"):  # A compiled net would be compiled again.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for module, name, buffer, value, version in buffers:
+                module._buffers[name] = buffer
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _copied(net: nn.Module) -> nn.Module:
+    # torch copies a lazy parameter, but refuses to copy a lazy buffer.
+    memo: dict[int, Any] = {
+        id(buffer): nn.UninitializedBuffer(  # type: ignore[call-arg]
+            device=buffer.device, dtype=buffer.dtype
+        )
+        for buffer in net.buffers()
+        if is_lazy(buffer)
+    }
+    try:
+        return copy.deepcopy(net, memo)
+    except Exception as error:
+        raise ConfigurationError(
+            "The net has lazy modules, whose shapes a first batch settles, and can't be copied "
+            f"to try one ({error}). Call the net once, or ask for the summary without an example."
+        ) from error
+
+
+# ------------------------------------------------------------------ the rows
+
+
+@dataclasses.dataclass
+class _Node:
+    """A module with its children, and what it adds to the numbers above it."""
+
+    row: Row
+    all_parameters: int | None
+    children: list[_Node]
+
+
+def _rows(net: nn.Module, depth: int | None, watch: _Watch) -> tuple[list[Row], int | None]:
+    """The table's rows, and the level of the last ones where there are deeper modules."""
+    tree = _node("", net, 0, watch, set(), set())
+    levels = Counter(_levels(tree))
+    deepest = max(levels)
+    if depth is None:
+        depth = deepest
+        while depth > 1 and sum(levels[level] for level in range(depth + 1)) > LONGEST_TABLE:
+            depth -= 1
+    return list(_flat(tree, depth)), depth if depth < deepest else None
+
+
+def _node(
+    name: str, module: nn.Module, level: int, watch: _Watch, seen: set[nn.Module], counted: set[int]
+) -> _Node:
+    reused = module in seen
+    seen.add(module)
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    new = [parameter for parameter in own if id(parameter) not in counted]
+    counted.update(map(id, new))
+    known = None if any(map(is_lazy, new)) else sum(parameter.numel() for parameter in new)
+    children = []
+    if not reused:
+        for child_name, child in module._modules.items():
+            if child is not None:
+                children.append(_node(child_name, child, level + 1, watch, seen, counted))
+    parts = [known, *(child.all_parameters for child in children)]
+    row = Row(
+        name=name,
+        type=type(module).__name__,
+        level=level,
+        output=watch.shapes.get(module, ""),
+        parameters=known,
+        trainable=_trainable(module),
+        calls=watch.calls[module],
+        reused=reused,
+        shared=len(new) < len(own) and not reused,
+        is_group=bool(children),
+    )
+    return _Node(row, None if None in parts else sum(filter(None, parts)), children)
+
+
+def _trainable(module: nn.Module) -> str:
+    flags = {parameter.requires_grad for parameter in module.parameters()}
+    return "partly" if len(flags) == 2 else "yes" if True in flags else "no" if flags else ""
+
+
+def _levels(node: _Node) -> Iterator[int]:
+    yield node.row.level
+    for child in node.children:
+        yield from _levels(child)
+
+
+def _flat(node: _Node, depth: int) -> Iterator[Row]:
+    if node.row.level == depth and node.children:
+        yield dataclasses.replace(node.row, parameters=node.all_parameters, is_group=False)
+        return
+    yield node.row
+    for child in node.children:
+        yield from _flat(child, depth)

@@ -1,0 +1,49 @@
+import json
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from fitkit.checkpoint import save_weights
+from fitkit.checkpoint.header import HEADER_SIZE, seal
+
+
+@pytest.fixture
+def module():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+@pytest.fixture
+def weights(tmp_path, module):
+    """A file with the weights of another module like `module`."""
+    path = tmp_path / "weights.h5"
+    save_weights(
+        path, torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).state_dict()
+    )
+    return path
+
+
+@pytest.fixture
+def craft(tmp_path):
+    """Makes a file by hand, with a right digest whatever is in it.
+
+    `build(hdf5)` fills `/arrays` (which is there, empty) or anything else. The document describes
+    one float32 array of shape (2, 3) where nothing else is given.
+    """
+
+    def make(build, arrays=None, content=None, document=None, userblock_size=HEADER_SIZE):
+        path = tmp_path / "crafted.h5"
+        if document is None:
+            described = [{"dtype": "float32", "shape": [2, 3]}] if arrays is None else arrays
+            document = {"arrays": described, "content": content or {}}
+        text = document if isinstance(document, bytes) else json.dumps(document).encode()
+        with h5py.File(path, "w", userblock_size=userblock_size) as hdf5:
+            hdf5["document"] = np.frombuffer(text, np.uint8)
+            hdf5.create_group("arrays")
+            build(hdf5)
+        with open(path, "r+b") as file:
+            seal(file)
+        return path
+
+    return make

@@ -1,0 +1,272 @@
+"""A save that fails leaves what was there, and nothing else."""
+
+import errno
+import os
+import resource
+import signal
+import stat
+import threading
+
+import h5py
+import pytest
+import torch
+
+from fitkit.checkpoint import container, load_weights, save_weights
+from fitkit.checkpoint.atomic import UNFINISHED_SUFFIX, replacing
+from fitkit.errors import CheckpointError
+
+
+@pytest.fixture
+def path(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    return folder / "file.h5"
+
+
+@pytest.fixture
+def old(path):
+    """The content of a file that is already there."""
+    path.write_bytes(b"old")
+    return b"old"
+
+
+def only_file(path):
+    assert os.listdir(path.parent) == [path.name]
+    return path.read_bytes()
+
+
+def raising(error):
+    def call(*args, **kwargs):
+        raise error
+
+    return call
+
+
+def test_a_block_that_ends_well_replaces_the_file(path, old):
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == old
+    assert only_file(path) == b"new"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "chmod"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "the disk is full.*free in"),
+        (OSError(errno.EDQUOT, "Quota"), "the disk is full or a quota is reached"),
+        (OSError(errno.EROFS, "Read-only file system"), "can't be written to"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+    ids=["full", "quota", "read-only", "hardware"],
+)
+def test_a_failure_at_the_end_keeps_the_old_file(path, old, monkeypatch, call, error, reason):
+    monkeypatch.setattr(os, call, raising(error))
+    with pytest.raises(CheckpointError, match=f"(?s){path}.*{reason}.*Nothing was changed"):
+        save_weights(path, {"a": torch.ones(3)})
+    assert only_file(path) == old
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), SystemExit()])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_an_interruption_keeps_the_old_file_and_goes_on_up(path, old, monkeypatch, call, error):
+    monkeypatch.setattr(os, call, raising(error))
+    with pytest.raises(type(error)):
+        save_weights(path, {"a": torch.ones(3)})
+    assert only_file(path) == old
+
+
+def test_a_failure_of_a_first_save_leaves_nothing(path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(CheckpointError):
+        save_weights(path, {"a": torch.ones(3)})
+    assert not os.listdir(path.parent)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 300, 600, 3_000, 1_000_000, 4_001_000])
+def test_a_full_disk_keeps_the_old_file_and_closes_the_new_one(path, old, room_bytes):
+    # A limit on the size of files fails where a full disk does, inside libhdf5's own writing.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="4.0 MB are needed, more than the system"):
+            save_weights(path, {f"a{index}": torch.ones(100_000) for index in range(10)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert only_file(path) == old
+    open_objects = h5py.h5f.OBJ_FILE | h5py.h5f.OBJ_GROUP | h5py.h5f.OBJ_DATASET
+    assert h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, open_objects) == 0
+
+
+def test_the_file_is_on_the_disk_before_it_gets_its_name(path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_mode), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *names: (events.append("replace"), replace(*names)))
+    save_weights(path, {"a": torch.ones(3)})
+    assert stat.S_ISREG(events[0])
+    assert events[1] == "replace"
+    assert stat.S_ISDIR(events[2])
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no folder .*missing.*makedirs"):
+        save_weights(tmp_path / "missing" / "file.h5", {})
+
+
+def test_a_path_below_a_file_is_refused(path, old):
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        save_weights(path / "file.h5", {})
+    assert only_file(path) == old
+
+
+def test_a_folder_is_not_replaced(path):
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="it is a folder"):
+        save_weights(path, {})
+    assert path.is_dir()
+
+
+def test_a_device_or_pipe_is_not_replaced(path):
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not an ordinary file"):
+        save_weights(path, {})
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_a_read_only_file_is_not_replaced(path, old, monkeypatch):
+    # The superuser may write to any file, so ask as if someone else ran this.
+    monkeypatch.setattr(os, "access", lambda name, mode: not mode & os.W_OK)
+    with pytest.raises(CheckpointError, match="it is read-only"):
+        save_weights(path, {})
+    assert only_file(path) == old
+
+
+def test_a_folder_without_the_right_to_write_is_named(path, monkeypatch):
+    monkeypatch.setattr(os, "open", raising(PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(CheckpointError, match=f"the folder {path.parent} can't be written to"):
+        save_weights(path, {})
+
+
+def test_an_existing_files_permissions_are_kept_and_nobody_else_reads_the_new_one(path, old):
+    path.chmod(0o640)
+    with replacing(path) as file:
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_new_file_gets_the_permissions_that_open_would_give(path):
+    save_weights(path, {})
+    reference = path.with_name("reference")
+    reference.touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(reference.stat().st_mode)
+
+
+def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path, path, old):
+    link = tmp_path / "latest.h5"
+    link.symlink_to(path)
+    save_weights(link, {"a": torch.ones(3)})
+    assert link.is_symlink()
+    assert only_file(path) != old
+    assert sorted(os.listdir(tmp_path)) == ["folder", "latest.h5"]
+
+
+def test_a_link_to_nothing_creates_its_target(tmp_path, path):
+    link = tmp_path / "latest.h5"
+    link.symlink_to(path)
+    save_weights(link, {})
+    assert only_file(path)
+
+
+def test_a_name_of_the_greatest_length_can_be_saved(path):
+    longest = path.with_name("ä" * 126 + ".h5")
+    save_weights(longest, {})
+    assert os.listdir(path.parent) == [longest.name]
+
+
+def test_an_unfinished_file_is_hidden_and_named_after_its_target(path):
+    with replacing(path) as file:
+        (unfinished,) = os.listdir(path.parent)
+        file.write(b"new")
+    assert unfinished.startswith(".file.h5.")
+    assert unfinished.endswith(UNFINISHED_SUFFIX)
+
+
+def test_savers_at_the_same_time_do_not_mix(path):
+    module = torch.nn.Linear(50, 50)
+    states = [{k: torch.full_like(v, i) for k, v in module.state_dict().items()} for i in range(4)]
+
+    def save(state):
+        for _ in range(10):
+            save_weights(path, state)
+
+    threads = [threading.Thread(target=save, args=(state,)) for state in states]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if path.exists():
+            try:
+                load_weights(path, module)
+            except CheckpointError as error:
+                assert "replaced while it was read" in str(error)  # noqa: PT017
+                continue
+            assert len({*module.weight.flatten().tolist(), *module.bias.tolist()}) == 1
+    for thread in threads:
+        thread.join()
+    assert only_file(path)
+    load_weights(path, module)
+
+
+@pytest.fixture
+def at_array_1(monkeypatch):
+    """Calls a function while the second array is being written."""
+
+    def install(function):
+        written = []
+        to_stored = container.to_stored
+
+        def wrapped(tensor):
+            written.append(tensor)
+            if len(written) == 2:
+                function()
+            return to_stored(tensor)
+
+        monkeypatch.setattr(container, "to_stored", wrapped)
+        return written
+
+    return install
+
+
+def test_ctrl_c_takes_effect_after_the_array_that_is_being_written(path, old, at_array_1):
+    handler = signal.getsignal(signal.SIGINT)
+    written = at_array_1(lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        save_weights(path, {f"a{index}": torch.ones(3) for index in range(9)})
+    assert len(written) == 2
+    assert only_file(path) == old
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_once_the_file_is_complete_comes_after_it_is_in_place(path, old, monkeypatch):
+    replace = os.replace
+
+    def interrupted(*names):
+        signal.raise_signal(signal.SIGINT)
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_weights(path, {"a": torch.ones(3)})
+    assert only_file(path) != old
+
+
+def test_a_handler_that_only_takes_note_does_not_stop_the_save(path, at_array_1):
+    noted = []
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        at_array_1(lambda: signal.raise_signal(signal.SIGTERM))
+        save_weights(path, {f"a{index}": torch.ones(3) for index in range(3)})
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert noted == [signal.SIGTERM]
+    assert only_file(path)

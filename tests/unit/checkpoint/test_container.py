@@ -1,0 +1,246 @@
+import hashlib
+import json
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from fitkit.checkpoint import read_container, write_container
+from fitkit.checkpoint.document import LARGEST_DOCUMENT
+from fitkit.checkpoint.dtypes import STORED_AS, dtype_named
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor):
+    """The tensor's bits as integers: unlike its values they compare for all dtypes, and NaNs."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(SAME_SIZE[tensor.dtype.itemsize])
+
+
+def random_bits(dtype, shape):
+    if dtype.is_complex:
+        parts = {torch.complex32: torch.float16, torch.complex64: torch.float32}
+        part = parts.get(dtype, torch.float64)
+        return torch.view_as_complex(random_bits(part, (*shape, 2)))
+    limit = 2 if dtype == torch.bool else 1 << (8 * min(dtype.itemsize, 4) - 1)
+    numbers = torch.randint(0, limit, shape, dtype=torch.int64)
+    return numbers.to(SAME_SIZE[dtype.itemsize]).view(dtype)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "container.h5"
+
+
+def write_and_read(path, arrays):
+    write_container(path, {}, arrays)
+    with read_container(path) as reader:
+        assert len(reader) == len(arrays)
+        return [reader.read(index) for index in range(len(arrays))]
+
+
+@pytest.mark.parametrize("name", sorted(STORED_AS))
+def test_a_tensor_of_any_dtype_and_shape_comes_back_bit_for_bit(path, name):
+    dtype = dtype_named(name)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    transposed = random_bits(dtype, (4, 3, 2)).permute(2, 0, 1)
+    every_second = random_bits(dtype, (7, 2))[::2]
+    written = [
+        *(random_bits(dtype, shape) for shape in ((), (0,), (0, 3), (5,), (1, 1), (2, 3, 4))),
+        transposed,
+        every_second,
+    ]
+    read = write_and_read(path, written)
+    for given, found in zip(written, read, strict=True):
+        assert found.dtype == dtype
+        assert found.shape == given.shape
+        assert torch.equal(bits(found), bits(given))
+
+
+def test_every_dtype_of_torch_that_holds_plain_numbers_can_be_stored():
+    quantized = {"qint8", "qint32", "quint8", "quint2x4", "quint4x2"}
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    assert names - quantized <= set(STORED_AS)
+
+
+def test_arrays_keep_their_order_where_hdf5_would_sort_their_names(path):
+    read = write_and_read(path, [torch.tensor(value) for value in range(12)])
+    assert [int(tensor) for tensor in read] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3)[:, ::-1],
+        np.arange(3, dtype=">i4"),
+        np.array(2.5),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.frombuffer(b"read-only", np.uint8),
+        np.zeros((0, 2), bool),
+    ],
+    ids=["reversed", "big-endian", "0-d", "fortran", "read-only", "empty"],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_numpy_array_comes_back_as_a_tensor(path, array):
+    (read,) = write_and_read(path, [array])
+    assert np.array_equal(read.numpy(), array)
+
+
+def test_lazily_conjugated_and_negated_tensors_are_stored_with_their_values(path):
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    conjugated, negated = number.conj(), number.conj().imag
+    assert conjugated.is_conj()
+    assert negated.is_neg()
+    read = write_and_read(path, [conjugated, negated])
+    assert torch.equal(read[0], conjugated.resolve_conj())
+    assert torch.equal(read[1], negated.resolve_neg())
+
+
+def test_the_document_comes_back_as_it_was(path):
+    document = {
+        "z": [1, -2.5, None, True, "ä\ud800\n", float("inf")],
+        "10": {"": []},
+        "2": 2**70,
+        "a/b": {"../c": "d"},
+    }
+    write_container(path, document, [])
+    with read_container(path) as reader:
+        assert reader.document == document
+        assert list(reader.document) == list(document)
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path):
+    for name in ("a.h5", "b.h5"):
+        write_container(tmp_path / name, {"x": 1}, [torch.arange(3)])
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+def test_hashlib_alone_can_check_the_digest(path):
+    write_container(path, {"x": 1}, [torch.arange(1000)])
+    content = path.read_bytes()
+    lines = content[:512].split(b"\n")
+    assert lines[0] == b"fitkit container 1"
+    assert lines[1] == b"body %020d" % (len(content) - 512)
+    assert lines[2] == b"sha256 " + hashlib.sha256(content[512:]).hexdigest().encode()
+    assert lines[3] == bytes(512 - sum(len(line) + 1 for line in lines[:3]))
+    with read_container(path) as reader:
+        assert reader.digest == hashlib.sha256(content[512:]).hexdigest()
+
+
+def test_plain_h5py_can_read_the_arrays(path):
+    write_container(
+        path, {"x": 1}, [torch.arange(6.0).reshape(2, 3), torch.ones(2, dtype=torch.bfloat16)]
+    )
+    with h5py.File(path) as hdf5:
+        assert set(hdf5) == {"arrays", "document"}
+        document = json.loads(hdf5["document"][()].tobytes())
+        assert document["content"] == {"x": 1}
+        assert document["arrays"][1] == {"dtype": "bfloat16", "shape": [2]}
+        assert hdf5["arrays/0"][()].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert hdf5["arrays/1"][()].tolist() == [0x3F80, 0x3F80]
+        assert hdf5["arrays/0"].chunks is None
+        assert hdf5["arrays/0"].compression is None
+
+
+def test_an_array_is_described_without_being_read(path):
+    write_container(path, {}, [torch.zeros(2, 3, dtype=torch.complex64)])
+    with read_container(path) as reader:
+        assert reader.describe(0) == ((2, 3), torch.complex64)
+
+
+def test_an_array_is_read_into_a_tensor_that_is_there(path):
+    given = torch.arange(6.0).reshape(2, 3)
+    write_container(path, {}, [given])
+    target = torch.nn.Parameter(torch.zeros(3, 2)).t()
+    with read_container(path) as reader:
+        reader.read_into(0, target)
+        with pytest.raises(ValueError, match=r"\(2, 3\)"):
+            reader.read_into(0, torch.zeros(3, 2))
+        with pytest.raises(ValueError, match="float64"):
+            reader.read_into(0, torch.zeros(2, 3, dtype=torch.float64))
+    assert torch.equal(target, given)
+
+
+def test_reading_needs_no_right_to_write(path, tmp_path):
+    write_container(path, {}, [torch.ones(2)])
+    path.chmod(0o444)
+    with read_container(path) as reader:
+        assert reader.read(0).tolist() == [1, 1]
+
+
+def test_a_file_replaced_between_check_and_reading_is_refused(path, monkeypatch):
+    from fitkit.checkpoint import container
+
+    write_container(path, {}, [torch.ones(2)])
+    check = container.verify
+
+    def verify_then_replace(name):
+        verified = check(name)
+        write_container(path, {}, [torch.zeros(2)])
+        return verified
+
+    monkeypatch.setattr(container, "verify", verify_then_replace)
+    with pytest.raises(CheckpointError, match="replaced while it was read"), read_container(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (torch.eye(2).to_sparse(), "to_dense"),
+        (torch.empty(2, device="meta"), "meta"),
+        (torch.nn.UninitializedParameter(), "call the model once"),
+        (torch.zeros((1,) * 33), "33 dimensions"),
+        (torch.zeros((1,) * 32, dtype=torch.complex64), "32 dimensions"),
+        (np.array(["text"]), "dtype"),
+        (np.array([object()]), "dtype object"),
+        (np.zeros(2, [("a", "f4")]), "dtype"),
+    ],
+)
+def test_what_is_no_plain_block_of_numbers_is_refused_before_the_file_is_begun(path, value, reason):
+    with pytest.raises(ConfigurationError, match=f"Array 1: .*{reason}"):
+        write_container(path, {}, [torch.ones(1), value])
+    assert not list(path.parent.iterdir())
+
+
+def test_a_list_of_numbers_is_not_taken_for_an_array(path):
+    with pytest.raises(ArgumentTypeError, match="isn't a tensor"):
+        write_container(path, {}, [[1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("document", "place"),
+    [
+        ({"a": (1, 2)}, r"document\['a'\]=\(1, 2\)"),
+        ({"a": [1, {2, 3}]}, r"document\['a'\]\[1\]"),
+        ({"a": {1: 2}}, r"document\['a'\] has the key 1"),
+        ({"a": b"bytes"}, "bytes"),
+        ({"a": torch.ones(1)}, "Tensor of shape"),
+        ({"a": np.float32(1)}, "float32"),
+        ({"a": len}, "builtin"),
+    ],
+)
+def test_what_json_would_change_is_refused_with_its_place(path, document, place):
+    with pytest.raises(ConfigurationError, match=place):
+        write_container(path, document, [])
+    assert not path.exists()
+
+
+def test_a_document_that_contains_itself_is_refused(path):
+    document = {}
+    document["self"] = document
+    with pytest.raises(ConfigurationError, match="contains itself"):
+        write_container(path, document, [])
+
+
+def test_a_document_that_could_not_be_read_again_is_refused(path):
+    with pytest.raises(ConfigurationError, match="16.8 MB can be read again"):
+        write_container(path, {"a": "x" * LARGEST_DOCUMENT}, [])

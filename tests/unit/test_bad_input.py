@@ -1,0 +1,277 @@
+"""Every mistake gets one clear error, early, and leaves the model as it was."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import fitkit
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+Y = np.arange(20) % 3
+
+
+def compiled(net=None, **arguments):
+    torch.manual_seed(0)
+    model = fitkit.Model(net or torch.nn.Linear(4, 3))
+    model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **arguments})
+    return model
+
+
+def state_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_unchanged(model, before):
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------- the constructor
+
+
+@pytest.mark.parametrize("net", [torch.nn.Linear, "resnet", 3, lambda x: x])
+def test_a_net_must_be_a_module(net):
+    with pytest.raises(ArgumentTypeError, match="net"):
+        fitkit.Model(net)
+
+
+def test_a_model_of_nothing_says_so_when_it_is_called():
+    with pytest.raises(ConfigurationError, match="neither a net nor a forward"):
+        fitkit.Model()(torch.zeros(1))
+
+
+# ---------------------------------------------------------------------- compile
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"optimizer": "adm"}, r"'adm'.*Did you mean 'Adam'"),
+        ({"optimizer": 3}, "optimizer=3"),
+        ({"loss": "cross_entropi"}, r"Did you mean 'cross_entropy'"),
+        ({"loss": torch.nn.MSELoss}, r"MSELoss\(\)"),
+        ({"loss": 7}, "7"),
+        ({"metrics": ["acuracy"]}, r"Did you mean 'accuracy'"),
+        ({"metrics": [5]}, "5"),
+        ({"learning_rate": "fast"}, "learning_rate"),
+        ({"learning_rate": -0.1}, "at least 0"),
+        ({"learning_rate": float("nan")}, "finite|at least"),
+        ({"lr_scheduler": "cosin"}, "Did you mean"),
+        ({"lr_scheduler": {"interval": "step"}}, "'scheduler'"),
+        ({"lr_scheduler": {"scheduler": "cosine", "interval": "batch"}}, "'epoch', 'step'"),
+        ({"lr_scheduler": {"scheduler": "cosine", "intervall": "step"}}, "intervall"),
+        ({"accumulate_grad_batches": 0}, "at least 1"),
+        ({"accumulate_grad_batches": 2.0}, "float"),
+        ({"gradient_clip_val": -1}, "above 0"),
+        ({"gradient_clip_algorithm": "norms"}, r"Did you mean 'norm'"),
+        ({"devices": 0}, "devices=0"),
+        ({"devices": []}, r"devices=\[\]"),
+        ({"devices": [0]}, "list of indices"),
+        ({"devices": True}, "bool"),
+        ({"devices": 1.0}, "float"),
+        ({"devices": "some"}, "'some'"),
+        ({"devices": 2}, "one device"),
+        ({"accelerator": "gpus"}, r"Did you mean 'gpu'"),
+        ({"strategy": "dpp"}, "strategy='dpp'"),
+        ({"strategy": 3}, "strategy=3"),
+        ({"precision": "8"}, "precision"),
+        ({"num_nodes": 2}, "num_nodes=2"),
+        ({"benchmark": "yes"}, "benchmark"),
+        ({"deterministic": "maybe"}, "deterministic"),
+        ({"jit_compile": "yes"}, "jit_compile"),
+        ({"jit_compile": {"speed": 1}}, "speed"),
+        ({"steps_per_execution": 4}, "steps_per_execution"),
+        ({"gpus": 1, "devices": 1}, "older spelling"),
+    ],
+)
+def test_compile_refuses_at_once_and_stays_as_it_was(arguments, words):
+    model = compiled(learning_rate=0.25)
+    with pytest.raises(ConfigurationError, match=words):
+        model.compile(**{"accelerator": "cpu", **arguments})
+    assert model.optimizer.param_groups[0]["lr"] == 0.25
+    model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("verb", ["compile", "fit", "evaluate", "predict", "train_on_batch"])
+def test_an_unknown_keyword_gets_the_right_one(verb):
+    close = {"compile": ("optimiser", "optimizer"), "fit": ("epoch", "epochs"),
+             "evaluate": ("batchsize", "batch_size"), "predict": ("batchsize", "batch_size"),
+             "train_on_batch": ("sample_weights", "sample_weight")}
+    wrong, right = close[verb]
+    with pytest.raises(TypeError, match=rf"{verb}\(\) has no argument '{wrong}'. Did you mean {right}"):
+        getattr(compiled(), verb)(**{wrong: 1})
+
+
+def test_an_optimizer_over_another_net_is_refused():
+    other = torch.nn.Linear(9, 2)
+    with pytest.raises(ConfigurationError, match=r"2 parameters that aren't this model's.*\(2, 9\)"):
+        compiled(optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_a_rate_for_an_optimizer_that_has_one_is_refused():
+    model = fitkit.Model(torch.nn.Linear(4, 3))
+    with pytest.raises(ConfigurationError, match="instance"):
+        model.compile(torch.optim.SGD(model.parameters(), lr=0.1), learning_rate=0.2)
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (torch.nn.Flatten(), "no parameters"),
+        (torch.nn.Linear(4, 3).requires_grad_(False), "all are frozen"),
+        (torch.nn.LazyLinear(3), "lazy layers"),
+    ],
+)
+def test_a_net_that_can_not_learn_says_why(net, words):
+    with pytest.raises(ConfigurationError, match=words):
+        compiled(net).fit(X, Y, verbose=0)
+
+
+def test_a_lazy_net_trains_after_one_batch():
+    model = compiled(torch.nn.LazyLinear(3))
+    model.predict_on_batch(X[:1])
+    model.fit(X, Y, verbose=0)
+
+
+def test_a_scheduler_that_needs_arguments_says_how_to_give_them():
+    with pytest.raises(ConfigurationError, match=r"functools\.partial\(StepLR"):
+        compiled(lr_scheduler="StepLR").fit(X, Y, verbose=0)
+
+
+# ---------------------------------------------------------------------- fit's arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"epochs": -1}, "epochs"),
+        ({"epochs": "3"}, "epochs"),
+        ({"validation_split": 1.0}, "below 1"),
+        ({"validation_split": -0.1}, "at least 0"),
+        ({"validation_split": 0.99}, "leaves 0"),
+        ({"validation_data": (X, Y[:5])}, "20 samples.*5"),
+        ({"validation_data": 3}, "validation_data"),
+        ({"validation_freq": 0}, "validation_freq"),
+        ({"validation_freq": [0]}, "validation_freq"),
+        ({"verbose": 3}, "verbose"),
+        ({"verbose": "loud"}, "verbose"),
+        ({"shuffle": "yes"}, "shuffle"),
+        ({"callbacks": [print]}, "callbacks"),
+        ({"callbacks": fitkit.callbacks.History}, r"History\(\)"),
+        ({"class_weight": {0: -1.0}}, "class_weight"),
+        ({"sample_weight": np.ones(3)}, "sample_weight has 3"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch"),
+        ({"initial_epoch": -1}, "initial_epoch"),
+    ],
+)
+def test_fit_refuses_before_any_work(arguments, words):
+    model = compiled()
+    before = state_of(model)
+    with pytest.raises(ConfigurationError, match=words):
+        model.fit(X, Y, **{"verbose": 0, **arguments})
+    assert_unchanged(model, before)
+    assert model.history is None
+
+
+@pytest.mark.parametrize("data", [None, 3, "digits.csv", DataLoader])
+def test_what_is_no_data_is_refused(data):
+    for verb in ("fit", "evaluate", "predict"):
+        with pytest.raises(TypeError, match="no data"):
+            getattr(compiled(), verb)(data)
+
+
+# ---------------------------------------------------------------------- the first batch
+
+
+def with_statistics():
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "x", "y", "words"),
+    [
+        ({}, X[:, :3], Y, r"x has shape \(20, 3\)"),
+        ({}, X, Y + 1, r"3"),
+        ({}, X, Y - 1, r"-1"),
+        ({}, X, None, "y"),
+        ({"loss": None}, X, Y, "loss"),
+        ({"loss": "sparse_categorical_crossentropy"}, X, Y, "cross_entropy"),
+        ({"loss": "mse"}, X, Y.astype("float32"), r"\(20, 3\).*\(20,\)"),
+        ({}, X.astype("uint8"), Y, "uint8"),
+        ({}, {"a": X, "b": X}, Y, "forward.*single input"),
+    ],
+    ids=["features", "label too high", "label below 0", "no y", "no loss", "logits", "broadcast",
+         "integers", "several inputs"],
+)
+def test_the_first_batch_shows_the_mistake_and_nothing_has_changed(arguments, x, y, words):
+    model = compiled(with_statistics(), **arguments)
+    before = state_of(model)
+    with pytest.raises(ConfigurationError, match=words):
+        model.fit(x, y, verbose=0)
+    assert_unchanged(model, before)
+    assert model.training  # as it was before
+
+
+def test_a_label_that_comes_late_is_told_before_the_first_update():
+    labels = Y.copy()
+    labels[-1] = 9
+    model = compiled()
+    before = state_of(model)
+    with pytest.raises(ConfigurationError, match="9"):
+        model.fit(X, labels, batch_size=4, shuffle=False, verbose=0)
+    assert_unchanged(model, before)
+
+
+def test_torchs_own_error_is_the_cause():
+    with pytest.raises(ConfigurationError) as caught:
+        compiled().fit(X[:, :3], Y, verbose=0)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "mat1 and mat2" in str(caught.value.__cause__)
+
+
+def test_an_embedding_without_that_index_is_explained():
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(8, 3))
+    with pytest.raises(ConfigurationError, match="Embedding"):
+        compiled(net).fit(np.full((20, 2), 7), Y, verbose=0)
+
+
+def test_errors_of_the_users_own_code_pass_untouched():
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 3)
+
+        def forward(self, x):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        compiled(Broken()).fit(X, Y, verbose=0)
+
+
+def test_empty_data_is_refused_in_every_verb():
+    model = compiled()
+    nothing = DataLoader(TensorDataset(torch.zeros(0, 4), torch.zeros(0)))
+    for data in (np.zeros((0, 4)), nothing, iter(())):
+        for verb in ("evaluate", "predict", "fit"):
+            with pytest.raises(ConfigurationError, match="empty"):
+                getattr(model, verb)(data, verbose=0)
+
+
+def test_an_iterator_that_ends_early_warns_and_keeps_what_was_learned():
+    batches = [(torch.tensor(X[i : i + 5]), torch.tensor(Y[i : i + 5])) for i in (0, 5, 10)]
+    model = compiled()
+    with pytest.warns(UserWarning, match="x ended in epoch 2 after 1 batches of the 2"):
+        history = model.fit(iter(batches), steps_per_epoch=2, epochs=4, verbose=0)
+    assert len(history.history["loss"]) == 2
+
+
+def test_outputs_that_can_not_be_joined_are_told():
+    batches = [torch.zeros(2, 4), torch.zeros(2, 5)]
+    model = fitkit.Model(torch.nn.Identity())
+    with pytest.raises(ConfigurationError, match="can't be joined"):
+        model.predict(iter(batches), verbose=0)
