@@ -29,7 +29,7 @@ test: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN)/python -m ruff check .
-	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m ruff format --check --quiet fitkit examples benchmarks setup.py
 
 typecheck: $(STAMP)
 	@$(BIN)/python -m mypy $(ARGS)
@@ -69,10 +69,10 @@ $(STAMP): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	        exit 1; \
 	    fi; \
 	    echo "[setup 2/3] PyTorch: the large one, half a minute to a few minutes"; \
-	    $(BIN)/python -m pip install --quiet -c requirements/constraints.txt torch; \
+	    $(BIN)/python -m pip install -qq -c requirements/constraints.txt torch; \
 	fi; \
 	rm -f $@; \
 	echo "[setup 3/3] fitkit and its other dependencies: about half a minute"; \
-	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e ".[dev]"; \
+	$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e ".[dev]"; \
 	printf '%s\n' "$(CURDIR)" > $@; \
 	echo "[setup] done; later calls skip this"

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -90,6 +91,8 @@ def summarize(
 
 def shape_text(tree: Any) -> str:
     """The shapes in a net's input or output: `(32, 10)`, `logits (2, 5), states (2, 8)`."""
+    if tree is None:
+        return ""
     if not trees.is_container(tree) and not isinstance(tree, torch.Tensor):
         attributes = getattr(tree, "__dict__", {})
         tree = {k: v for k, v in attributes.items() if torch.is_tensor(v)} or type(tree).__name__
@@ -222,7 +225,9 @@ def _untouched(net: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=sorted(gpus)))
         stack.enter_context(torch.no_grad())
-        if hasattr(torch.compiler, "set_stance"):  # A compiled net would be compiled again.
+        # A compiled net would be compiled again. (The stance imports dynamo, which takes seconds;
+        # without it nothing is compiled.)
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             for module, _ in modes:

@@ -12,11 +12,12 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from fitkit.arguments import check_choice
 from fitkit.callbacks.progress_line import (
     Moment,
+    ResultLines,
     Span,
     bar_line,
     moment_line,
     plain,
-    result_lines,
+    result_line,
 )
 from fitkit.errors import ConfigurationError
 
@@ -62,6 +63,7 @@ class TerminalDisplay:
         self.interval_s = interval_s
         self._console = console
         self._live: Live | None = None
+        self._results = ResultLines()
 
     def show(self, moment: Moment) -> None:
         ascii_only = self._console.options.ascii_only
@@ -72,7 +74,7 @@ class TerminalDisplay:
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
         console = self._console
-        lines = result_lines(
+        lines = self._results.lines(
             title, elapsed_s, metrics, console.width, ascii_only=console.options.ascii_only
         )
         content = self._rendered(lines)
@@ -130,33 +132,34 @@ class NotebookDisplay:
         self.interval_s = max(0.25, interval_s)
         self._clock = clock
         self._handle: Any = None
-        self._results: list[str] = []
+        self._results = ResultLines()
+        self._lines: list[str] = []
         self._current = ""
         self._last_result_s = -float("inf")
 
     def show(self, moment: Moment) -> None:
         self._current = plain(bar_line(moment, self.width))
-        self._update(self._results[-self.lines_while_running :])
+        self._update(self._lines[-self.lines_while_running :])
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
-        self._results += map(plain, result_lines(title, elapsed_s, metrics, self.width))
+        self._lines += map(plain, self._results.lines(title, elapsed_s, metrics, self.width))
         self._current = ""
         if self._clock() - self._last_result_s >= self.interval_s:
             self._last_result_s = self._clock()
-            self._update(self._results[-self.lines_while_running :])
+            self._update(self._lines[-self.lines_while_running :])
 
     def close(self, *, erase: bool) -> None:
         if erase:
             self._current = ""
-        if self._handle is not None or self._results:
-            self._update(self._results)
+        if self._handle is not None or self._lines:
+            self._update(self._lines)
 
-    def _update(self, results: list[str]) -> None:
+    def _update(self, shown: list[str]) -> None:
         from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
 
-        left_out = len(self._results) - len(results)
+        left_out = len(self._lines) - len(shown)
         lines = [f"… {left_out} lines above are shown at the end"] if left_out else []
-        lines += [*results, *([self._current] if self._current else [])]
+        lines += [*shown, *([self._current] if self._current else [])]
         text = "\n".join(lines)
         styled = f'<pre style="margin:0;line-height:1.3">{html.escape(text)}</pre>'
         content = {"text/plain": text, "text/html": styled}
@@ -179,8 +182,7 @@ class LinesDisplay:
         self._write(plain(moment_line(moment)))
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
-        (line,) = result_lines(title, elapsed_s, metrics, ascii_only=True)
-        self._write(plain(line))
+        self._write(plain(result_line(title, elapsed_s, metrics, ascii_only=True)))
 
     def close(self, *, erase: bool) -> None:
         pass

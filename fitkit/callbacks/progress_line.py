@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,15 +61,14 @@ class Moment:
 
 def number(value: float) -> str:
     """A number with four significant digits: `0.3021`, `1e-05`, `12346`, `nan`."""
-    if isinstance(value, numbers.Integral):
-        return str(int(value)) if abs(value) < 10**7 else f"{float(value):.4g}"
-    value = float(value)
     size = abs(value)
+    if isinstance(value, int) and size < 10**7:
+        return str(int(value))
     if not math.isfinite(value) or 0 < size < 0.01 or size >= 10**7:
         return f"{value:.4g}"
     if size >= 1000:
         return f"{value:.0f}"
-    return f"{value:#.4g}"
+    return f"{value:#.4g}".rstrip(".")
 
 
 def shown_metrics(logs: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
@@ -79,8 +77,8 @@ def shown_metrics(logs: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
     for name, value in logs:
         if isinstance(value, str):
             text = value if len(value) <= 20 and value.isprintable() else ""
-        elif isinstance(value, numbers.Real):
-            text = number(value)  # type: ignore[arg-type]
+        elif isinstance(value, int):
+            text = number(value)
         else:
             try:
                 text = number(float(value))
@@ -162,39 +160,50 @@ def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> list[Sp
     return _cropped(_joined([line, *shown], _dot(ascii_only)), width)
 
 
-def result_lines(
-    title: str,
-    elapsed_s: float,
-    metrics: Sequence[tuple[str, str]],
-    width: int | None = None,
-    *,
-    ascii_only: bool = False,
-) -> list[list[Span]]:
-    """What stays when an epoch or an evaluation is over; nothing is left out.
-
-    Args:
-        title: what ended.
-        elapsed_s: the time that it took, in seconds.
-        metrics: the names and values, as text.
-        width: the columns that there are. Where that is too few, validation's values move
-            beside the training's, and what is still too long goes on in another line. None
-            writes one line, however long.
-        ascii_only: whether to write ASCII only.
-    """
-    dot = _dot(ascii_only)
-    head: list[Span] = [(title, TITLE), (dot, REST), (duration(elapsed_s), "")]
+def result_line(
+    title: str, elapsed_s: float, metrics: Sequence[tuple[str, str]], *, ascii_only: bool = False
+) -> list[Span]:
+    """What stays when an epoch or an evaluation is over, as one line however long."""
     fields = [_metric(name, text) for name, text in metrics]
-    if width is None:
-        return [_joined([head, *fields], dot)]
-    if _length(_joined([head, *fields], dot)) > width:
-        fields = _with_validation_beside(metrics)
-    lines = [head]
-    for field in fields:
-        if _length(lines[-1]) + len(dot) + _length(field) <= width:
-            lines[-1] = _joined([lines[-1], field], dot)
-        else:
-            lines.append([("    ", ""), *field])
-    return [_cropped(line, width) for line in lines]
+    return _joined([_head(title, elapsed_s, ascii_only), *fields], _dot(ascii_only))
+
+
+class ResultLines:
+    """The results of one run's epochs in a width; nothing is left out.
+
+    From the first line that is too long on, validation's values stand beside the training's;
+    what is still too long goes on in a further line.
+    """
+
+    def __init__(self) -> None:
+        self._beside = False
+
+    def lines(
+        self,
+        title: str,
+        elapsed_s: float,
+        metrics: Sequence[tuple[str, str]],
+        width: int,
+        *,
+        ascii_only: bool = False,
+    ) -> list[list[Span]]:
+        """What stays when an epoch or an evaluation is over."""
+        line = result_line(title, elapsed_s, metrics, ascii_only=ascii_only)
+        self._beside = self._beside or _length(line) > width
+        if not self._beside:
+            return [line]
+        dot = _dot(ascii_only)
+        lines = [_head(title, elapsed_s, ascii_only)]
+        for field in _with_validation_beside(metrics):
+            if _length(lines[-1]) + len(dot) + _length(field) <= width:
+                lines[-1] = _joined([lines[-1], field], dot)
+            else:
+                lines.append([("    ", ""), *field])
+        return [_cropped(line, width) for line in lines]
+
+
+def _head(title: str, elapsed_s: float, ascii_only: bool) -> list[Span]:
+    return [(title, TITLE), (_dot(ascii_only), REST), (duration(elapsed_s), "")]
 
 
 def _with_validation_beside(metrics: Sequence[tuple[str, str]]) -> list[list[Span]]:

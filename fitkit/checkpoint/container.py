@@ -12,7 +12,6 @@ bytes 0 to 511    header: version, length, SHA-256 of all that follows (header.p
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -84,18 +83,14 @@ def _write_body(
 ) -> None:
     import h5py
 
-    # h5py's type of this file-like class isn't declared anywhere.
-    sink: Any = _Sink(file)
-    try:
-        with h5py.File(sink, "w", userblock_size=HEADER_SIZE, libver=_LIBRARY_VERSIONS) as hdf5:
-            _write_numbers(hdf5.id, "document", _BYTE, np.frombuffer(text, _BYTE))
-            arrays = hdf5.create_group("arrays").id
-            for index, tensor in enumerate(tensors):
-                _write_numbers(arrays, str(index), file_dtype(tensor.dtype), to_stored(tensor))
-                sink.check()
-                interrupts.deliver()
-    finally:
-        sink.check()
+    # Through the Python file, errors come back as Python raised them, and libhdf5 lets go of the
+    # file; given a path, it can fail to close on a full disk, and keeps file and space.
+    with h5py.File(file, "w", userblock_size=HEADER_SIZE, libver=_LIBRARY_VERSIONS) as hdf5:
+        _write_numbers(hdf5.id, "document", _BYTE, np.frombuffer(text, _BYTE))
+        arrays = hdf5.create_group("arrays").id
+        for index, tensor in enumerate(tensors):
+            _write_numbers(arrays, str(index), file_dtype(tensor.dtype), to_stored(tensor))
+            interrupts.deliver()
 
 
 def _write_numbers(
@@ -103,56 +98,11 @@ def _write_numbers(
 ) -> None:
     from h5py import h5d, h5s, h5t
 
-    # h5py's create_dataset does the same in three times the time: seconds for many small tensors.
+    # h5py's create_dataset does the same, but takes a third of a save of many small tensors.
     space = h5s.create_simple(numbers.shape) if numbers.shape else h5s.create(h5s.SCALAR)
     dataset = h5d.create(group, name.encode("ascii"), h5t.py_create(dtype), space)
     if numbers.size:
         dataset.write(h5s.ALL, h5s.ALL, numbers)
-
-
-class _Sink(io.RawIOBase):
-    """What h5py writes to: the file, until writing fails once.
-
-    When the disk is full, libhdf5 can't close its file, keeps it open for the process's life, and
-    raises again when Python exits. So after the first failure this takes all that comes and
-    keeps none of it; `check` then raises what went wrong.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._failure: BaseException | None = None
-
-    def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def write(self, data: Any) -> int:
-        if self._failure is None:
-            try:
-                self._file.write(data)
-            except BaseException as error:
-                self._failure = error
-        return len(data)
-
-    def truncate(self, size: int | None = None) -> int:
-        if self._failure is None:
-            try:
-                self._file.truncate(size)
-            except BaseException as error:
-                self._failure = error
-        return size or 0
-
-    def flush(self) -> None:
-        """Nothing: `replacing` flushes once, at the end."""
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(buffer)  # type: ignore[attr-defined,no-any-return]
 
 
 class Reader:

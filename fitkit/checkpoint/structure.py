@@ -106,7 +106,7 @@ def _open_linked(parent: GroupID, name: str) -> Any:
     from h5py import h5l, h5o
 
     encoded = name.encode("ascii")
-    if not parent.links.exists(encoded):  # `in` would follow the link
+    if not parent.links.exists(encoded):
         raise ValueError(f"{name!r} is missing")
     kind = parent.links.get_info(encoded).type
     if kind == h5l.TYPE_EXTERNAL:

@@ -21,9 +21,7 @@ PREDICTION: Origin = frozenset({"prediction"})
 TARGET: Origin = frozenset({"target"})
 
 
-def check_broadcast(
-    label: str, function: Callable[..., Any], prediction: Any, target: Any
-) -> None:
+def check_broadcast(label: str, function: Callable[..., Any], prediction: Any, target: Any) -> None:
     """Refuse a loss that pairs every prediction with every target.
 
     Only a pair of shapes (N, 1) and (N,) is suspicious. Then `function` is evaluated once more, on

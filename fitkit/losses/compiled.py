@@ -63,10 +63,13 @@ class CompiledLoss:
     def __init__(self, loss: Any, loss_weights: Any = None) -> None:
         self._losses = _resolved(loss)
         self._scales = _checked_scales(loss_weights, self._losses)
-        self._plan: _Plan | None = None
-        # The loss of a net with one output, where prediction and target need no unwrapping; as a
-        # bound method, which Python calls faster than an object.
+        # A net may give other outputs in training than in evaluation, so there may be two plans.
+        self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._plan: _Plan | None = None  # the one last checked
+        # The loss of a net with one output, where prediction and target need no unwrapping; as
+        # bound methods, which Python calls faster than an object.
         self._direct: Callable[[Any, Any], torch.Tensor] | None = None
+        self._direct_each: Callable[[Any, Any], torch.Tensor] | None = None
         self._needs_unwrapping = False
 
     @property
@@ -91,7 +94,7 @@ class CompiledLoss:
             ConfigurationError: outputs, losses and targets differ in structure, or a loss's own
                 check failed.
         """
-        plan = self._plan = self._plan_for(prediction)
+        plan = self._plan = self._plan_of(prediction)
         needs_unwrapping = len(plan.parts) > 1 or plan.parts[0].scale != 1.0
         for part, its_prediction, its_target in _pairs(plan, prediction, target):
             with _naming(part.output):
@@ -101,7 +104,9 @@ class CompiledLoss:
                 needs_unwrapping = True
         # Once needed, always: training and validation data may differ in structure.
         self._needs_unwrapping = self._needs_unwrapping or needs_unwrapping
-        self._direct = None if self._needs_unwrapping else plan.parts[0].loss.__call__
+        only = plan.parts[0].loss
+        self._direct = None if self._needs_unwrapping else only.__call__
+        self._direct_each = None if self._needs_unwrapping else only.per_sample
 
     def check_labels(self, target: Any) -> None:
         """Refuse class indices out of range in `target`, perhaps a whole data set's labels.
@@ -136,6 +141,8 @@ class CompiledLoss:
         """
         if self._direct is not None and weight is None:
             return self._direct(prediction, target), {}
+        if self._direct_each is not None and isinstance(weight, torch.Tensor):
+            return weighted_mean(self._direct_each(prediction, target), weight), {}
         return self._sum(prediction, target, weight)
 
     def to(self, device: torch.device | str) -> None:
@@ -147,9 +154,7 @@ class CompiledLoss:
     def _sum(
         self, prediction: Any, target: Any, weight: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if self._plan is None:
-            self._plan = self._plan_for(prediction)
-        plan = self._plan
+        plan = self._plan_of(prediction)
         weights = _weights(plan, weight)
         total: torch.Tensor | None = None
         parts: dict[str, torch.Tensor] = {}
@@ -167,11 +172,17 @@ class CompiledLoss:
         assert total is not None  # a plan has at least one part
         return total, parts
 
-    def _plan_for(self, prediction: Any) -> _Plan:
+    def _plan_of(self, prediction: Any) -> _Plan:
+        reads_itself = isinstance(self._losses, OwnLoss)
+        outputs = () if reads_itself else tuple(named_outputs(prediction))
+        if outputs not in self._plans:
+            self._plans[outputs] = self._planned(list(outputs))
+        return self._plans[outputs]
+
+    def _planned(self, outputs: list[str]) -> _Plan:
         losses = self._losses
         if isinstance(losses, OwnLoss):
-            return _Plan([], [_Part(None, losses, self._whole_scale())])
-        outputs = list(named_outputs(prediction))
+            return _Plan(outputs, [_Part(None, losses, self._whole_scale())])
         if isinstance(losses, Loss):
             if losses.takes_whole and len(outputs) > 1:
                 return _Plan(outputs, [_Part(None, losses, self._whole_scale())])
@@ -293,11 +304,6 @@ def _pairs(plan: _Plan, prediction: Any, target: Any) -> list[tuple[_Part, Any, 
     if plan.is_whole:
         return [(plan.parts[0], prediction, target)]
     predictions = named_outputs(prediction)
-    if list(predictions) != plan.outputs:
-        raise ConfigurationError(
-            f"The net gave the outputs {list(predictions)}, but in the first batch it gave "
-            f"{plan.outputs}."
-        )
     targets = _targets(plan, target)
     return [(part, predictions[str(part.output)], targets[part.output]) for part in plan.parts]
 

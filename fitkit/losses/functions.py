@@ -76,9 +76,7 @@ def _clipped(probabilities: torch.Tensor) -> torch.Tensor:
     return probabilities.clamp(EPSILON, 1.0 - EPSILON)
 
 
-def sparse_categorical_crossentropy(
-    prediction: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
+def sparse_categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """-log of the true class's share of the row.
 
     Shapes: probabilities (N, ..., C), int64 labels (N, ...) → (N, ...).
@@ -95,9 +93,7 @@ def categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> 
     return -(target * shares.log()).sum(-1)
 
 
-def categorical_focal_crossentropy(
-    prediction: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
+def categorical_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """-Σ 0.25·(1-p)²·t·log p over rows scaled to sum to 1. Shapes: both (N, ..., C) → (N, ...).
 
     Reference: Lin et al., "Focal Loss for Dense Object Detection", 2017, arXiv:1708.02002.
@@ -132,17 +128,13 @@ def binary_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) ->
     return _last_axis_mean(factor * _binary_crossentropy_elements(probabilities, target))
 
 
-def mean_absolute_percentage_error(
-    prediction: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
+def mean_absolute_percentage_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """100·mean(|t - p| / max(|t|, ε)). Shapes: both (N, ..., D) → (N, ...)."""
     share = (target - prediction).abs() / target.abs().clamp_min(EPSILON)
     return 100.0 * _last_axis_mean(share)
 
 
-def mean_squared_logarithmic_error(
-    prediction: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
+def mean_squared_logarithmic_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """mean((log(1 + p) - log(1 + t))²), both at least ε. Shapes: (N, ..., D) → (N, ...)."""
     difference = (prediction.clamp_min(EPSILON) + 1.0).log() - (
         target.clamp_min(EPSILON) + 1.0

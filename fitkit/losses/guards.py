@@ -55,11 +55,6 @@ def check_shapes(
     definition: Definition, label: str, prediction: torch.Tensor, target: torch.Tensor
 ) -> None:
     """Refuse predictions without classes, and targets of a shape that the loss doesn't take."""
-    if definition.match is targets.vectors and prediction.ndim < 2:
-        raise ConfigurationError(
-            f"{label} takes a vector for each sample, (N, D), but the predictions have shape "
-            f"{tuple(prediction.shape)}."
-        )
     if _class_columns(definition, prediction, target) == 1:
         takes_logits = definition.hint.takes != "probabilities"
         binary = "bce_with_logits" if takes_logits else "binary_crossentropy"
@@ -67,6 +62,11 @@ def check_shapes(
             f"{label} needs a column for each class, but predictions of shape "
             f"{tuple(prediction.shape)} have one. For yes/no labels write loss={binary!r}; "
             "for C classes let the net give C values."
+        )
+    if definition.match is targets.vectors and prediction.ndim < 2:
+        raise ConfigurationError(
+            f"{label} takes a vector for each sample, (N, D), but the predictions have shape "
+            f"{tuple(prediction.shape)}."
         )
     if definition.match is targets.classes or definition.match is targets.indices:
         _check_index_shape(definition, label, prediction, target)
@@ -165,9 +165,7 @@ def _remedy(definition: Definition) -> str:
     return f"If the net gives logits, write loss={definition.twin!r}; else end it with a {ending}."
 
 
-def _check_log_probabilities(
-    definition: Definition, label: str, prediction: torch.Tensor
-) -> None:
+def _check_log_probabilities(definition: Definition, label: str, prediction: torch.Tensor) -> None:
     _, high = _range(prediction)
     if high > LOG_PROBABILITY_TOLERANCE:
         logits = f"If the net gives logits, write loss={definition.twin!r}; else end"

@@ -305,8 +305,13 @@ def _carried(prediction: Any) -> torch.Tensor | None:
 
 
 def _nothing_carried(prediction: Any) -> ConfigurationError:
+    if isinstance(prediction, Mapping):
+        output = f"{type(prediction).__name__} with the keys {list(prediction)}"
+    else:
+        is_tensor = isinstance(prediction, torch.Tensor)
+        output = describe(prediction) if is_tensor else type(prediction).__name__
     return ConfigurationError(
-        f"compile was given no loss, and the net's output ({describe(prediction)}) carries none. "
+        f"compile was given no loss, and the net's output ({output}) carries none. "
         "Give compile a loss, such as loss='cross_entropy', or let the net return an object with "
         ".loss (Hugging Face models do when the batch has labels) or a dict with 'loss'."
     )

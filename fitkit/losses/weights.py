@@ -30,13 +30,14 @@ def weighted_mean(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _aligned(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = tuple(weight.shape)
+    count = values.shape[0]
     fits = weight.shape == values.shape[: weight.ndim]
-    if weight.ndim > 1 and not fits and weight.numel() == values.shape[0]:
+    if not fits and weight.ndim > 1 and weight.shape[0] == weight.numel() == count:
         weight = weight.reshape(-1)  # (N, 1) → (N,)
     if weight.ndim == 0 or weight.shape != values.shape[: weight.ndim]:
         raise ConfigurationError(
             f"sample_weight of shape {shape} doesn't fit losses of shape {tuple(values.shape)}. "
-            f"Give one weight a sample, shape ({values.shape[0]},), or one a position."
+            f"Give one weight a sample, shape ({count},), or one a position."
         )
     if weight.ndim < values.ndim:
         values = values.flatten(weight.ndim).mean(weight.ndim)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fitkit.metrics.readings import at_least_float32
 from fitkit.metrics.task import IGNORED, Task
 
 SMALLEST = 1e-7
@@ -60,9 +61,11 @@ class CrossEntropy:
 
     def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
         task = self.task
+        prediction = at_least_float32(prediction)
         if task.kind != "multiclass":
-            return self._each_entry(prediction.float(), target.reshape(prediction.shape).float())
-        logs = self._logs(prediction.movedim(task.axis, 1).float())  # (N, C, ...)
+            target = target.reshape(prediction.shape).to(prediction.dtype)
+            return self._each_entry(prediction, target)
+        logs = self._logs(prediction.movedim(task.axis, 1))  # (N, C, ...)
         if task.one_hot:
             return -(target.reshape(prediction.shape).movedim(task.axis, 1) * logs).sum(1)
         labels = target.reshape(logs.shape[:1] + logs.shape[2:]).long()

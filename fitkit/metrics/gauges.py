@@ -224,7 +224,7 @@ class Call:
 
 def weights_of(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights in the values' shape: (N,) weights count for all entries of their sample."""
-    if weight.ndim > values.ndim and weight.numel() == values.shape[:1].numel():
+    if weight.ndim > 1 and weight.numel() == weight.shape[0]:
         weight = weight.reshape(-1)
     if weight.shape != values.shape[: weight.ndim]:
         raise ConfigurationError(

@@ -7,12 +7,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics.catalogue import NAMES, weightable_names
 from fitkit.metrics.names import callable_name, snake_case
 from fitkit.metrics.wrapped import is_torchmetric, refuse_aggregation
 from fitkit.outputs import SINGLE
+
+_TARGET_NAMES = ("y_true", "target", "targets", "true", "label", "labels", "y")
+_PREDICTION_NAMES = ("y_pred", "y_score", "prediction", "predictions", "pred", "preds", "y_hat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,17 +166,27 @@ class Given:
         )
 
     def _check_signature(self, function: Callable[..., Any]) -> None:
+        name = callable_name(function)
         try:
-            signature = inspect.signature(function)
+            signature = inspect.signature(
+                function.forward if isinstance(function, nn.Module) else function
+            )
         except (TypeError, ValueError):  # some callables written in C have none to show
             return
         try:
             signature.bind(None, None)
         except TypeError as error:
             raise ConfigurationError(
-                f"{self.argument} has {callable_name(function)}{signature}, which can't be called "
-                f"with (prediction, target): {error}."
+                f"{self.argument} has {name}{signature}, which can't be called with (prediction, "
+                f"target): {error}. Wrap it in a function of these two."
             ) from None
+        first, second = [*signature.parameters, "", ""][:2]
+        if first in _TARGET_NAMES and second in _PREDICTION_NAMES:
+            raise ConfigurationError(
+                f"{self.argument} has {name}{signature}, which takes the target first, as Keras and "
+                "scikit-learn do. fitkit calls metrics as torch does, with (prediction, target): "
+                f"swap the parameters, or write lambda p, t: {name}(t, p)."
+            )
 
 
 def _default_name(metric: Any) -> str:

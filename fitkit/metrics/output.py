@@ -108,6 +108,8 @@ def _build(entry: Entry, first: FirstBatch) -> Mean | Call | Joined | Each:
         gauge = wrap_object(entry.metric, first)
     else:
         gauge = Call(entry.metric, device)
+    if isinstance(gauge, (Mean, Joined)):
+        first.check_tensors()  # such batches wait and are joined
     if isinstance(gauge, (Mean, Call)):
         gauge.weighted = entry.weighted
     gauge.to(device)

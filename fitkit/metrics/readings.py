@@ -41,7 +41,7 @@ class Matched:
                 target = target.reshape(prediction.shape)
             elif self.strict:
                 raise mismatch(prediction, target)
-        return _at_least_float32(prediction), _at_least_float32(target)
+        return at_least_float32(prediction), at_least_float32(target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Distributions:
 
 def _probabilities(prediction: Tensor, scale: str, axis: int | None = None) -> Tensor:
     """Predictions as probabilities: over an axis that sums to one, or entry by entry."""
-    prediction = _at_least_float32(prediction)
+    prediction = at_least_float32(prediction)
     if scale == "logits":
         return prediction.sigmoid() if axis is None else prediction.softmax(axis)
     if scale == "log_probabilities":
@@ -163,7 +163,8 @@ def _entry_labels(prediction: Tensor, target: Tensor) -> Tensor:
     return (target.round() if target.is_floating_point() else target).long()
 
 
-def _at_least_float32(values: Tensor) -> Tensor:
+def at_least_float32(values: Tensor) -> Tensor:
+    """Integers and half precision as float32; the rest as it is."""
     if values.is_floating_point() and values.dtype.itemsize >= 4:
         return values
     return values.float()

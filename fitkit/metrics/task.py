@@ -63,13 +63,10 @@ class FirstBatch:
         """The target, which must be a tensor."""
         return _tensor(self.given[1], "target")
 
-    def are_tensors(self) -> bool:
-        """Whether both are tensors.
-
-        Raises:
-            ConfigurationError: they aren't.
-        """
-        return self.prediction is not None and self.target is not None
+    def check_tensors(self) -> None:
+        """Refuse a prediction or a target that isn't a tensor."""
+        _tensor(self.given[0], "prediction")
+        _tensor(self.given[1], "target")
 
     def task(self, force: str = "") -> Task:
         """The classification task.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fitkit.errors import ConfigurationError, missing_package
+from fitkit.errors import ConfigurationError
 from fitkit.metrics.gauges import Batch
 from fitkit.metrics.readings import AsGiven, Choices, Matched, Reading, Scores
 from fitkit.metrics.task import FirstBatch, Task
@@ -152,12 +153,7 @@ def _adopt_state(follower: Metric, leader: Metric) -> None:
 
 def torchmetrics_module(name: str) -> ModuleType:
     """`torchmetrics.<name>`, imported at its first use: that takes 1.5 s."""
-    import importlib
-
-    try:
-        return importlib.import_module(f"torchmetrics.{name}")
-    except ModuleNotFoundError:
-        raise missing_package("torchmetrics", "all", "This metric") from None
+    return importlib.import_module(f"torchmetrics.{name}")
 
 
 def is_torchmetric(value: object, class_name: str = "Metric") -> bool:
@@ -190,7 +186,7 @@ def wrap_object(metric: Metric, first: FirstBatch) -> Joined | Each:
     copy.reset()
     _keep_local(copy)
     owner = update_owner(copy)
-    if _package(owner) == "torchmetrics.regression" and first.are_tensors():
+    if _package(owner) == "torchmetrics.regression":
         return Joined(copy, Matched(strict=False))
     if _package(owner) == "torchmetrics.classification" and "group" not in owner.__module__:
         return Joined(copy, _object_reading(_inner(copy), owner, first))

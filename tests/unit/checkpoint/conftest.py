@@ -32,13 +32,13 @@ def craft(tmp_path):
     one float32 array of shape (2, 3) where nothing else is given.
     """
 
-    def make(build, arrays=None, content=None, document=None, userblock_size=HEADER_SIZE):
+    def make(build, arrays=None, content=None, document=None, **options):
         path = tmp_path / "crafted.h5"
         if document is None:
             described = [{"dtype": "float32", "shape": [2, 3]}] if arrays is None else arrays
             document = {"arrays": described, "content": content or {}}
         text = document if isinstance(document, bytes) else json.dumps(document).encode()
-        with h5py.File(path, "w", userblock_size=userblock_size) as hdf5:
+        with h5py.File(path, "w", **{"userblock_size": HEADER_SIZE, **options}) as hdf5:
             hdf5["document"] = np.frombuffer(text, np.uint8)
             hdf5.create_group("arrays")
             build(hdf5)

@@ -16,11 +16,15 @@ def check(weights, module):
 
     def refused(content, what):
         weights.write_bytes(content)
-        with pytest.raises(CheckpointError):
+        try:
             load_weights(weights, module)
+        except CheckpointError as error:
+            message = str(error)
+        else:
             pytest.fail(f"loaded with {what}")
         for name, tensor in module.state_dict().items():
             assert torch.equal(tensor, before[name]), what
+        return message
 
     return refused
 
@@ -44,11 +48,21 @@ def test_a_flipped_bit_anywhere_never_loads(weights, check):
 
 def test_zeroed_doubled_and_lengthened_files_never_load(weights, check):
     content = weights.read_bytes()
-    check(content + b"\0", "a byte more")
+    assert "1 bytes too many" in check(content + b"\0", "a byte more")
     check(content + content, "the file twice")
     check(content[:512] + bytes(len(content) - 512), "a body of zeros")
     check(bytes(512) + content[512:], "a header of zeros")
     check(content.replace(b"\n", b"\r\n"), "line ends of another system")
+
+
+def test_the_message_says_what_is_wrong_and_what_to_do(weights, check):
+    content = weights.read_bytes()
+    size = len(content)
+    message = check(content[:2000], "2000 bytes")
+    assert f"{weights} is damaged: only 2000 of its {size} bytes are there." in message
+    assert "Nothing was loaded; use another copy or an earlier file." in message
+    assert "doesn't match its digest" in check(content[:-1] + b"\xa5", "another last byte")
+    assert "header is incomplete" in check(content[:100], "a part of the header")
 
 
 def test_two_files_mixed_never_load(tmp_path, weights, check):

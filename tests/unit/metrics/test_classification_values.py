@@ -215,7 +215,8 @@ def test_classes_that_a_target_never_has_do_not_shift_macro_means(measure):
     found = measure(["f1", "precision", "recall"], logits, target, hint=CLASSES)
     prediction = logits.argmax(1)
     expected = [
-        macro(BY_LABEL_AND_AVERAGE[name])(target, prediction) for name in ("f1", "precision", "recall")
+        macro(BY_LABEL_AND_AVERAGE[name])(target, prediction)
+        for name in ("f1", "precision", "recall")
     ]
     assert list(found.values()) == pytest.approx(expected, 1e-5)
 

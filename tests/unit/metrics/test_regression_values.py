@@ -97,8 +97,10 @@ def test_cosine_similarity_and_divergence_are_means_over_samples(measure):
     logits = torch.randn(40, 5, generator=generator)
     target = torch.randn(40, 5, generator=generator).softmax(1)
     found = measure("cosine_similarity", logits, target)
-    cosines = [1 - reference.pairwise.cosine_distances(a[None], b[None])[0, 0]
-               for a, b in zip(logits, target, strict=True)]
+    cosines = [
+        1 - reference.pairwise.cosine_distances(a[None], b[None])[0, 0]
+        for a, b in zip(logits, target, strict=True)
+    ]
     assert found["cosine_similarity"] == pytest.approx(np.mean(cosines), 1e-5)
     expected = np.mean(scipy.stats.entropy(target, logits.softmax(1), axis=1))
     for takes, given in (

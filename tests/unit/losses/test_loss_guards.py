@@ -1,0 +1,229 @@
+"""The first batch's checks: what they refuse, what they say, and what they let pass."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fitkit.errors import ConfigurationError
+from fitkit.losses import resolve
+from fitkit.losses.guards import check_label_range
+
+LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3], [4.0, 0.0, -1.0], [0.0, 0.0, 2.0]])
+INDICES = torch.tensor([1, 0, 0, 2])
+
+
+def message(loss, prediction, target):
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(loss).check(prediction, target)
+    return str(caught.value)
+
+
+def passes_silently(loss, prediction, target):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(loss).check(prediction, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("sparse_categorical_crossentropy", "loss='cross_entropy'"),
+        ("categorical_crossentropy", "loss='cross_entropy'"),
+        ("categorical_focal_crossentropy", "End the net with a softmax"),
+        ("binary_crossentropy", "loss='bce_with_logits'"),
+        ("binary_focal_crossentropy", "End the net with a sigmoid"),
+        ("bce", "loss='bce_with_logits'"),
+        (nn.BCELoss(), "loss='bce_with_logits'"),
+        ("kl_divergence", "End the net with a softmax"),
+    ],
+)
+def test_logits_are_refused_by_losses_of_probabilities(name, remedy):
+    target = INDICES if name == "sparse_categorical_crossentropy" else F.one_hot(INDICES, 3)
+    text = message(name, LOGITS, target)
+    assert "takes probabilities" in text
+    assert "from -2 to 4" in text
+    assert remedy in text
+
+
+@pytest.mark.parametrize("name", ["sparse_categorical_crossentropy", "categorical_crossentropy"])
+def test_class_probabilities_must_sum_to_one(name):
+    target = INDICES if name.startswith("sparse") else F.one_hot(INDICES, 3)
+    text = message(name, LOGITS.sigmoid(), target)
+    assert "sums to" in text
+    assert "loss='cross_entropy'" in text
+    passes_silently(name, LOGITS.softmax(1), target)
+    passes_silently(name, LOGITS.softmax(1) * 1.005, target)
+
+
+def test_probabilities_pass_and_a_rounding_error_too():
+    target = torch.tensor([[1.0], [0.0]])
+    passes_silently("binary_crossentropy", torch.tensor([[1.0 + 1e-6], [-1e-6]]), target)
+    passes_silently("bce", torch.tensor([[1.0], [0.0]]), target)
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("nll", "loss='cross_entropy'"),
+                                              (nn.NLLLoss(), "loss='cross_entropy'"),
+                                              ("kl_div", "log_softmax")])  # fmt: skip
+def test_positive_log_probabilities_are_refused(name, remedy):
+    target = LOGITS.softmax(1) if name == "kl_div" else INDICES
+    text = message(name, LOGITS, target)
+    assert "reach 4" in text
+    assert remedy in text
+    passes_silently(name, LOGITS.log_softmax(1), target)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", nn.CrossEntropyLoss(), F.cross_entropy])
+def test_a_softmax_before_cross_entropy_is_warned_of_once(loss):
+    loss = resolve(loss)
+    with pytest.warns(UserWarning, match=r"end with a softmax.*sparse_categorical"):
+        loss.check(LOGITS.softmax(1), INDICES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.check(LOGITS.softmax(1), INDICES)
+
+
+def test_logits_are_not_suspected_of_a_softmax():
+    for prediction in (LOGITS, LOGITS.abs(), torch.zeros(4, 3), LOGITS.log_softmax(1)):
+        passes_silently("cross_entropy", prediction, INDICES)
+
+
+@pytest.mark.parametrize("loss", ["bce_with_logits", nn.BCEWithLogitsLoss()])
+def test_a_sigmoid_before_bce_with_logits_is_warned_of(loss):
+    prediction = torch.linspace(-3, 3, 32).sigmoid().reshape(32, 1)
+    with pytest.warns(UserWarning, match="end with a sigmoid.*loss='bce'"):
+        resolve(loss).check(prediction, torch.ones(32))
+
+
+@pytest.mark.parametrize(
+    "prediction", [torch.rand(31, 1), torch.full((64, 1), 0.5), torch.linspace(-1, 1, 40)[:, None]]
+)
+def test_few_equal_or_signed_logits_are_not_suspected_of_a_sigmoid(prediction):
+    passes_silently("bce_with_logits", prediction, torch.ones(len(prediction)))
+
+
+@pytest.mark.parametrize(
+    "loss", ["cross_entropy", "nll", "multi_margin", nn.CrossEntropyLoss(), nn.NLLLoss(),
+             "sparse_categorical_crossentropy"],
+)  # fmt: skip
+@pytest.mark.parametrize("wrong", [[0, 1, 2, 3], [-1, 0, 1, 2], [0, 0, 255, 1]])
+def test_labels_out_of_range_are_refused_with_their_range(loss, wrong):
+    takes = resolve(loss).hint.takes
+    prediction = LOGITS.softmax(1) if takes == "probabilities" else LOGITS.log_softmax(1)
+    text = message(loss, prediction, torch.tensor(wrong))
+    assert f"from {min(wrong)} to {max(wrong)}" in text
+    assert "labels from 0 to 2" in text
+
+
+def test_labels_that_start_at_one_are_told_to_subtract_it():
+    assert "need y - 1" in message("cross_entropy", LOGITS, torch.tensor([1, 2, 3, 1]))
+
+
+def test_the_ignored_label_passes_and_only_it():
+    passes_silently("cross_entropy", LOGITS, torch.tensor([0, -100, 2, 1]))
+    passes_silently(nn.CrossEntropyLoss(ignore_index=255), LOGITS, torch.tensor([0, 255, 2, 1]))
+    passes_silently("cross_entropy", LOGITS, torch.full((4,), -100))
+    text = message(nn.CrossEntropyLoss(ignore_index=-1), LOGITS, torch.tensor([0, -2, -1, 1]))
+    assert "(or -1, ignored)" in text
+    assert "from -2 to 1" in text
+
+
+def test_fractions_are_no_class_indices():
+    assert "fractions" in message("cross_entropy", LOGITS, torch.tensor([0.0, 1.0, 0.5, 2.0]))
+    passes_silently("cross_entropy", LOGITS, torch.tensor([0.0, 1.0, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int32, torch.float64])
+def test_the_range_of_a_whole_data_set_can_be_checked(dtype):
+    labels = torch.tensor([0, 1] * 100).to(dtype)
+    check_label_range(labels, 2)
+    check_label_range(labels[:0], 1)
+    with pytest.raises(ConfigurationError, match="from 0 to 1"):
+        check_label_range(labels, 1)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "sparse_categorical_crossentropy"])
+def test_batches_of_different_lengths_are_refused_with_both(loss):
+    text = message(loss, LOGITS, INDICES[:3])
+    assert "4 predictions" in text
+    assert "3 targets" in text
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", nn.MSELoss(), F.l1_loss])
+def test_a_missing_target_is_named_with_the_loss(loss):
+    text = message(loss, LOGITS, None)
+    assert resolve(loss).label in text
+    assert "y is missing" in text
+
+
+def test_a_structure_is_no_tensor():
+    assert "the prediction is" in message("mse", (LOGITS, LOGITS), LOGITS)
+    assert "the target is" in message("mse", LOGITS, [1, 2, 3, 4])
+    assert "without dimensions" in message("mse", torch.tensor(1.0), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "remedy"),
+    [("cross_entropy", "bce_with_logits"), (nn.CrossEntropyLoss(), "bce_with_logits"),
+     ("nll", "bce_with_logits"), ("sparse_categorical_crossentropy", "binary_crossentropy"),
+     ("categorical_crossentropy", "binary_crossentropy")],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(4, 1), (4,)])
+def test_one_column_is_no_choice_between_classes(loss, remedy, shape):
+    target = torch.tensor([0, 1, 1, 0]).reshape(shape)
+    text = message(loss, torch.zeros(shape), target)
+    assert f"loss={remedy!r}" in text
+    assert str(shape) in text
+
+
+def test_one_hot_and_index_targets_are_told_apart():
+    shares, one_hot = LOGITS.softmax(1), F.one_hot(INDICES, 3)
+    text = message("sparse_categorical_crossentropy", shares, one_hot)
+    assert "loss='categorical_crossentropy'" in text
+    for target in (INDICES, INDICES[:, None]):
+        text = message("categorical_crossentropy", shares, target)
+        assert "loss='sparse_categorical_crossentropy'" in text
+    assert "argmax(1)" in message("nll", LOGITS.log_softmax(1), one_hot.float())
+
+
+def test_classes_in_the_last_axis_are_told_to_move():
+    text = message("cross_entropy", torch.randn(2, 7, 5), torch.zeros(2, 7, dtype=torch.int64))
+    assert "movedim(-1, 1)" in text
+    assert "(2, 5)" in text
+
+
+def test_yes_no_labels_for_several_classes_are_no_one_hot_rows():
+    text = message("cross_entropy", LOGITS, torch.tensor([[1, 1, 0]] * 4))
+    assert "loss='bce_with_logits'" in text
+    passes_silently("cross_entropy", LOGITS, torch.tensor([[0.5, 0.5, 1.0]] * 4))
+
+
+@pytest.mark.parametrize("loss", ["soft_margin", "hinge_embedding", nn.SoftMarginLoss()])
+def test_zero_one_labels_are_refused_where_signs_are_meant(loss):
+    assert "2 * y - 1" in message(loss, LOGITS, F.one_hot(INDICES, 3))
+    passes_silently(loss, LOGITS, 2 * F.one_hot(INDICES, 3) - 1)
+
+
+def test_a_loss_between_vectors_needs_them():
+    assert "vector" in message("cosine_similarity", torch.rand(4), torch.rand(4))
+    assert "column for each class" in message("kl_divergence", torch.rand(4), torch.rand(4))
+
+
+def test_checks_leave_gradients_alone():
+    prediction = LOGITS.clone().requires_grad_()
+    for name in ("cross_entropy", "multi_margin"):
+        resolve(name).check(prediction, INDICES)
+    resolve("mse").check(prediction, LOGITS)
+    assert prediction.grad is None
+
+
+def test_a_message_reads_as_one_sentence_after_the_other():
+    text = message("bce", LOGITS, torch.zeros(4, 3))
+    assert text == (
+        "loss='bce' takes probabilities, but the first batch's predictions reach from -2 to 4. "
+        "If the net gives logits, write loss='bce_with_logits'; else end it with a sigmoid."
+    )
+    assert not re.search(r"\s{2,}", text)

@@ -1,0 +1,225 @@
+"""Meters over their life, and what compile refuses."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torchmetrics
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
+
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.metrics import CompiledMetrics, Meters
+from fitkit.metrics.catalogue import NAMES
+from fitkit.outputs import LossHint
+
+CLASSES = LossHint("logits", "classes")
+LOGITS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [2.0, 0.0, 1.0]])
+LABELS = torch.tensor([0, 2, 1, 1])
+
+
+def test_neither_import_nor_the_commonest_metrics_import_torchmetrics():
+    code = (
+        "import sys, torch; from fitkit.metrics import CompiledMetrics;"
+        "from fitkit.outputs import LossHint;"
+        "m = CompiledMetrics(['accuracy', lambda p, t: 0.0], 'mae').meters();"
+        "p = torch.eye(2); m.start(p, p, lambda _: LossHint('logits', 'classes'));"
+        "m.update(p, p); assert m.results()['accuracy'] == 1.0;"
+        "assert 'torchmetrics' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_before_start_there_is_nothing():
+    meters = CompiledMetrics("accuracy").meters()
+    assert isinstance(meters, Meters)
+    assert meters.results() == {}
+    assert meters.names == []
+    meters.reset()
+    meters.to("cpu")
+    with pytest.raises(RuntimeError, match="start"):
+        meters.update(LOGITS, LABELS)
+
+
+def test_a_started_metric_without_updates_is_left_out_without_a_warning():
+    meters = CompiledMetrics(["accuracy", "f1", lambda p, t: 0.0]).meters()
+    meters.start(LOGITS, LABELS, lambda _: CLASSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert meters.results() == {}
+
+
+def test_starting_again_changes_nothing():
+    meters = CompiledMetrics("accuracy").meters()
+    meters.start(LOGITS, LABELS, lambda _: CLASSES)
+    meters.update(LOGITS, LABELS)
+    meters.start(torch.zeros(2), torch.zeros(2), lambda _: LossHint())
+    assert meters.results() == {"accuracy": 0.75}
+
+
+def test_results_are_python_floats_in_order():
+    meters = CompiledMetrics(["f1", "accuracy", lambda p, t: p[:, 0] > 0, "auc"]).meters()
+    meters.start(LOGITS, LABELS, lambda _: CLASSES)
+    meters.update(LOGITS, LABELS)
+    found = meters.results()
+    assert list(found) == ["f1", "accuracy", "lambda", "auc"]
+    assert all(type(value) is float for value in found.values())
+
+
+def test_states_made_in_inference_mode_work_outside_it_and_back():
+    composed = MulticlassAccuracy(3) + 0  # one that sees each batch
+    meters = CompiledMetrics(["accuracy", "f1", "auc", lambda p, t: p.mean(), composed]).meters()
+    with torch.inference_mode():
+        prediction = LOGITS * 1
+        meters.start(prediction, LABELS, lambda _: CLASSES)
+        meters.update(prediction, LABELS)
+    inside = meters.results()
+    meters.update(LOGITS, LABELS)
+    with torch.inference_mode():
+        meters.update(LOGITS * 1, LABELS)
+        assert meters.results() == pytest.approx(inside)
+        meters.reset()
+    meters.update(LOGITS, LABELS)
+    assert meters.results() == pytest.approx(inside)
+
+
+def test_sums_of_two_ranks_add_to_the_value_over_both():
+    whole, one, two = (CompiledMetrics(["accuracy", "rmse"]).meters() for _ in range(3))
+    prediction, target = torch.rand(10), torch.randint(2, (10,)).float()
+    for meters, part in ((whole, slice(None)), (one, slice(0, 3)), (two, slice(3, None))):
+        meters.start(prediction, target, lambda _: LossHint("probabilities", "binary"))
+        meters.update(prediction[part], target[part])
+    for name, totals in one.totals().items():
+        totals.state += two.totals()[name].state
+    assert one.results() == pytest.approx(whole.results())
+
+
+def test_sums_move_to_a_device():
+    meters = CompiledMetrics(["accuracy", "f1"]).meters()
+    meters.start(LOGITS, LABELS, lambda _: CLASSES)
+    meters.update(LOGITS, LABELS)
+    before = meters.results()
+    meters.to("cpu")
+    assert meters.results() == before
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_every_name_works_on_some_output_over_two_passes(name):
+    meters = CompiledMetrics(name).meters()
+    ways = [
+        (torch.rand(8), torch.tensor([0, 1] * 4), LossHint("probabilities", "binary")),
+        (torch.randn(8, 3), torch.tensor([0, 1, 2, 0] * 2), CLASSES),
+        (torch.rand(8, 3), torch.rand(8, 3), LossHint(task="regression")),
+    ]
+    for prediction, target, hint in ways:
+        try:
+            meters.start(prediction, target, lambda _: hint)  # noqa: B023
+            meters.update(prediction, target)
+            break
+        except ConfigurationError:
+            meters = CompiledMetrics(name).meters()
+    first = meters.results()
+    assert list(first) == [name]
+    meters.reset()
+    meters.update(prediction, target)
+    second = meters.results()
+    assert (torch.as_tensor(second[name]) == torch.as_tensor(first[name])).all()
+
+
+# ---- what compile refuses ----
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(ConfigurationError, match="metric='acuracy'.*Did you mean 'accuracy'"):
+        CompiledMetrics(["acuracy"])
+    with pytest.raises(ConfigurationError, match="presicion.*precision"):
+        CompiledMetrics({"a": ["presicion"]})
+
+
+@pytest.mark.parametrize("metric", [MulticlassAccuracy, torch.nn.L1Loss])
+def test_a_class_is_refused_with_what_to_write(metric):
+    with pytest.raises(ArgumentTypeError, match=rf"class {metric.__name__}: add \(\)"):
+        CompiledMetrics([metric])
+
+
+@pytest.mark.parametrize("metric", [3, 0.5, torch.ones(2), b"acc"])
+def test_what_is_no_metric_is_refused(metric):
+    with pytest.raises(ArgumentTypeError, match="weighted_metrics has .*a metric is a name"):
+        CompiledMetrics(weighted_metrics=[metric])
+
+
+def test_keys_must_be_names():
+    with pytest.raises(ArgumentTypeError, match="key 0"):
+        CompiledMetrics({0: "accuracy"})
+
+
+def test_a_function_of_other_arguments_is_refused():
+    with pytest.raises(ConfigurationError, match=r"alone\(prediction\).*\(prediction, target\)"):
+
+        def alone(prediction):
+            return prediction
+
+        CompiledMetrics([alone])
+
+
+def test_aggregations_are_refused_because_they_know_no_targets():
+    with pytest.raises(ConfigurationError, match=r"MeanMetric.*self\.log"):
+        CompiledMetrics([torchmetrics.MeanMetric()])
+
+
+# ---- what the first batch refuses ----
+
+
+def first_batch(metrics, prediction, target, hint=CLASSES):
+    meters = CompiledMetrics(metrics).meters()
+    meters.start(prediction, target, lambda _: hint)
+    meters.update(prediction, target)
+    return meters
+
+
+def test_what_torchmetrics_refuses_names_the_metric_and_keeps_the_cause():
+    with pytest.raises(ConfigurationError, match="'multiclass_accuracy'") as caught:
+        first_batch(MulticlassAccuracy(5), LOGITS, LABELS)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_binary_object_on_two_columns_is_refused_with_both_shapes():
+    with pytest.raises(ConfigurationError, match=r"'binary_accuracy'.*\(4, 3\).*\(4,\)"):
+        first_batch(BinaryAccuracy(), LOGITS, LABELS)
+
+
+def test_a_callable_that_fails_names_itself():
+    def broken(prediction, target):
+        raise KeyError("missing")
+
+    with pytest.raises(ConfigurationError, match="'broken'.*KeyError.*missing") as caught:
+        first_batch(broken, LOGITS, LABELS)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_errors_of_later_batches_stay_what_they_are():
+    calls = []
+
+    def broken(prediction, target):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyError("missing")
+        return 0.0
+
+    meters = first_batch(broken, LOGITS, LABELS)
+    with pytest.raises(KeyError):
+        meters.update(LOGITS, LABELS)
+
+
+def test_a_later_batch_that_would_broadcast_is_refused():
+    meters = first_batch("mse", torch.rand(4, 1), torch.rand(4), LossHint())
+    meters.update(torch.rand(4, 1), torch.rand(4, 4))
+    with pytest.raises(ConfigurationError, match=r"\(4, 1\).*\(4, 4\)"):
+        meters.results()
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mse", "r2", MulticlassAccuracy(3)])
+def test_a_named_metric_without_target_tensors_says_so(metric):
+    with pytest.raises(ConfigurationError, match="target must be a tensor, but is None"):
+        first_batch(metric, LOGITS, None)

@@ -1,0 +1,159 @@
+"""Batches wait and are joined; no value changes by that."""
+
+import pytest
+import torch
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
+
+from fitkit.metrics import CompiledMetrics
+from fitkit.metrics import pending as module
+from fitkit.metrics.pending import MOST_BATCHES, Pending
+from fitkit.outputs import LossHint
+
+CLASSES = LossHint("logits", "classes")
+
+
+def batches(count, size=4, classes=3):
+    generator = torch.Generator().manual_seed(12)
+    return [
+        (
+            torch.randn(size, classes, generator=generator),
+            torch.randint(classes, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def summed(metrics, data, most_batches=MOST_BATCHES, each_step=None):
+    meters = CompiledMetrics(metrics).meters(most_batches)
+    with torch.no_grad():
+        for prediction, target in data:
+            meters.start(prediction, target, lambda _: CLASSES)
+            meters.update(prediction, target)
+            if each_step is not None:
+                each_step(meters)
+    return meters.results()
+
+
+METRICS = ["accuracy", "f1", "auc", "mcc", "cross_entropy", "top_2_accuracy"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 21, 47])
+def test_joined_batches_give_the_values_of_single_ones(count):
+    objects = [MulticlassAccuracy(3), MulticlassConfusionMatrix(3, normalize="true")]
+    metrics = [*METRICS, objects[0]]
+    assert summed(metrics, batches(count)) == pytest.approx(summed(metrics, batches(count), 1))
+    joined, single = (
+        summed(objects[1], batches(count), k)["multiclass_confusion_matrix"] for k in (20, 1)
+    )
+    assert (joined == single).all()
+
+
+@pytest.mark.parametrize(
+    "metric", ["r2", "pearson", "spearman", "mae", PearsonCorrCoef(3), SpearmanCorrCoef(3)]
+)
+def test_joined_regression_batches_give_the_values_of_single_ones(metric):
+    data = [(p, p * 0.5 + torch.randn(4, 3)) for p, _ in batches(25)]
+    joined, single = (list(summed(metric, data, k).values())[0] for k in (20, 1))
+    assert joined == pytest.approx(single, rel=1e-4)
+
+
+def test_results_at_any_step_are_those_of_all_batches_so_far():
+    data = batches(45)
+    running = []
+    summed(METRICS, data, each_step=lambda meters: running.append(meters.results()))
+    for step in (0, 1, 19, 20, 21, 44):
+        assert running[step] == pytest.approx(summed(METRICS, data[: step + 1]))
+
+
+def test_asking_for_results_does_not_change_later_ones():
+    data = batches(45)
+    asked = summed(METRICS, data, each_step=lambda meters: meters.results())
+    assert asked == pytest.approx(summed(METRICS, data))
+
+
+def test_an_uneven_last_batch_counts_by_its_samples():
+    ((logits, target),) = batches(1, size=9)
+    right = (logits.argmax(1) == target).float().mean().item()
+    parts = [(logits[:8], target[:8]), (logits[8:], target[8:])]
+    assert summed("accuracy", parts)["accuracy"] == pytest.approx(right)
+
+
+def test_sizes_that_change_from_batch_to_batch_are_not_joined():
+    generator = torch.Generator().manual_seed(13)
+    data = [
+        (
+            torch.randn(2, 3, size, size, generator=generator),
+            torch.randint(3, (2, size, size), generator=generator),
+        )
+        for size in (4, 4, 5, 4, 6, 6)
+    ]
+    found = summed(["accuracy", "iou"], data)
+    assert found == pytest.approx(summed(["accuracy", "iou"], data, 1))
+    right = sum((p.argmax(1) == t).sum().item() for p, t in data)
+    assert found["accuracy"] == pytest.approx(right / sum(t.numel() for _, t in data))
+
+
+def test_so_many_batches_wait_and_no_more():
+    pending = Pending(3)
+    prediction, target = batches(1)[0]
+    assert [pending.add(prediction, target, None) for _ in range(3)] == [False, False, True]
+    (batch,) = pending.take()
+    assert batch.samples == 12
+    assert list(pending.take()) == []
+
+
+def test_large_batches_do_not_wait(monkeypatch):
+    monkeypatch.setattr(module, "MOST_ELEMENTS", 12)
+    assert Pending().add(*batches(1)[0], None)
+
+
+def test_what_waits_holds_no_graph():
+    pending = Pending()
+    weight = torch.randn(4, 3, requires_grad=True)
+    pending.add(weight * 2, torch.zeros(4), None)
+    assert not next(pending.take()).prediction.requires_grad
+
+
+def test_reset_forgets_what_waits_too():
+    data = batches(5)
+    meters = CompiledMetrics(METRICS).meters()
+    for prediction, target in data:
+        meters.start(prediction, target, lambda _: CLASSES)
+        meters.update(prediction, target)
+    meters.reset()
+    assert meters.results() == {}
+    meters.update(*data[0])
+    assert meters.results() == pytest.approx(summed(METRICS, data[:1]))
+
+
+def test_metrics_that_count_the_same_update_one_state():
+    meters = CompiledMetrics(
+        ["precision", "recall", "f1", "mcc", "iou", "auc", "average_precision"]
+    ).meters()
+    data = batches(1)[0]
+    meters.start(*data, lambda _: CLASSES)
+    assert list(meters.torchmetrics()) == ["precision", "mcc", "auc"]
+
+
+def test_metrics_of_other_settings_keep_their_own_state_though_they_start_alike():
+    metrics = {
+        "low": torchmetrics_precision(0.5),
+        "high": torchmetrics_precision(0.9),
+        "low_again": torchmetrics_precision(0.5),
+    }
+    meters = CompiledMetrics(metrics).meters()
+    sure, unsure = torch.tensor([0.95, 0.1]), torch.tensor([0.95, 0.6])
+    target = torch.tensor([1, 0])
+    meters.start(sure, target, lambda _: LossHint("probabilities", "binary"))
+    meters.update(sure, target)
+    meters.update(unsure, target)
+    assert list(meters.torchmetrics()) == ["low", "high"]
+    expected = {"low": 2 / 3, "high": 1.0, "low_again": 2 / 3}
+    assert meters.results() == pytest.approx(expected)
+
+
+def torchmetrics_precision(threshold):
+    from torchmetrics.classification import BinaryPrecision
+
+    return BinaryPrecision(threshold=threshold)
