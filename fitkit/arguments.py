@@ -100,11 +100,14 @@ def check_flag(name: str, value: object, *, optional: bool = False) -> None:
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Refuse what isn't one of `choices`."""
-    if any(value is choice or (type(value) is type(choice) and value == choice)
-           for choice in choices):
+    if any(
+        value is choice or (type(value) is type(choice) and value == choice) for choice in choices
+    ):
         return
     listing = ", ".join(repr(choice) for choice in choices)
-    close = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else []
+    close = (
+        nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else []
+    )
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
     kind = ConfigurationError if isinstance(value, (str, int, float)) else ArgumentTypeError
     raise kind(f"{name}={describe(value)} must be one of {listing}.{suggestion}")

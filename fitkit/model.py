@@ -94,7 +94,7 @@ class Model(nn.Module):
     # ------------------------------------------------------------------ compile
 
     @only_known_arguments
-    def compile(  # type: ignore[override]
+    def compile(
         self,
         optimizer: Any = UNSET,
         loss: Any = UNSET,
@@ -576,7 +576,7 @@ def _to_numpy(outputs: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         leaf = leaf.detach()
-        if leaf.dtype is torch.bfloat16 or leaf.dtype.itemsize == 1 and leaf.is_floating_point():
+        if leaf.dtype is torch.bfloat16 or (leaf.dtype.itemsize == 1 and leaf.is_floating_point()):
             leaf = leaf.float()
         return leaf.numpy()
 

@@ -17,4 +17,4 @@ def warn(message: str) -> None:
         (PACKAGE, torch_package)
     ):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level - 1 if level > 2 else 2)
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -81,11 +81,11 @@ class OptimizerChoice:
             ConfigurationError: no parameters, or arguments that the optimizer refuses.
         """
         if self.is_instance:
-            return self.given  # type: ignore[no-any-return]
+            return self.given
         held = list(parameters)
         _check_trainable(held)
         maker = OPTIMIZERS[self.given] if isinstance(self.given, str) else self.given
-        options = {} if self.learning_rate is None else {"lr": self.learning_rate}
+        options: dict[str, Any] = {} if self.learning_rate is None else {"lr": self.learning_rate}
         try:
             optimizer = maker(held, **options)
         except (TypeError, ValueError) as error:

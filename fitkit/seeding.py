@@ -31,6 +31,6 @@ def set_seed(seed: int) -> int:
     if seed >= 2**32:
         raise ConfigurationError(f"seed={seed} must be below 2**32 = {2**32}.")
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  users' code draws from the global generator
+    np.random.seed(seed)
     torch.manual_seed(int(seed))
     return int(seed)

@@ -9,18 +9,33 @@ PACKAGE = Path(__file__).parent.parent / "fitkit"
 
 LAYERS = {
     "errors": 0,
-    "registry": 1, "trees": 1, "arguments": 1, "outputs": 1, "seeding": 1, "notices": 1,
+    "registry": 1,
+    "trees": 1,
+    "arguments": 1,
+    "outputs": 1,
+    "seeding": 1,
+    "notices": 1,
     "distributed": 2,
-    "data": 3, "metrics": 3, "losses": 3, "optimizers": 3, "schedulers": 4, "checkpoint": 3,
+    "data": 3,
+    "metrics": 3,
+    "losses": 3,
+    "optimizers": 3,
+    "schedulers": 4,
+    "checkpoint": 3,
     "callbacks": 5,
-    "training": 6, "summary": 6, "summary_table": 6,
+    "training": 6,
+    "summary": 6,
+    "summary_table": 6,
     "model": 7,
-    "strategies": 8, "__init__": 9,
+    "strategies": 8,
+    "__init__": 9,
 }
 """The layer of each module or folder; what isn't named here fails the test."""
 
 WITHIN_A_LAYER = {
-    ("arguments", "registry"), ("seeding", "arguments"), ("summary", "summary_table"),
+    ("arguments", "registry"),
+    ("seeding", "arguments"),
+    ("summary", "summary_table"),
     ("summary_table", "summary"),
 }
 """Imports within one layer that can't make a ring."""
@@ -48,8 +63,7 @@ def imported_subjects(tree: ast.AST) -> set[str]:
             found.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
             found.update(
-                alias.name.split(".")[1]
-                for alias in node.names if alias.name.startswith("fitkit.")
+                alias.name.split(".")[1] for alias in node.names if alias.name.startswith("fitkit.")
             )
     return found & set(LAYERS)
 

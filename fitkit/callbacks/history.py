@@ -32,6 +32,8 @@ class History(Callback):
             self.history.setdefault(name, []).append(value)
 
     def __repr__(self) -> str:
-        last = ", ".join(f"{name}={values[-1]:.4g}" if isinstance(values[-1], float) else name
-                         for name, values in self.history.items())
+        last = ", ".join(
+            f"{name}={values[-1]:.4g}" if isinstance(values[-1], float) else name
+            for name, values in self.history.items()
+        )
         return f"History({len(self.epoch)} epochs{'; last: ' + last if last else ''})"

@@ -28,8 +28,7 @@ class LambdaCallback(Callback):
                 close = nearest(name, HOOKS)
                 suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
                 raise ArgumentTypeError(
-                    f"LambdaCallback() has no hook {name!r}.{suggestion} "
-                    f"Hooks: {', '.join(HOOKS)}."
+                    f"LambdaCallback() has no hook {name!r}.{suggestion} Hooks: {', '.join(HOOKS)}."
                 )
             if function is None:
                 continue

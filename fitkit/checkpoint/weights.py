@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from fitkit.checkpoint.document import check_plain_data
 from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fitkit.notices import warn
 
 
 def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def load_weights(
         comparison.check(os.fspath(path), module, strict=strict, skip_mismatch=skip_mismatch)
         state = _read(source, comparison)
     if comparison.mismatched:
-        warnings.warn(comparison.describe_skipped(os.fspath(path)), stacklevel=2)
+        warn(comparison.describe_skipped(os.fspath(path)))
     _assign(os.fspath(path), module, state)
     return comparison.outcome()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -178,7 +179,7 @@ class ArraySource:
             if self._flat:
                 yield tuple([_select(tensor, chosen) for tensor in self.batch])
             else:
-                yield trees.map_leaves(lambda tensor, i=chosen: _select(tensor, i), self.batch)
+                yield trees.map_leaves(partial(_select, chosen=chosen), self.batch)
 
     def _order(self, number: int) -> torch.Tensor:
         """The samples' indices in the order of pass `number`: (N,) int64."""

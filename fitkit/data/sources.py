@@ -131,7 +131,12 @@ def make_source(
             raise ConfigurationError(f"{name} is empty: the {type(x).__name__} has no batches.")
         return source
     return array_source(
-        x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, float_dtype=float_dtype,
+        x,
+        y,
+        sample_weight,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        float_dtype=float_dtype,
         name=name,
     )
 
@@ -205,7 +210,12 @@ def _batch_source(
         y = rest[0] if rest else None
         weight = rest[1] if len(rest) > 1 else None
         return array_source(
-            first, y, weight, batch_size=batch_size, shuffle=shuffle, float_dtype=float_dtype,
+            first,
+            y,
+            weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            float_dtype=float_dtype,
             name=name,
         )
     if isinstance(x, IterableDataset):

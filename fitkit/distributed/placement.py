@@ -94,8 +94,12 @@ def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
         return tuple(range(1 if meaning == "all" else meaning))
     count = visible if meaning == "all" else meaning
     if count > visible:
-        raise _refused(devices, kind, visible, f"asks for {count} devices, but {visible} "
-                       f"{'is' if visible == 1 else 'are'} visible")
+        raise _refused(
+            devices,
+            kind,
+            visible,
+            f"asks for {count} devices, but {visible} {'is' if visible == 1 else 'are'} visible",
+        )
     return tuple(range(count))
 
 
@@ -148,8 +152,12 @@ def _check_indices(
         raise _refused(devices, kind, visible, "names a device twice")
     absent = [index for index in indices if not 0 <= index < visible]
     if absent:
-        raise _refused(devices, kind, visible, f"asks for {kind} device "
-                       f"{', '.join(map(str, absent))}, which isn't there")
+        raise _refused(
+            devices,
+            kind,
+            visible,
+            f"asks for {kind} device {', '.join(map(str, absent))}, which isn't there",
+        )
     return indices
 
 

@@ -6,7 +6,6 @@ They read values back from the device, so they run once a fit, never in a step. 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses import targets
 from fitkit.losses.definitions import Definition
+from fitkit.notices import warn
 
 PROBABILITY_TOLERANCE = 1e-3
 LOG_PROBABILITY_TOLERANCE = 1e-3
@@ -272,11 +272,6 @@ def suspicion(definition: Definition, label: str, prediction: torch.Tensor) -> s
         f"{high:.4g}: the net seems to end with a sigmoid, which the loss applies again. "
         f"Drop it, or write loss={definition.twin!r}."
     )
-
-
-def warn(message: str) -> None:
-    """Show `message` as a UserWarning."""
-    warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _range(values: torch.Tensor) -> tuple[float, float]:

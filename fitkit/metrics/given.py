@@ -183,9 +183,9 @@ class Given:
         first, second = [*signature.parameters, "", ""][:2]
         if first in _TARGET_NAMES and second in _PREDICTION_NAMES:
             raise ConfigurationError(
-                f"{self.argument} has {name}{signature}, which takes the target first, as Keras and "
-                "scikit-learn do. fitkit calls metrics as torch does, with (prediction, target): "
-                f"swap the parameters, or write lambda p, t: {name}(t, p)."
+                f"{self.argument} has {name}{signature}, which takes the target first, as Keras "
+                "and scikit-learn do. fitkit calls metrics as torch does, with (prediction, "
+                f"target): swap the parameters, or write lambda p, t: {name}(t, p)."
             )
 
 

@@ -61,11 +61,16 @@ class Meters:
         outputs = named_outputs(prediction)
         targets = _targets(target, list(outputs))
         keys = LogKeys(outputs)
-        each = [given.for_outputs(list(outputs)) for given in self._given]
+        given_to = [(given, given.for_outputs(list(outputs))) for given in self._given]
         started: dict[str, OutputMeters] = {}
         for output in outputs:
-            found = [entry for by_name in each for entry in by_name[output]]
-            if found and self._has_target(output, targets):
+            found = [
+                entry
+                for given, entries_of in given_to
+                if entries_of[output] and _has_target(given, output, targets)
+                for entry in entries_of[output]
+            ]
+            if found:
                 entries = {keys.key(output, e.name, weighted=e.weighted): e for e in found}
                 first = FirstBatch(outputs[output], targets[output], hint(output))
                 with torch.inference_mode(False), torch.no_grad():
@@ -73,16 +78,6 @@ class Meters:
         self._outputs = started
         if len(outputs) == 1:
             self._only = next(iter(started.values()), None)
-
-    def _has_target(self, output: str, targets: Mapping[str, Any]) -> bool:
-        if output in targets:
-            return True
-        if any(given.is_by_output for given in self._given):
-            raise ConfigurationError(
-                f"metrics were given for the output {output!r}, but the targets are those of "
-                f"{list(targets)}."
-            )
-        return False  # metrics for every output go to those that have targets
 
     def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
         """Add a batch; call it without gradients.
@@ -159,6 +154,16 @@ class Meters:
         for meters in self._started():
             meters.flush()
             yield from meters.gauges.items()
+
+
+def _has_target(given: Given, output: str, targets: Mapping[str, Any]) -> bool:
+    """Whether an output has targets; metrics for every output go to those that have."""
+    if output not in targets and given.is_by_output:
+        raise ConfigurationError(
+            f"{given.argument} were given for the output {output!r}, but the targets are those of "
+            f"{list(targets)}."
+        )
+    return output in targets
 
 
 def _targets(target: Any, outputs: list[str]) -> dict[str, Any]:

@@ -175,9 +175,7 @@ def _check_simple(given: dict[str, Any]) -> None:
         "learning_rate": lambda name, value: check_number(name, value, minimum=0, optional=True),
         "accumulate_grad_batches": check_count,
         "gradient_clip_val": lambda name, value: check_number(name, value, above=0, optional=True),
-        "gradient_clip_algorithm": lambda name, value: check_choice(
-            name, value, ("norm", "value")
-        ),
+        "gradient_clip_algorithm": lambda name, value: check_choice(name, value, ("norm", "value")),
         "num_nodes": check_count,
         "benchmark": lambda name, value: check_flag(name, value, optional=True),
         "sync_batchnorm": check_flag,

@@ -37,9 +37,7 @@ CONTAINER_ERRORS = re.compile(
 )
 
 
-def explained(
-    error: Exception, net: Callable[..., Any], x: Any, y: Any
-) -> FitkitError | None:
+def explained(error: Exception, net: Callable[..., Any], x: Any, y: Any) -> FitkitError | None:
     """A clearer error for one that a batch caused; None for what is not ours to explain.
 
     Errors that the user's own code raises, out-of-memory errors and everything unknown stay

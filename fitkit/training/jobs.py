@@ -74,8 +74,8 @@ class FitJob:
                 f"resume_from={describe(self.resume_from)} isn't supported by this version of "
                 "fitkit. Load weights with model.load_weights(path) and give initial_epoch."
             )
-        self.weights_by_class = None if self.class_weight is None else ClassWeights(
-            self.class_weight
+        self.weights_by_class = (
+            None if self.class_weight is None else ClassWeights(self.class_weight)
         )
         self.callback_list = CallbackList(self.callbacks)
 
@@ -83,7 +83,9 @@ class FitJob:
         frequency = self.validation_freq
         if isinstance(frequency, (list, tuple, set)):
             if not all(
-                isinstance(epoch, numbers.Integral) and not isinstance(epoch, bool) and epoch >= 1
+                isinstance(epoch, numbers.Integral)
+                and not isinstance(epoch, bool)
+                and int(epoch) >= 1
                 for epoch in frequency
             ):
                 raise ConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ def train_batches(
         clear()
         loss = step(batch)
         if updater.takes_closure:
-            updater.step_with_closure(loss, lambda batch=batch: step.again(batch))
+            updater.step_with_closure(loss, partial(step.again, batch))
         else:
             update(loss, step.samples)
         if end:
@@ -53,9 +54,7 @@ def train_batches(
     return index + 1
 
 
-def evaluate_batches(
-    batches: Iterator[Any], step: CompiledStep, callbacks: CallbackList
-) -> int:
+def evaluate_batches(batches: Iterator[Any], step: CompiledStep, callbacks: CallbackList) -> int:
     """Note losses and metrics of batches, without gradients.
 
     Returns:
@@ -104,4 +103,3 @@ def on_host(output: Any) -> Any:
     return trees.map_leaves(
         lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output
     )
-

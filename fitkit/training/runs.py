@@ -144,17 +144,13 @@ class FitRun:
                 parameter.grad = None
         return self.history
 
-    def _epoch(
-        self, epoch: int, callbacks: CallbackList, last: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
         """One epoch; its logs, or the last epoch's where the data have run out."""
         model = self.model
         model.train()
         self.step.logbook.reset()
         callbacks.call("on_epoch_begin", epoch, {})
-        batches = train_batches(
-            model, self.stream.epoch(), self.step, self.updater, callbacks
-        )
+        batches = train_batches(model, self.stream.epoch(), self.step, self.updater, callbacks)
         if self._ran_out(epoch, batches):
             return last
         logs = self.step.logbook.results()
@@ -188,7 +184,11 @@ class FitRun:
                 self.model, self.compilation, all_targets=self.held_out.target
             )
         return evaluate_source(
-            self.model, self.held_out, self.job.validation_steps, self.validation_step, callbacks,
+            self.model,
+            self.held_out,
+            self.job.validation_steps,
+            self.validation_step,
+            callbacks,
             name="validation_data",
         )
 

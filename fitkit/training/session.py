@@ -55,9 +55,7 @@ def backend_flags(compilation: Compilation) -> Iterator[None]:
     if benchmark is not None:
         torch.backends.cudnn.benchmark = benchmark
     if deterministic is not None:
-        torch.use_deterministic_algorithms(
-            bool(deterministic), warn_only=deterministic == "warn"
-        )
+        torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
     try:
         yield
     finally:

@@ -97,17 +97,25 @@ def test_compile_refuses_at_once_and_stays_as_it_was(arguments, words):
 
 @pytest.mark.parametrize("verb", ["compile", "fit", "evaluate", "predict", "train_on_batch"])
 def test_an_unknown_keyword_gets_the_right_one(verb):
-    close = {"compile": ("optimiser", "optimizer"), "fit": ("epoch", "epochs"),
-             "evaluate": ("batchsize", "batch_size"), "predict": ("batchsize", "batch_size"),
-             "train_on_batch": ("sample_weights", "sample_weight")}
+    close = {
+        "compile": ("optimiser", "optimizer"),
+        "fit": ("epoch", "epochs"),
+        "evaluate": ("batchsize", "batch_size"),
+        "predict": ("batchsize", "batch_size"),
+        "train_on_batch": ("sample_weights", "sample_weight"),
+    }
     wrong, right = close[verb]
-    with pytest.raises(TypeError, match=rf"{verb}\(\) has no argument '{wrong}'. Did you mean {right}"):
+    with pytest.raises(
+        TypeError, match=rf"{verb}\(\) has no argument '{wrong}'. Did you mean {right}"
+    ):
         getattr(compiled(), verb)(**{wrong: 1})
 
 
 def test_an_optimizer_over_another_net_is_refused():
     other = torch.nn.Linear(9, 2)
-    with pytest.raises(ConfigurationError, match=r"2 parameters that aren't this model's.*\(2, 9\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"2 parameters that aren't this model's.*\(2, 9\)"
+    ):
         compiled(optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
 
 
@@ -205,8 +213,17 @@ def with_statistics():
         ({}, X.astype("uint8"), Y, "uint8"),
         ({}, {"a": X, "b": X}, Y, "forward.*single input"),
     ],
-    ids=["features", "label too high", "label below 0", "no y", "no loss", "logits", "broadcast",
-         "integers", "several inputs"],
+    ids=[
+        "features",
+        "label too high",
+        "label below 0",
+        "no y",
+        "no loss",
+        "logits",
+        "broadcast",
+        "integers",
+        "several inputs",
+    ],
 )
 def test_the_first_batch_shows_the_mistake_and_nothing_has_changed(arguments, x, y, words):
     model = compiled(with_statistics(), **arguments)

@@ -65,8 +65,9 @@ def test_every_kind_of_data_trains_and_evaluates_alike(kind):
 def test_every_kind_of_data_validates(kind):
     given, _ = ALL_DATA[kind]()
     model = classifier(metrics=["accuracy"])
-    history = model.fit(X, Y, validation_data=given if len(given) > 1 else given[0],
-                        verbose=0).history
+    history = model.fit(
+        X, Y, validation_data=given if len(given) > 1 else given[0], verbose=0
+    ).history
     with torch.no_grad():
         logits = model.net(X)
     assert history["val_loss"][0] == pytest.approx(F.cross_entropy(logits, Y).item(), abs=1e-6)
@@ -165,8 +166,11 @@ def test_a_loss_with_weights_stays_out_of_the_state_dict():
 def test_backend_flags_last_as_long_as_the_call():
     seen = []
     model = classifier(benchmark=True, deterministic=True)
-    watch = fitkit.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.append(
-        (torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled())))
+    watch = fitkit.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: seen.append(
+            (torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled())
+        )
+    )
     model.fit(X, Y, callbacks=watch, verbose=0)
     assert seen == [(True, True)]
     assert not torch.backends.cudnn.benchmark
@@ -233,19 +237,24 @@ def test_several_outputs_have_losses_metrics_and_logs_of_their_own(kind):
     losses, metrics = ["cross_entropy", "mse"], [["accuracy"], ["mae"]]
     targets = (Y, sizes)
     if kind == "dict":
-        losses, metrics, targets = (dict(zip(names, each)) for each in (losses, metrics, targets))
+        losses, metrics, targets = (
+            dict(zip(names, each, strict=True)) for each in (losses, metrics, targets)
+        )
     model.compile("sgd", losses, metrics=metrics, loss_weights=[2.0, 0.5])
     values = model.evaluate(X, targets, batch_size=7, return_dict=True, verbose=0)
     with torch.no_grad():
         a, b = model.net.a(X), model.net.b(X)[:, 0]
     first, second = F.cross_entropy(a, Y).item(), F.mse_loss(b, sizes).item()
-    assert values == pytest.approx({
-        "loss": 2 * first + 0.5 * second,
-        f"{names[0]}_loss": first,
-        f"{names[1]}_loss": second,
-        f"{names[0]}_accuracy": (a.argmax(1) == Y).float().mean().item(),
-        f"{names[1]}_mae": (b - sizes).abs().mean().item(),
-    }, abs=1e-5)
+    assert values == pytest.approx(
+        {
+            "loss": 2 * first + 0.5 * second,
+            f"{names[0]}_loss": first,
+            f"{names[1]}_loss": second,
+            f"{names[0]}_accuracy": (a.argmax(1) == Y).float().mean().item(),
+            f"{names[1]}_mae": (b - sizes).abs().mean().item(),
+        },
+        abs=1e-5,
+    )
     assert model.metrics_names == list(values)
     history = model.fit(X, targets, validation_split=0.25, verbose=0).history
     assert set(history) == {*values, *(f"val_{name}" for name in values)}
@@ -322,7 +331,9 @@ def test_modes_are_training_in_fit_evaluation_elsewhere_and_restored():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 3))
     net[1].eval()  # as the user left it
     seen = []
-    net.register_forward_pre_hook(lambda module, inputs: seen.append((net.training, net[1].training)))
+    net.register_forward_pre_hook(
+        lambda module, inputs: seen.append((net.training, net[1].training))
+    )
     model = fitkit.Model(net)
     model.compile("sgd", "cross_entropy")
     model.fit(X, Y, validation_data=(X, Y), batch_size=24, epochs=2, verbose=0)
@@ -359,7 +370,9 @@ def test_validation_happens_as_often_as_asked():
     model = classifier()
     by_number = model.fit(X, Y, epochs=4, validation_data=(X, Y), validation_freq=2, verbose=0)
     assert len(by_number.history["val_loss"]) == 2
-    by_list = model.fit(X, Y, epochs=4, validation_data=(X, Y), validation_freq=[1, 2, 4], verbose=0)
+    by_list = model.fit(
+        X, Y, epochs=4, validation_data=(X, Y), validation_freq=[1, 2, 4], verbose=0
+    )
     assert len(by_list.history["val_loss"]) == 3
 
 
@@ -379,8 +392,14 @@ def test_steps_cut_an_endless_generator_into_epochs():
             number += 1
 
     model = classifier()
-    history = model.fit(endless(), steps_per_epoch=3, epochs=2, validation_data=endless(),
-                        validation_steps=2, verbose=0)
+    history = model.fit(
+        endless(),
+        steps_per_epoch=3,
+        epochs=2,
+        validation_data=endless(),
+        validation_steps=2,
+        verbose=0,
+    )
     assert len(history.history["loss"]) == len(history.history["val_loss"]) == 2
     assert seen == [0, 1, 2, 0, 1, 3, 4, 5, 2, 3]
 
@@ -409,14 +428,29 @@ def recording():
 
 def test_hooks_come_in_kerass_order():
     callback, calls = recording()
-    classifier().fit(X, Y, batch_size=12, epochs=1, validation_data=(X, Y), validation_batch_size=24,
-                     callbacks=callback, verbose=0)
+    classifier().fit(
+        X,
+        Y,
+        batch_size=12,
+        epochs=1,
+        validation_data=(X, Y),
+        validation_batch_size=24,
+        callbacks=callback,
+        verbose=0,
+    )
     assert calls == [
-        ("on_train_begin",), ("on_epoch_begin", 0),
-        ("on_train_batch_begin", 0), ("on_train_batch_end", 0),
-        ("on_train_batch_begin", 1), ("on_train_batch_end", 1),
-        ("on_test_begin",), ("on_test_batch_begin", 0), ("on_test_batch_end", 0), ("on_test_end",),
-        ("on_epoch_end", 0), ("on_train_end",),
+        ("on_train_begin",),
+        ("on_epoch_begin", 0),
+        ("on_train_batch_begin", 0),
+        ("on_train_batch_end", 0),
+        ("on_train_batch_begin", 1),
+        ("on_train_batch_end", 1),
+        ("on_test_begin",),
+        ("on_test_batch_begin", 0),
+        ("on_test_batch_end", 0),
+        ("on_test_end",),
+        ("on_epoch_end", 0),
+        ("on_train_end",),
     ]
 
 
@@ -425,24 +459,37 @@ def test_evaluate_and_predict_call_their_hooks():
     model = classifier()
     model.evaluate(X, Y, callbacks=callback, verbose=0)
     assert [call[0] for call in calls] == [
-        "on_test_begin", "on_test_batch_begin", "on_test_batch_end", "on_test_end"]
+        "on_test_begin",
+        "on_test_batch_begin",
+        "on_test_batch_end",
+        "on_test_end",
+    ]
     calls.clear()
     model.predict(X, callbacks=callback, verbose=0)
     assert [call[0] for call in calls] == [
-        "on_predict_begin", "on_predict_batch_begin", "on_predict_batch_end", "on_predict_end"]
+        "on_predict_begin",
+        "on_predict_batch_begin",
+        "on_predict_batch_end",
+        "on_predict_end",
+    ]
 
 
 def test_batch_logs_are_running_means():
     seen = []
     watch = fitkit.callbacks.LambdaCallback(
-        on_batch_end=lambda batch, logs: seen.append(dict(logs)))
+        on_batch_end=lambda batch, logs: seen.append(dict(logs))
+    )
     model = classifier(metrics=["accuracy"], learning_rate=0.0)
     model.fit(X, Y, batch_size=10, shuffle=False, callbacks=watch, verbose=0)
     with torch.no_grad():
         logits = model.net(X)
     for logs, end in zip(seen, (10, 20, 24), strict=True):
-        assert logs["loss"] == pytest.approx(F.cross_entropy(logits[:end], Y[:end]).item(), abs=1e-6)
-        assert logs["accuracy"] == pytest.approx((logits[:end].argmax(1) == Y[:end]).float().mean().item())
+        assert logs["loss"] == pytest.approx(
+            F.cross_entropy(logits[:end], Y[:end]).item(), abs=1e-6
+        )
+        assert logs["accuracy"] == pytest.approx(
+            (logits[:end].argmax(1) == Y[:end]).float().mean().item()
+        )
 
 
 def test_what_a_callback_adds_to_the_logs_later_ones_and_the_history_see():
@@ -467,8 +514,15 @@ def test_stop_training_ends_the_epoch_properly():
         model.stop_training = batch == 1
 
     stopper = fitkit.callbacks.LambdaCallback(on_train_batch_end=stop)
-    history = model.fit(X, Y, batch_size=4, epochs=5, validation_data=(X, Y), verbose=0,
-                        callbacks=[stopper, callback])
+    history = model.fit(
+        X,
+        Y,
+        batch_size=4,
+        epochs=5,
+        validation_data=(X, Y),
+        verbose=0,
+        callbacks=[stopper, callback],
+    )
     assert [call[0] for call in calls].count("on_train_batch_end") == 2
     assert [call[0] for call in calls][-2:] == ["on_epoch_end", "on_train_end"]
     assert list(history.history) == ["loss", "val_loss"]
@@ -482,9 +536,17 @@ def test_an_evaluation_inside_a_callback_leaves_the_epochs_numbers_alone():
     def look(batch, logs):
         inside.append(model.evaluate(X, Y, verbose=0, return_dict=True))
 
-    watched = model.fit(X, Y, batch_size=6, shuffle=False, verbose=0,
-                        callbacks=fitkit.callbacks.LambdaCallback(on_train_batch_end=look)).history
-    alone = classifier(metrics=["accuracy"]).fit(X, Y, batch_size=6, shuffle=False, verbose=0).history
+    watched = model.fit(
+        X,
+        Y,
+        batch_size=6,
+        shuffle=False,
+        verbose=0,
+        callbacks=fitkit.callbacks.LambdaCallback(on_train_batch_end=look),
+    ).history
+    alone = (
+        classifier(metrics=["accuracy"]).fit(X, Y, batch_size=6, shuffle=False, verbose=0).history
+    )
     assert watched == alone
     assert len(inside) == 4
 
@@ -497,16 +559,24 @@ def test_an_interrupt_keeps_the_history_and_the_modes():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        model.fit(X, Y, epochs=5, verbose=0,
-                  callbacks=fitkit.callbacks.LambdaCallback(on_epoch_begin=interrupt))
+        model.fit(
+            X,
+            Y,
+            epochs=5,
+            verbose=0,
+            callbacks=fitkit.callbacks.LambdaCallback(on_epoch_begin=interrupt),
+        )
     assert len(model.history.history["loss"]) == 1
     assert model.training
 
 
 def test_every_shipped_callback_survives_two_fits():
     model = classifier()
-    for callback in (fitkit.callbacks.History(), fitkit.callbacks.LambdaCallback(),
-                     fitkit.callbacks.ProgressBar(verbose=0)):
+    for callback in (
+        fitkit.callbacks.History(),
+        fitkit.callbacks.LambdaCallback(),
+        fitkit.callbacks.ProgressBar(verbose=0),
+    ):
         for _ in range(2):
             model.fit(X, Y, callbacks=[callback], verbose=0)
 
@@ -521,7 +591,9 @@ def test_weights_carry_the_nets_own_names(tmp_path):
     path = tmp_path / "weights.h5"
     model.save_weights(path)
     with h5py.File(path) as file:
-        text = b"".join(bytes(d[()].tobytes()) for d in file.values() if isinstance(d, h5py.Dataset))
+        text = b"".join(
+            bytes(d[()].tobytes()) for d in file.values() if isinstance(d, h5py.Dataset)
+        )
     assert b"net.weight" not in text
     other = fitkit.Model(torch.nn.Linear(4, 3))
     other.load_weights(path)

@@ -30,6 +30,10 @@ class Countdown(IterableDataset):
         yield from ((torch.tensor([float(i)]), i) for i in range(5))
 
 
+def all_inputs(batches):
+    return [value for values in first_inputs(batches) for value in values]
+
+
 def first_inputs(batches):
     return [unpack(batch)[0].flatten().tolist() for batch in batches]
 
@@ -46,7 +50,9 @@ def test_float64_becomes_the_nets_dtype_and_integer_targets_int64():
         batch = next(iter(make_source(x, labels).batches(0)))
         assert batch[0].dtype is torch.float32
         assert batch[1].dtype is torch.int64
-    assert next(iter(make_source(x, float_dtype=torch.float64).batches(0)))[0].dtype is torch.float64
+    assert (
+        next(iter(make_source(x, float_dtype=torch.float64).batches(0)))[0].dtype is torch.float64
+    )
 
 
 def test_integer_and_boolean_inputs_stay():
@@ -73,12 +79,12 @@ def test_unusual_arrays_keep_their_values(array, recwarn):
 def test_shuffling_takes_each_sample_once_and_differs_between_passes():
     torch.manual_seed(0)
     source = make_source(torch.arange(100.0), batch_size=32, shuffle=True)
-    one, two = (sum(first_inputs(source.batches(number)), []) for number in (0, 1))
+    one, two = (all_inputs(source.batches(number)) for number in (0, 1))
     assert one != two
     assert sorted(one) == sorted(two) == list(range(100))
     again = make_source(torch.arange(100.0), batch_size=32, shuffle=True)
     torch.manual_seed(0)
-    assert sum(first_inputs(again.batches(0)), []) == one
+    assert all_inputs(again.batches(0)) == one
 
 
 def test_targets_stay_with_their_inputs_under_shuffling():
@@ -142,7 +148,9 @@ def test_what_is_no_data_says_so(x, words):
 )
 def test_everything_that_gives_batches_is_read(data, expected, recwarn):
     assert first_inputs(make_source(data, batch_size=4).batches(0)) == expected
-    assert not [w for w in recwarn.list if "batch_size=" in str(w.message) and isinstance(data, Dataset)]
+    assert not [
+        w for w in recwarn.list if "batch_size=" in str(w.message) and isinstance(data, Dataset)
+    ]
 
 
 def test_a_tuple_is_several_inputs_and_a_list_of_pairs_is_batches():
@@ -191,7 +199,9 @@ def test_a_loader_can_not_be_split():
 
 def test_validation_data_is_a_pair_a_triple_or_a_source():
     x, y = np.zeros(3), np.zeros(3)
-    assert [part is given for part, given in zip(validation_parts((x, y)), (x, y, None))] == [True] * 3
+    assert [
+        part is given for part, given in zip(validation_parts((x, y)), (x, y, None), strict=True)
+    ] == [True] * 3
     assert validation_parts(((x, x), (y, y), None))[1] == (y, y)
     loader = DataLoader(Squares())
     assert validation_parts(loader) == (loader, None, None)
@@ -202,7 +212,7 @@ def test_validation_data_is_a_pair_a_triple_or_a_source():
 def test_epochs_of_fixed_length_go_on_where_the_last_one_stopped():
     source = make_source(torch.arange(8), batch_size=2)
     stream = Stream(source, steps=3)
-    seen = [sum(first_inputs(stream.epoch()), []) for _ in range(3)]
+    seen = [all_inputs(stream.epoch()) for _ in range(3)]
     assert seen == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 1, 2, 3], [4, 5, 6, 7, 0, 1]]
 
 

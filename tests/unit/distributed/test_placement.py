@@ -19,10 +19,23 @@ FOUR = Machine(cuda_count=4)
 @pytest.mark.parametrize(
     ("devices", "expected"),
     [
-        ("auto", [0, 1, 2, 3]), (-1, [0, 1, 2, 3]), ("-1", [0, 1, 2, 3]), (" -1 ", [0, 1, 2, 3]),
-        (3, [0, 1, 2]), ("3", [0, 1, 2]), (" 3 ", [0, 1, 2]), (1, [0]),
-        ("3,", [3]), ([3], [3]), ([0], [0]), ("0,", [0]),
-        ([1, 3], [1, 3]), ((1, 3), [1, 3]), ("1, 3", [1, 3]), ("1,3,", [1, 3]), ([3, 1], [3, 1]),
+        ("auto", [0, 1, 2, 3]),
+        (-1, [0, 1, 2, 3]),
+        ("-1", [0, 1, 2, 3]),
+        (" -1 ", [0, 1, 2, 3]),
+        (3, [0, 1, 2]),
+        ("3", [0, 1, 2]),
+        (" 3 ", [0, 1, 2]),
+        (1, [0]),
+        ("3,", [3]),
+        ([3], [3]),
+        ([0], [0]),
+        ("0,", [0]),
+        ([1, 3], [1, 3]),
+        ((1, 3), [1, 3]),
+        ("1, 3", [1, 3]),
+        ("1,3,", [1, 3]),
+        ([3, 1], [3, 1]),
     ],
 )
 def test_devices_are_understood(devices, expected):
@@ -31,8 +44,39 @@ def test_devices_are_understood(devices, expected):
 
 @pytest.mark.parametrize(
     "devices",
-    [0, "0", [], (), "", " ", ",", True, False, None, 1.0, -2, "-2", 5, "5", [4], [-1], "-1,",
-     [0, 0], "0,0", [True], [1.0], ["0"], "cuda:1", "0-2", "all", "[0, 1]", "0x1", "1.0", {0}, range(2)],
+    [
+        0,
+        "0",
+        [],
+        (),
+        "",
+        " ",
+        ",",
+        True,
+        False,
+        None,
+        1.0,
+        -2,
+        "-2",
+        5,
+        "5",
+        [4],
+        [-1],
+        "-1,",
+        [0, 0],
+        "0,0",
+        [True],
+        [1.0],
+        ["0"],
+        "cuda:1",
+        "0-2",
+        "all",
+        "[0, 1]",
+        "0x1",
+        "1.0",
+        {0},
+        range(2),
+    ],
 )
 def test_everything_else_is_refused_with_what_is_visible(devices):
     with pytest.raises(ConfigurationError, match=r"Visible cuda devices: 4") as caught:
@@ -54,9 +98,14 @@ def test_on_a_cpu_indices_are_refused(devices):
 @pytest.mark.parametrize(
     ("word", "machine", "kind"),
     [
-        ("auto", Machine(), "cpu"), ("auto", FOUR, "cuda"), ("auto", Machine(0, True), "mps"),
-        ("gpu", FOUR, "cuda"), ("GPU", Machine(0, True), "mps"), ("cuda", FOUR, "cuda"),
-        ("cpu", FOUR, "cpu"), ("mps", Machine(0, True), "mps"),
+        ("auto", Machine(), "cpu"),
+        ("auto", FOUR, "cuda"),
+        ("auto", Machine(0, True), "mps"),
+        ("gpu", FOUR, "cuda"),
+        ("GPU", Machine(0, True), "mps"),
+        ("cuda", FOUR, "cuda"),
+        ("cpu", FOUR, "cpu"),
+        ("mps", Machine(0, True), "mps"),
     ],
 )
 def test_accelerators(word, machine, kind):
@@ -65,8 +114,15 @@ def test_accelerators(word, machine, kind):
 
 @pytest.mark.parametrize(
     ("word", "machine"),
-    [("gpu", Machine()), ("cuda", Machine(0, True)), ("mps", FOUR), ("tpu", FOUR), ("gpus", FOUR),
-     (None, FOUR), (1, FOUR)],
+    [
+        ("gpu", Machine()),
+        ("cuda", Machine(0, True)),
+        ("mps", FOUR),
+        ("tpu", FOUR),
+        ("gpus", FOUR),
+        (None, FOUR),
+        (1, FOUR),
+    ],
 )
 def test_an_accelerator_that_is_not_there_is_refused(word, machine):
     with pytest.raises(ConfigurationError, match="accelerator"):

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torchmetrics
+from sklearn.metrics import accuracy_score
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -155,12 +156,16 @@ def test_keys_must_be_names():
 
 
 def test_a_function_of_other_arguments_is_refused():
+    def alone(prediction):
+        return prediction
+
     with pytest.raises(ConfigurationError, match=r"alone\(prediction\).*\(prediction, target\)"):
-
-        def alone(prediction):
-            return prediction
-
         CompiledMetrics([alone])
+
+
+def test_functions_that_take_the_target_first_are_refused():
+    with pytest.raises(ConfigurationError, match=r"accuracy_score\(y_true, y_pred.*swap"):
+        CompiledMetrics([accuracy_score])
 
 
 def test_aggregations_are_refused_because_they_know_no_targets():

@@ -175,6 +175,8 @@ def test_the_hint_is_asked_by_output():
 def test_outputs_without_targets_are_left_out_of_metrics_for_all():
     prediction, target = {"a": A, "b": A[:, 0]}, {"b": A[:, 1]}
     assert started(["mae"], prediction, target) == ["b_mae"]
+    weighted = {"b": "mae"}
+    assert started(["mse"], prediction, target, weighted=weighted) == ["b_mse", "b_mae"]
     with pytest.raises(ConfigurationError, match=r"output 'a'.*\['b'\]"):
         started({"a": "mae"}, prediction, target)
 

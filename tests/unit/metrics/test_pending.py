@@ -54,8 +54,9 @@ def test_joined_batches_give_the_values_of_single_ones(count):
 )
 def test_joined_regression_batches_give_the_values_of_single_ones(metric):
     data = [(p, p * 0.5 + torch.randn(4, 3)) for p, _ in batches(25)]
-    joined, single = (list(summed(metric, data, k).values())[0] for k in (20, 1))
-    assert joined == pytest.approx(single, rel=1e-4)
+    joined, single = (list(summed(metric, data, k).values()) for k in (20, 1))
+    assert len(joined) == 1
+    assert joined[0] == pytest.approx(single[0], rel=1e-4)
 
 
 def test_results_at_any_step_are_those_of_all_batches_so_far():

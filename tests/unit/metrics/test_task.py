@@ -83,12 +83,9 @@ def test_the_scale_is_what_the_loss_tells_or_the_first_batch_shows():
         for prediction in (inside, outside)
         for hint in (BINARY, LossHint("probabilities", "binary"), UNKNOWN, REGRESSION)
     ]
-    assert scales == ["logits", "probabilities", "probabilities", "probabilities"] + [
-        "logits",
-        "probabilities",
-        "logits",
-        "values",
-    ]
+    within = ["logits", "probabilities", "probabilities", "probabilities"]
+    beyond = ["logits", "probabilities", "logits", "values"]
+    assert scales == within + beyond
 
 
 def test_names_that_say_the_task_decide_it():

@@ -18,8 +18,11 @@ VALUES = torch.randn(50, generator=torch.Generator().manual_seed(3))
 def small_net(seed=0, *, outputs=3, dropout=0.0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(),
-        torch.nn.Dropout(dropout), torch.nn.Linear(8, outputs),
+        torch.nn.Linear(6, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(dropout),
+        torch.nn.Linear(8, outputs),
     )
 
 
@@ -53,8 +56,23 @@ def slices(x, y, size):
     return [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
 
 
-@pytest.mark.parametrize("name", ["SGD", "adam", "ADAMW", "rmsprop", "adagrad", "nadam", "radam",
-                                  "adamax", "adadelta", "asgd", "rprop", "adafactor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGD",
+        "adam",
+        "ADAMW",
+        "rmsprop",
+        "adagrad",
+        "nadam",
+        "radam",
+        "adamax",
+        "adadelta",
+        "asgd",
+        "rprop",
+        "adafactor",
+    ],
+)
 def test_every_first_order_optimizer_by_name_is_torchs_own_with_its_defaults(name):
     from fitkit.optimizers import OPTIMIZERS
 
@@ -62,8 +80,9 @@ def test_every_first_order_optimizer_by_name_is_torchs_own_with_its_defaults(nam
     model = fitkit.Model(ours)
     model.compile(name, "cross_entropy")
     history = model.fit(X, LABELS, batch_size=16, epochs=3, shuffle=False, verbose=0)
-    losses = plain_loop(theirs, OPTIMIZERS[name](theirs.parameters()), F.cross_entropy,
-                        slices(X, LABELS, 16), 3)
+    losses = plain_loop(
+        theirs, OPTIMIZERS[name](theirs.parameters()), F.cross_entropy, slices(X, LABELS, 16), 3
+    )
     assert_same_weights(ours, theirs)
     assert history.history["loss"] == pytest.approx(losses, abs=1e-7)
 
@@ -76,8 +95,13 @@ def test_a_shuffling_loader_is_read_in_the_order_of_a_plain_loop():
     model.compile("sgd", "cross_entropy", learning_rate=0.1, metrics=["accuracy"])
     model.fit(DataLoader(data, batch_size=8, shuffle=True), epochs=3, verbose=0)
     torch.manual_seed(5)
-    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), F.cross_entropy,
-               DataLoader(data, batch_size=8, shuffle=True), 3)
+    plain_loop(
+        theirs,
+        torch.optim.SGD(theirs.parameters(), lr=0.1),
+        F.cross_entropy,
+        DataLoader(data, batch_size=8, shuffle=True),
+        3,
+    )
     assert_same_weights(ours, theirs)
 
 
@@ -148,8 +172,13 @@ def test_accumulated_batches_learn_as_one_larger_batch():
     model = fitkit.Model(ours)
     model.compile("sgd", "cross_entropy", learning_rate=0.5, accumulate_grad_batches=3)
     model.fit(X, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), F.cross_entropy,
-               slices(X, LABELS, 48), 2)
+    plain_loop(
+        theirs,
+        torch.optim.SGD(theirs.parameters(), lr=0.5),
+        F.cross_entropy,
+        slices(X, LABELS, 48),
+        2,
+    )
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
@@ -165,8 +194,9 @@ def test_a_short_batch_inside_a_group_weighs_by_its_samples():
     model = fitkit.Model(ours)
     model.compile("sgd", "cross_entropy", learning_rate=0.5, accumulate_grad_batches=3)
     model.fit(batches, verbose=0)
-    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), F.cross_entropy,
-               [(X, LABELS)], 1)
+    plain_loop(
+        theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), F.cross_entropy, [(X, LABELS)], 1
+    )
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
@@ -176,15 +206,22 @@ def test_gradients_are_clipped_by_norm_and_by_value():
     model = fitkit.Model(ours)
     model.compile("sgd", "cross_entropy", learning_rate=1.0, gradient_clip_val=0.1)
     model.fit(X, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=1.0), F.cross_entropy,
-               slices(X, LABELS, 16), 2, clip=0.1)
+    plain_loop(
+        theirs,
+        torch.optim.SGD(theirs.parameters(), lr=1.0),
+        F.cross_entropy,
+        slices(X, LABELS, 16),
+        2,
+        clip=0.1,
+    )
     assert_same_weights(ours, theirs)
 
     net = torch.nn.Linear(6, 1, bias=False)
     before = net.weight.detach().clone()
     model = fitkit.Model(net)
-    model.compile("sgd", "mse", learning_rate=1.0, gradient_clip_val=1e-3,
-                  gradient_clip_algorithm="value")
+    model.compile(
+        "sgd", "mse", learning_rate=1.0, gradient_clip_val=1e-3, gradient_clip_algorithm="value"
+    )
     model.fit(X, 100 * VALUES[:, None], batch_size=50, verbose=0)
     assert (net.weight - before).abs().max() <= 1e-3 + 1e-7
 
@@ -194,8 +231,12 @@ def test_a_scheduler_steps_each_epoch_or_each_update(interval):
     ours, theirs = small_net(), small_net()
     maker = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     model = fitkit.Model(ours)
-    model.compile("sgd", "cross_entropy", learning_rate=0.2,
-                  lr_scheduler={"scheduler": maker, "interval": interval})
+    model.compile(
+        "sgd",
+        "cross_entropy",
+        learning_rate=0.2,
+        lr_scheduler={"scheduler": maker, "interval": interval},
+    )
     model.fit(X, LABELS, batch_size=25, epochs=4, shuffle=False, verbose=0)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.2)
     scheduler = maker(optimizer)
@@ -216,7 +257,10 @@ def test_a_scheduler_steps_each_epoch_or_each_update(interval):
 def test_a_plateau_scheduler_watches_the_validation_loss():
     model = fitkit.Model(torch.nn.Linear(6, 3))
     plateau = functools.partial(
-        torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0,
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+        patience=0,
+        factor=0.5,
+        threshold=10.0,
         threshold_mode="abs",
     )
     model.compile("sgd", "cross_entropy", learning_rate=0.4, lr_scheduler=plateau)
@@ -252,8 +296,9 @@ def test_class_weights_multiply_with_sample_weights_and_leave_validation_alone()
     model = fitkit.Model(ours)
     model.compile("sgd", "cross_entropy", learning_rate=0.5)
     loader = DataLoader(TensorDataset(X, LABELS, weight), batch_size=25)
-    history = model.fit(loader, class_weight={0: 3.0, 2: 0.5}, validation_data=(X, LABELS),
-                        verbose=0).history
+    history = model.fit(
+        loader, class_weight={0: 3.0, 2: 0.5}, validation_data=(X, LABELS), verbose=0
+    ).history
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
     table = torch.tensor([3.0, 1.0, 0.5])
     for start in (0, 25):
@@ -265,7 +310,9 @@ def test_class_weights_multiply_with_sample_weights_and_leave_validation_alone()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
     with torch.no_grad():
-        assert history["val_loss"][0] == pytest.approx(F.cross_entropy(theirs(X), LABELS).item(), abs=1e-6)
+        assert history["val_loss"][0] == pytest.approx(
+            F.cross_entropy(theirs(X), LABELS).item(), abs=1e-6
+        )
 
 
 def test_evaluation_is_the_mean_over_samples_with_a_short_last_batch():
@@ -286,7 +333,11 @@ def test_predictions_are_the_nets_in_input_order():
     net.eval()
     with torch.no_grad():
         expected = torch.cat([net(x) for x, _ in slices(X, LABELS, 16)])
-    for data in (X, X.numpy().astype("float64"), DataLoader(TensorDataset(X, LABELS), batch_size=16)):
+    for data in (
+        X,
+        X.numpy().astype("float64"),
+        DataLoader(TensorDataset(X, LABELS), batch_size=16),
+    ):
         given = model.predict(data, batch_size=16, verbose=0)
         assert isinstance(given, np.ndarray)
         assert np.array_equal(given, expected.numpy())
