@@ -59,7 +59,7 @@ $(STAMP): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	        fi; \
 	    done; \
 	    if [ -z "$$python" ]; then \
-	        echo "fitkit needs Python 3.10 or later (CI runs 3.11); found: $$(python3 --version 2>&1 || true)." >&2; \
+	        echo "fitkit needs Python 3.10 or later (CI runs 3.11); found: $$(python3 --version 2>/dev/null || echo none)." >&2; \
 	        echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 	        exit 1; \
 	    fi; \

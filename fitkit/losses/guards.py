@@ -14,7 +14,6 @@ from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses import targets
 from fitkit.losses.definitions import Definition
-from fitkit.notices import warn
 
 PROBABILITY_TOLERANCE = 1e-3
 LOG_PROBABILITY_TOLERANCE = 1e-3

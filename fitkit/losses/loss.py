@@ -19,6 +19,7 @@ from fitkit.losses import guards, names
 from fitkit.losses.broadcasting import check_broadcast
 from fitkit.losses.definitions import Definition
 from fitkit.losses.modules import known_module, snake_case, unreduced
+from fitkit.notices import warn
 from fitkit.outputs import LossHint
 from fitkit.trees import leaves
 
@@ -116,7 +117,7 @@ class KnownLoss(Loss):
         suspicion = guards.suspicion(self._definition, self.label, prediction)
         if suspicion:
             self._has_warned = True
-            guards.warn(suspicion)
+            warn(suspicion)
 
     def count_classes(self, prediction: Any, target: Any) -> int | None:
         return guards.count_classes(self._definition, prediction, target)
