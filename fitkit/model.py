@@ -15,16 +15,11 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.training.compilation import UNSET, Compilation
+from fitkit.training.fit_run import run_fit
 from fitkit.training.jobs import FitJob, PassJob
 from fitkit.training.loop import on_host
-from fitkit.training.runs import (
-    compiled_step,
-    joined,
-    run_evaluate,
-    run_fit,
-    run_predict,
-    updater_of,
-)
+from fitkit.training.passes import joined, run_evaluate, run_predict
+from fitkit.training.runs import compiled_step, updater_of
 from fitkit.training.session import (
     backend_flags,
     caller_of,
@@ -284,8 +279,7 @@ class Model(nn.Module):
             validation_freq=validation_freq,
             resume_from=resume_from,
         )
-        launcher = self._compilation.strategy.launcher
-        return launcher.launch(run_fit, self, self._compilation, job)
+        return self._launch(run_fit, job)
 
     @only_known_arguments
     def evaluate(
@@ -315,8 +309,7 @@ class Model(nn.Module):
         """
         check_flag("return_dict", return_dict)
         job = PassJob(x, y, batch_size, verbose, sample_weight, steps, callbacks)
-        launcher = self._compilation.strategy.launcher
-        values = launcher.launch(run_evaluate, self, self._compilation, job)
+        values = self._launch(run_evaluate, job)
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -343,9 +336,17 @@ class Model(nn.Module):
         """
         check_flag("as_numpy", as_numpy)
         job = PassJob(x, None, batch_size, verbose, None, steps, callbacks)
-        launcher = self._compilation.strategy.launcher
-        outputs = launcher.launch(run_predict, self, self._compilation, job)
+        outputs = self._launch(run_predict, job)
         return _to_numpy(outputs) if as_numpy else outputs
+
+    def _launch(self, run: Any, job: FitJob | PassJob) -> Any:
+        """Check the job's data, then run it on every rank."""
+        strategy = self._compilation.strategy
+        job.prepare(strategy.precision.input_dtype(self), strategy.world.size)
+        if strategy.collectives.world_size > 1:
+            # Called by a callback inside a run: all ranks are here already.
+            return run(self, self._compilation, job)
+        return strategy.launcher.launch(run, self, self._compilation, job)
 
     # ------------------------------------------------------------------ single batches
 
@@ -372,7 +373,7 @@ class Model(nn.Module):
         weights = None if class_weight is None else ClassWeights(class_weight)
         batch = self._one_batch(x, y, sample_weight, return_dict)
         compilation = self._compilation
-        step = compiled_step(self, compilation, weights)
+        step = compiled_step(self, compilation, self, weights)
         updater = updater_of(self, compilation, accumulate=1)
         with modes_restored(self), backend_flags(compilation):
             self.train()
@@ -381,7 +382,7 @@ class Model(nn.Module):
             if updater.takes_closure:
                 updater.step_with_closure(loss, lambda: step.again(batch))
             else:
-                updater.step(loss, step.samples)
+                updater.step(loss, step.samples, step.samples)
             updater.clear()
         return _as_asked(step.logbook.results(), return_dict)
 
@@ -391,7 +392,7 @@ class Model(nn.Module):
     ) -> Any:
         """One batch's loss and metrics, as `evaluate` returns them."""
         batch = self._one_batch(x, y, sample_weight, return_dict)
-        step = compiled_step(self, self._compilation)
+        step = compiled_step(self, self._compilation, self)
         with modes_restored(self), backend_flags(self._compilation), torch.no_grad():
             self.eval()
             step(batch)
@@ -402,7 +403,7 @@ class Model(nn.Module):
         """The net's outputs for one batch, as NumPy arrays."""
         batch = self._one_batch(x, None, None, False)
         strategy = self._compilation.strategy
-        step = PredictStep(strategy.door(self), caller_of(self), transfer_of(self, strategy))
+        step = PredictStep(self, caller_of(self), transfer_of(self, strategy))
         with modes_restored(self), backend_flags(self._compilation), torch.no_grad():
             self.eval()
             return _to_numpy(joined([on_host(step(batch))]))
@@ -430,6 +431,16 @@ class Model(nn.Module):
         if self._optimizer is None:
             self._optimizer = self._compilation.optimizer.build(self.parameters())
         return self._optimizer
+
+    def begin_fit(self, history: History, batch_size: int | None) -> None:
+        """Take the record of a fit that begins."""
+        self.history = history
+        self.stop_training = False
+        self._batch_size = batch_size
+
+    def remember_names(self, names: list[str]) -> None:
+        """Take the names of the values that a pass gave."""
+        self._log_names = names
 
     def scheduler_for(self, epochs: int, updates: int | None) -> Any:
         """The learning-rate scheduler; made by the first `fit` and kept by the next.
@@ -470,17 +481,17 @@ class Model(nn.Module):
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        return self._compilation.strategy.global_rank
+        return self._compilation.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank among those of its node."""
-        return self._compilation.strategy.local_rank
+        return self._compilation.strategy.world.local_rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return self._compilation.strategy.world_size
+        return self._compilation.strategy.world.size
 
     @property
     def is_global_zero(self) -> bool:

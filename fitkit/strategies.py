@@ -1,7 +1,17 @@
 """Strategies by their public names."""
 
-from fitkit.distributed.strategies import SingleDevice, Strategy
+from fitkit.distributed.strategies import DDP, DDPSpawn, SingleDevice, Strategy
 
+DDPStrategy = DDP
+DDPSpawnStrategy = DDPSpawn
 SingleDeviceStrategy = SingleDevice
 
-__all__ = ["SingleDevice", "SingleDeviceStrategy", "Strategy"]
+__all__ = [
+    "DDP",
+    "DDPSpawn",
+    "DDPSpawnStrategy",
+    "DDPStrategy",
+    "SingleDevice",
+    "SingleDeviceStrategy",
+    "Strategy",
+]

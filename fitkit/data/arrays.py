@@ -163,7 +163,9 @@ class ArraySource:
 
     def batches(self, number: int) -> Iterator[Any]:
         """The batches of pass `number` (from 0)."""
-        return self._shuffled(number) if self.shuffle else self._in_order()
+        if self.shuffle:
+            return (self.take(chosen) for chosen in self.index_batches(number))
+        return self._in_order()
 
     def _in_order(self) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
@@ -174,25 +176,30 @@ class ArraySource:
             else:
                 yield take(self.batch, start, stop)
 
-    def _shuffled(self, number: int) -> Iterator[Any]:
-        for chosen in self._order(number).split(self.batch_size or 1):
-            if self._flat:
-                yield tuple([_select(tensor, chosen) for tensor in self.batch])
-            else:
-                yield trees.map_leaves(partial(_select, chosen=chosen), self.batch)
+    def take(self, chosen: torch.Tensor) -> Any:
+        """The batch of the chosen samples, (B,) int64."""
+        if self._flat:
+            return tuple([_select(tensor, chosen) for tensor in self.batch])
+        return trees.map_leaves(partial(_select, chosen=chosen), self.batch)
 
-    def _order(self, number: int) -> torch.Tensor:
-        """The samples' indices in the order of pass `number`: (N,) int64."""
-        if self.seed is None:
-            self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        generator = torch.Generator().manual_seed((self.seed + number) % 2**63)
+    def index_batches(self, number: int) -> tuple[torch.Tensor, ...]:
+        """The indices of each batch of pass `number`."""
         samples, size = self.samples or 0, self.batch_size or 1
+        if not self.shuffle:
+            return torch.arange(samples).split(size)
+        seed = self.draw_seed() if self.seed is None else self.seed
+        generator = torch.Generator().manual_seed((seed + number) % 2**63)
         if self.shuffle != "batch":
-            return torch.randperm(samples, generator=generator)
-        order = torch.arange(samples)
-        return torch.cat(
-            [part[torch.randperm(len(part), generator=generator)] for part in order.split(size)]
+            return torch.randperm(samples, generator=generator).split(size)
+        return tuple(
+            part[torch.randperm(len(part), generator=generator)]
+            for part in torch.arange(samples).split(size)
         )
+
+    def draw_seed(self) -> int:
+        """The seed of all passes, drawn once from torch's global generator."""
+        self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        return self.seed
 
 
 def _select(tensor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

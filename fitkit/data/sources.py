@@ -90,6 +90,34 @@ class IterableSource:
         return iter(self.iterable)
 
 
+class Elsewhere:
+    """Stands for an iterable that only rank 0 has.
+
+    Args:
+        steps: how many batches it has; None where unknown.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError("unknown")
+        return self._steps
+
+
+def for_other_ranks(source: Source | None) -> Source | None:
+    """A source as other processes get it: a plain iterable stays with rank 0."""
+    if not isinstance(source, IterableSource):
+        return source
+    placeholder = IterableSource(Elsewhere(source.steps))
+    placeholder.repeatable = source.repeatable
+    return placeholder
+
+
 def length_of(thing: object) -> int | None:
     """`len(thing)`, or None where it has none."""
     try:

@@ -27,13 +27,11 @@ def resolve_strategy(
         ConfigurationError, ArgumentTypeError: words that mean nothing, or nothing here.
     """
     machine = Machine.here() if machine is None else machine
-    chosen = _strategy(strategy)
     kind = choose_kind(accelerator, machine)
-    if isinstance(devices, str) and devices.strip().lower() == "auto":
-        # One device until the strategies for several are there.
-        ids: tuple[int, ...] = (0,)
-    else:
-        ids = parse_devices(devices, kind, machine)
+    ids = parse_devices(devices, kind, machine)
+    if isinstance(strategy, str) and strategy.strip().lower() == "auto":
+        strategy = "single_device" if len(ids) == 1 else "ddp_spawn"
+    chosen = _strategy(strategy)
     placed = tuple(device_for(kind, index) for index in ids)
     return chosen.connect(placed, ids, resolve_precision(precision))
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError
-from fitkit.metrics.gauges import Totals
 from fitkit.metrics.given import Given
+from fitkit.metrics.merging import State, load_merged, state_of
 from fitkit.metrics.names import LogKeys
 from fitkit.metrics.output import OutputMeters
 from fitkit.metrics.pending import MOST_BATCHES
 from fitkit.metrics.task import FirstBatch
-from fitkit.metrics.wrapped import Joined, Wrapped
 from fitkit.outputs import LossHint, by_output, named_outputs
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
 
 
 class Meters:
@@ -135,20 +131,20 @@ class Meters:
         for meters in self._started():
             meters.to(torch.device(device))
 
-    def totals(self) -> dict[str, Totals]:
-        """The sums behind the metrics that are means, up to date; for adding over ranks."""
-        found = {name: g.totals for name, g in self._gauges() if not isinstance(g, Wrapped)}
-        for totals in found.values():
-            totals.settle()
-        return found
+    def state(self) -> dict[str, State] | None:
+        """What was summed up on this rank, as plain data by name; None before start."""
+        if self._outputs is None:
+            return None
+        return {name: state_of(gauge) for name, gauge in self._gauges()}
 
-    def torchmetrics(self) -> dict[str, Metric]:
-        """The torchmetrics objects that have states of their own; for reducing over ranks."""
-        return {
-            name: gauge.metric
-            for name, gauge in self._gauges()
-            if isinstance(gauge, Wrapped) and not (isinstance(gauge, Joined) and gauge.leader)
-        }
+    def merge(self, states: list[dict[str, State]]) -> None:
+        """Take the sums of all ranks in place of this rank's own; `reset` ends that.
+
+        Args:
+            states: the `state` of each rank that has one.
+        """
+        for name, gauge in self._gauges():
+            load_merged(gauge, [state[name] for state in states])
 
     def _gauges(self) -> Iterator[tuple[str, Any]]:
         for meters in self._started():

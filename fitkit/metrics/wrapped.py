@@ -33,18 +33,21 @@ class Wrapped:
 
     Args:
         metric: the metric; from now on this gauge's own.
+
+    Attributes:
+        samples: how many were added.
     """
 
     weighted = False
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
-        self._samples = 0
+        self.samples = 0
 
     @property
     def updated(self) -> bool:
         """Whether there is a result; torchmetrics warns where one is asked for too early."""
-        return self._samples > 0
+        return self.samples > 0
 
     def result(self) -> Any:
         """What the metric computes over all samples so far."""
@@ -52,7 +55,7 @@ class Wrapped:
 
     def reset(self) -> None:
         self.metric.reset()
-        self._samples = 0
+        self.samples = 0
 
     def to(self, device: torch.device) -> None:
         self.metric.to(device)
@@ -65,7 +68,7 @@ class Each(Wrapped):
         """Add a batch of any structure; weights don't count."""
         with torch.inference_mode(False), torch.no_grad():
             self.metric.update(prediction, target)
-        self._samples += samples
+        self.samples += samples
 
 
 class Joined(Wrapped):
@@ -98,13 +101,13 @@ class Joined(Wrapped):
     @property
     def updated(self) -> bool:
         """Whether there is a result."""
-        return self._samples >= self._least_samples
+        return self.samples >= self._least_samples
 
     def update(self, batch: Batch) -> None:
         """Add a batch."""
         if self.leader is None:
             self.metric.update(*batch.read(self.reading))
-        self._samples += batch.samples
+        self.samples += batch.samples
 
     def result(self) -> Any:
         """What the metric computes over all samples so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import numbers
 from typing import Any
@@ -20,6 +21,7 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import (
     Source,
     check_data_type,
+    for_other_ranks,
     make_source,
     split_tail,
     validation_parts,
@@ -78,6 +80,8 @@ class FitJob:
             None if self.class_weight is None else ClassWeights(self.class_weight)
         )
         self.callback_list = CallbackList(self.callbacks)
+        self.source: Source | None = None
+        self.held_out: Source | None = None
 
     def _check_validation_freq(self) -> None:
         frequency = self.validation_freq
@@ -100,11 +104,16 @@ class FitJob:
             return epoch + 1 in self.validation_freq
         return (epoch + 1) % int(self.validation_freq) == 0
 
-    def sources(self, float_dtype: torch.dtype) -> tuple[Source, Source | None]:
-        """The training's and the validation's data.
+    def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
+        """Make the training's and the validation's sources, before anything runs.
+
+        Args:
+            float_dtype: the dtype of the net's parameters.
+            ranks: how many will train.
 
         Raises:
-            ArgumentTypeError, ConfigurationError: data that can't be read or don't fit.
+            ArgumentTypeError, ConfigurationError: data that can't be read, don't fit, or are
+                fewer samples than ranks.
         """
         train, validation = (self.x, self.y, self.sample_weight), None
         if self.validation_data is not None:
@@ -116,15 +125,29 @@ class FitJob:
             *train, batch_size=self.batch_size, shuffle=self.shuffle, float_dtype=float_dtype
         )
         check_readable(source, self.epochs - self.initial_epoch, self.steps_per_epoch)
+        if source.samples is not None and source.samples < ranks:
+            raise ConfigurationError(
+                f"x has {source.samples} samples, but there are {ranks} ranks: each needs at "
+                "least one. Use fewer devices."
+            )
+        self.source = source
         if validation is None:
-            return source, None
-        held_out = make_source(
+            return
+        self.held_out = make_source(
             *validation,
             batch_size=self.validation_batch_size or self.batch_size,
             float_dtype=float_dtype,
             name="validation_data",
         )
-        return source, held_out
+
+    def for_other_ranks(self) -> FitJob:
+        """The job as other processes get it: with sources in place of what the user passed."""
+        job = copy.copy(self)
+        job.x = job.y = job.sample_weight = job.validation_data = job.callbacks = None
+        assert self.source is not None
+        job.source = for_other_ranks(self.source)
+        job.held_out = for_other_ranks(self.held_out)
+        return job
 
 
 @dataclasses.dataclass
@@ -145,12 +168,20 @@ class PassJob:
         check_count("steps", self.steps, optional=True)
         check_verbose(self.verbose)
         self.callback_list = CallbackList(self.callbacks)
+        self.source: Source | None = None
 
-    def source(self, float_dtype: torch.dtype) -> Source:
-        """The data to read."""
-        return make_source(
+    def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
+        """Make the source, before anything runs; as in `FitJob`, but for any number of samples."""
+        self.source = make_source(
             self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
         )
+
+    def for_other_ranks(self) -> PassJob:
+        """The job as other processes get it."""
+        job = copy.copy(self)
+        job.x = job.y = job.sample_weight = job.callbacks = None
+        job.source = for_other_ranks(self.source)
+        return job
 
 
 def check_verbose(verbose: Any) -> None:

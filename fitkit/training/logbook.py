@@ -48,12 +48,15 @@ class RunningMean:
         self._values.clear()
         self._counts.clear()
 
+    def sums(self) -> tuple[float, int]:
+        """The sum over the samples so far, read from the device, and their number."""
+        self._fold()
+        return (0.0 if self._sum is None else self._sum.item()), self._count
+
     def result(self) -> float | None:
         """The mean so far, read from the device; None before the first value."""
-        self._fold()
-        if self._sum is None:
-            return None
-        return self._sum.item() / self._count if self._count else float("nan")
+        total, count = self.sums()
+        return total / count if count else None
 
 
 class Logbook:
@@ -79,6 +82,13 @@ class Logbook:
         for part in self.parts.values():
             part.reset()
         self.meters.reset()
+
+    def sums(self) -> dict[str, tuple[float, int]]:
+        """The sum and the number of samples of the loss and of each of its parts."""
+        return {
+            "loss": self.loss.sums(),
+            **{name: part.sums() for name, part in self.parts.items()},
+        }
 
     def results(self) -> dict[str, Any]:
         """All running values as Python floats: the loss, its parts, the metrics."""

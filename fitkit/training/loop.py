@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,41 +14,48 @@ from fitkit.training.logbook import LazyLogs
 from fitkit.training.steps import CompiledStep, PredictStep
 from fitkit.training.updates import Updater
 
-if TYPE_CHECKING:
-    from fitkit.model import Model
-
 
 def train_batches(
-    model: Model,
     batches: Iterator[Any],
     step: CompiledStep,
     updater: Updater,
     callbacks: CallbackList,
+    stops: Callable[[], bool],
 ) -> int:
     """Train on an epoch's batches.
 
+    Args:
+        stops: whether some rank wants to stop; asked after the callbacks of a batch.
+
     Returns:
-        How many there were. Ends early where a callback sets `model.stop_training`.
+        How many steps there were.
     """
     begin = callbacks.hooks("on_train_batch_begin")
     end = callbacks.hooks("on_train_batch_end")
     clear, update = updater.clear, updater.step
     results = step.logbook.results
+    # Only a callback can stop an epoch; without one there is nothing to agree on at each step.
+    listens = bool(begin or end)
     index = -1
     for index, batch in enumerate(batches):
         for hook in begin:
             hook(index, {})
         clear()
-        loss = step(batch)
-        if updater.takes_closure:
-            updater.step_with_closure(loss, partial(step.again, batch))
+        if updater.accumulates:
+            with updater.around_step():
+                loss = step(batch)
+                update(loss, step.samples, step.total)
         else:
-            update(loss, step.samples)
+            loss = step(batch)
+            if updater.takes_closure:
+                updater.step_with_closure(loss, partial(step.again, batch))
+            else:
+                update(loss, step.samples, step.total)
         if end:
             logs = LazyLogs(results)
             for hook in end:
                 hook(index, logs)
-        if model.stop_training:
+        if listens and stops():
             break
     updater.finish()
     return index + 1

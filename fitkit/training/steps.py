@@ -10,6 +10,7 @@ import torch
 from fitkit import trees
 from fitkit.data.batches import unpack
 from fitkit.data.class_weights import ClassWeights
+from fitkit.data.sharding import Share
 from fitkit.data.transfer import Transfer
 from fitkit.errors import FitkitError
 from fitkit.losses import CompiledLoss
@@ -35,6 +36,10 @@ class CompiledStep:
         logbook: where losses and metrics are noted.
         class_weights: weights by label; training only.
         all_targets: every target of in-memory data, whose labels are checked at once.
+
+    Attributes:
+        samples: of the last batch on this rank; 0 where it only filled a place.
+        total: of the last batches on all ranks.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class CompiledStep:
         self.all_targets = all_targets
         self.checked = False
         self.samples = 0
+        self.total = 0
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """The batch's loss, noted in the logbook with the metrics.
@@ -65,11 +71,16 @@ class CompiledStep:
             ConfigurationError: a batch that the net, loss or metrics can't take, in the terms
                 of what the user passed; torch's own error is its cause.
         """
-        x, y, weight = unpack(self.transfer(batch))
+        share = batch if type(batch) is Share else None
+        x, y, weight = unpack(self.transfer(batch if share is None else share.batch))
         prediction, loss, parts = self._compute(x, y, weight)
-        samples = self.samples = (
-            x.shape[0] if isinstance(x, torch.Tensor) and x.ndim else trees.sample_count(x)
-        )
+        samples = x.shape[0] if isinstance(x, torch.Tensor) and x.ndim else trees.sample_count(x)
+        self.samples = self.total = samples
+        if share is not None:
+            self.total = share.total
+            if share.muted:
+                self.samples = 0
+                return loss
         logbook = self.logbook
         logbook.loss.add(loss.detach(), samples)
         if parts:
@@ -81,7 +92,7 @@ class CompiledStep:
 
     def again(self, batch: Any) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        x, y, weight = unpack(self.transfer(batch))
+        x, y, weight = unpack(self.transfer(batch.batch if type(batch) is Share else batch))
         return self._compute(x, y, weight)[1]
 
     def _compute(

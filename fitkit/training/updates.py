@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ class Updater:
     ) -> None:
         self.optimizer = optimizer
         self.updates = 0
+        self._strategy = strategy
+        self._ranks = strategy.collectives.world_size
         self._backward = strategy.backward
         self._parameters = parameters
         self._accumulate = accumulate
@@ -51,7 +55,9 @@ class Updater:
         self._after_update = after_update
         self._batches = 0  # of the group so far
         self._samples = 0  # of the group so far
-        self._first = 1  # samples of the group's first batch
+        self._first = 1  # samples of the group's first step, on all ranks
+        self._exchanged = True
+        self.accumulates = accumulate > 1
         self.takes_closure = needs_closure(optimizer)
         if self.takes_closure and accumulate > 1:
             raise ConfigurationError(
@@ -65,19 +71,34 @@ class Updater:
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def step(self, loss: torch.Tensor, samples: int) -> None:
-        """Take a batch's loss, the mean over `samples` samples."""
+    def around_step(self) -> AbstractContextManager[Any]:
+        """Surrounds a step: within a group gradients aren't exchanged before its last batch."""
+        if self._batches + 1 < self._accumulate:
+            self._exchanged = False
+            return self._strategy.accumulating()
+        self._exchanged = True
+        return contextlib.nullcontext()
+
+    def step(self, loss: torch.Tensor, samples: int, total: int) -> None:
+        """Take a batch's loss.
+
+        Args:
+            loss: the mean over this rank's samples.
+            samples: of this rank's batch; 0 for one that counts for nothing.
+            total: of all ranks' batches. Each sample weighs the same, on whichever rank.
+        """
         if self._accumulate == 1:
-            self._backward(loss)
+            share = samples * self._ranks
+            self._backward(loss if share == total else loss * (share / total))
             self._update()
             return
         if self._batches == 0:
-            self._first = max(samples, 1)
+            self._first = max(total, 1)
             self._samples = 0
-        # Each sample weighs the same: scaled as if every batch were as long as the first …
-        self._backward(loss * (samples / (self._first * self._accumulate)))
+        # Scaled as if every step of the group had as many samples as its first …
+        self._backward(loss * (samples * self._ranks / (self._first * self._accumulate)))
         self._batches += 1
-        self._samples += samples
+        self._samples += total
         if self._batches == self._accumulate:
             self.finish()
 
@@ -88,6 +109,9 @@ class Updater:
         # … and put right here, where the group's true number of samples is known.
         expected = self._first * self._accumulate
         self._batches = 0
+        if not self._exchanged:
+            self._strategy.exchange_gradients(self._parameters)
+            self._exchanged = True
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients and self._samples != expected:
             torch._foreach_mul_(gradients, expected / max(self._samples, 1))

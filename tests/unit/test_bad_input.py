@@ -73,7 +73,7 @@ def test_a_model_of_nothing_says_so_when_it_is_called():
         ({"devices": True}, "bool"),
         ({"devices": 1.0}, "float"),
         ({"devices": "some"}, "'some'"),
-        ({"devices": 2}, "one device"),
+        ({"devices": 2, "strategy": "single_device"}, "one device"),
         ({"accelerator": "gpus"}, r"Did you mean 'gpu'"),
         ({"strategy": "dpp"}, "strategy='dpp'"),
         ({"strategy": 3}, "strategy=3"),

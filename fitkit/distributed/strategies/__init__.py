@@ -1,13 +1,15 @@
 """How a module lives and learns across the ranks: one file a strategy."""
 
 from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.single import SingleDevice
 from fitkit.registry import Registry
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "strategy", hint="The other strategies of fitkit's contract come with later versions."
 )
-STRATEGIES.add("auto", SingleDevice)
 STRATEGIES.add("single_device", SingleDevice, "single")
+STRATEGIES.add("ddp", DDP)
+STRATEGIES.add("ddp_spawn", DDPSpawn)
 
-__all__ = ["STRATEGIES", "SingleDevice", "Strategy"]
+__all__ = ["DDP", "STRATEGIES", "DDPSpawn", "SingleDevice", "Strategy"]

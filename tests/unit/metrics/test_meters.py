@@ -85,14 +85,17 @@ def test_states_made_in_inference_mode_work_outside_it_and_back():
     assert meters.results() == pytest.approx(inside)
 
 
-def test_sums_of_two_ranks_add_to_the_value_over_both():
-    whole, one, two = (CompiledMetrics(["accuracy", "rmse"]).meters() for _ in range(3))
-    prediction, target = torch.rand(10), torch.randint(2, (10,)).float()
+def test_the_states_of_two_ranks_merge_to_the_value_over_both():
+    names = ["accuracy", "rmse", "f1", "recall", "auc", "r2", "pearson", "spearman"]
+    whole, one, two = (CompiledMetrics(names).meters() for _ in range(3))
+    prediction, target = torch.rand(10), torch.tensor([0, 1] * 5).float()
     for meters, part in ((whole, slice(None)), (one, slice(0, 3)), (two, slice(3, None))):
         meters.start(prediction, target, lambda _: LossHint("probabilities", "binary"))
         meters.update(prediction[part], target[part])
-    for name, totals in one.totals().items():
-        totals.state += two.totals()[name].state
+    one.merge([one.state(), two.state()])
+    assert one.results() == pytest.approx(whole.results())
+    one.reset()
+    one.update(prediction, target)
     assert one.results() == pytest.approx(whole.results())
 
 

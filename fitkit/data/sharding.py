@@ -1,0 +1,316 @@
+"""Each rank's share of the data: the same batches as in one process, dealt out in turn.
+
+A run on n ranks with batches of b samples learns from the same n·b samples at a time as one
+process with batches of n·b. The order is the user's: rank 0 draws it, with its own sampler and
+random numbers, and the others get that list.
+
+In training all ranks make the same number of steps, because gradients are exchanged in each.
+The last group of batches, where it isn't full, is dealt out evenly; a rank that gets nothing
+repeats a sample that counts for nothing. In evaluation and prediction nothing is exchanged, so
+rank r simply takes every n-th batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from fitkit import trees
+from fitkit.data.arrays import ArraySource
+from fitkit.data.sources import IterableSource, LoaderSource, Source
+from fitkit.notices import warn
+
+SHARDS_ITSELF = "shards_itself"
+"""An IterableDataset with this attribute set to True gives each rank its own part already."""
+
+
+class Exchange(Protocol):
+    """What sharding needs of the ranks' collectives."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, value: Any) -> list[Any]: ...
+    def broadcast(self, value: Any) -> Any: ...
+    def scatter(self, values: list[Any] | None) -> Any: ...
+
+
+@dataclasses.dataclass
+class Share:
+    """A rank's part of one step.
+
+    Attributes:
+        batch: what the rank computes.
+        total: the samples of all ranks in this step.
+        muted: whether the batch only fills a place and counts for nothing.
+    """
+
+    batch: Any
+    total: int
+    muted: bool = False
+
+
+def sharded(
+    source: Source, exchange: Exchange, *, training: bool, replace_sampler: bool, scatter: bool
+) -> Source:
+    """The rank's part of a source; the source itself where there is one rank.
+
+    Args:
+        training: whether ranks must make equal numbers of steps; the batches are `Share`s then.
+        replace_sampler: whether a loader's sampler may be replaced.
+        scatter: whether rank 0 alone can read plain iterables and hands batches out.
+    """
+    if exchange.world_size == 1:
+        return source
+    if isinstance(source, ArraySource):
+        return _ArrayShard(source, exchange, training)
+    if isinstance(source, LoaderSource) and _has_indices(source.loader):
+        own = isinstance(source.loader.sampler, DistributedSampler) or not replace_sampler
+        return (
+            _AsItIs(source, exchange, training) if own else _LoaderShard(source, exchange, training)
+        )
+    if scatter and isinstance(source, IterableSource):
+        return _Scattered(source, exchange, training)
+    return _EveryNth(source, exchange, training)
+
+
+def _has_indices(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset)
+
+
+class _Shard:
+    """What all shards share: sizes, and the steps that the ranks make together."""
+
+    repeatable = True
+
+    def __init__(self, source: Any, exchange: Exchange, training: bool) -> None:
+        self.source = source
+        self.exchange = exchange
+        self.training = training
+        self.samples: int | None = source.samples
+        self.batch_size: int | None = source.batch_size
+        self.repeatable = source.repeatable
+        whole, size = source.steps, exchange.world_size
+        self.steps: int | None = None if whole is None else -(-whole // size)
+
+    @property
+    def target(self) -> Any:
+        return self.source.target
+
+    def batches(self, number: int) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Every n-th batch."""
+        for index, batch in enumerate(batches):
+            if index % self.exchange.world_size == self.exchange.rank:
+                yield batch
+
+    def _together(self, batches: Iterator[Any]) -> Iterator[Share]:
+        """Batches as steps that all ranks make, though they may have different numbers of them.
+
+        Ranks:
+            Collective at each step: the ranks tell each other how many samples they have.
+        """
+        last: Any = None
+        while True:
+            batch = next(batches, None)
+            count = 0 if batch is None else trees.sample_count(batch)
+            told = self.exchange.gather((count, batch is None and last is None))
+            total = sum(count for count, _ in told)
+            if total == 0:
+                return
+            if any(has_nothing for _, has_nothing in told):
+                if self.exchange.rank == 0:
+                    warn(
+                        f"x ended on some ranks before their first batch; {total} samples of the "
+                        "others are left over."
+                    )
+                return
+            if batch is None:
+                yield Share(last, total, muted=True)
+            else:
+                last = batch
+                yield Share(batch, total)
+
+
+class _ArrayShard(_Shard):
+    """In-memory data: every rank computes the same order from one seed."""
+
+    source: ArraySource
+
+    def batches(self, number: int) -> Iterator[Any]:
+        source = self.source
+        if source.shuffle and source.seed is None:
+            if self.exchange.rank == 0:
+                source.draw_seed()
+            source.seed = self.exchange.broadcast(source.seed)
+        groups = source.index_batches(number)
+        if not self.training:
+            for chosen in self._own(iter(groups)):
+                yield source.take(chosen)
+            return
+        for chosen, total, muted in deal(groups, self.exchange, drop_last=False):
+            yield Share(source.take(chosen), total, muted)
+
+
+class _LoaderShard(_Shard):
+    """A DataLoader over a map-style data set: rank 0's sampler decides for all."""
+
+    def __init__(self, source: LoaderSource, exchange: Exchange, training: bool) -> None:
+        super().__init__(source, exchange, training)
+        # A shallow copy keeps the user's subclass, workers and attributes; a DataLoader refuses
+        # new samplers by its own __setattr__.
+        self._loader = copy.copy(source.loader)
+        self._mine = _Fixed()
+        self._by_batch = source.loader.batch_sampler is not None
+        name = "batch_sampler" if self._by_batch else "sampler"
+        object.__setattr__(self._loader, name, self._mine)
+
+    def batches(self, number: int) -> Iterator[Any]:
+        drawn = self._draw(number) if self.exchange.rank == 0 else None
+        groups = self.exchange.broadcast(drawn)
+        if not self.training:
+            self._mine.items = list(self._own(iter(groups)))
+            return self._iterate() if self._mine.items else iter(())
+        drop_last = bool(getattr(self.source.loader, "drop_last", False))
+        dealt = list(deal(groups, self.exchange, drop_last=drop_last, whole=not self._by_batch))
+        self._mine.items = [chosen for chosen, _, _ in dealt]
+        batches = self._iterate()
+        return (
+            Share(batch, total, muted)
+            for (_, total, muted), batch in zip(dealt, batches, strict=True)
+        )
+
+    def _iterate(self) -> Iterator[Any]:
+        """Iterate the loader over this rank's batches, without a draw of random numbers more."""
+        generator = self.source.loader.generator or torch.default_generator
+        state = generator.get_state()
+        batches = iter(self._loader)
+        generator.set_state(state)
+        return batches
+
+    def _draw(self, number: int) -> list[Any]:
+        """The indices of all batches, drawn as the loader itself would draw them."""
+        loader = self.source.loader
+        for sampler in (loader.sampler, loader.batch_sampler):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(number)
+        # Iterating a loader draws its workers' seed first; so the order is that of one process.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        return list(loader.batch_sampler if self._by_batch else loader.sampler)
+
+
+class _Fixed:
+    """A sampler over a list that is replaced each epoch, so that a loader's workers may live on."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class _AsItIs(_Shard):
+    """A loader that shards itself (a DistributedSampler, or replace_sampler=False)."""
+
+    def __init__(self, source: LoaderSource, exchange: Exchange, training: bool) -> None:
+        super().__init__(source, exchange, training)
+        self.steps = source.steps
+
+    def batches(self, number: int) -> Iterator[Any]:
+        batches = self.source.batches(number)
+        return self._together(batches) if self.training else batches
+
+
+class _EveryNth(_Shard):
+    """Every rank reads the whole stream and keeps every n-th batch."""
+
+    def batches(self, number: int) -> Iterator[Any]:
+        batches = self.source.batches(number)
+        dataset = getattr(getattr(self.source, "loader", None), "dataset", None)
+        if not getattr(dataset, SHARDS_ITSELF, False):
+            batches = self._own(batches)
+        return self._together(batches) if self.training else batches
+
+
+class _Scattered(_Shard):
+    """An iterable that only rank 0 has: it reads, and hands out a batch to each rank."""
+
+    def batches(self, number: int) -> Iterator[Any]:
+        batches = self.source.batches(number) if self.exchange.rank == 0 else iter(())
+        while True:
+            mine, total, muted = self.exchange.scatter(self._next(batches))
+            if total == 0:
+                return
+            if self.training:
+                yield Share(mine, total, muted)
+            elif not muted:
+                yield mine
+
+    def _next(self, batches: Iterator[Any]) -> list[Any] | None:
+        """For each rank its batch, the step's total, and whether the batch only fills a place."""
+        if self.exchange.rank != 0:
+            return None
+        found = [batch for _, batch in zip(range(self.exchange.world_size), batches, strict=False)]
+        total = sum(trees.sample_count(batch) for batch in found)
+        ranks = range(self.exchange.world_size)
+        if not found:
+            return [(None, 0, True) for _ in ranks]
+        return [
+            (found[rank], total, False) if rank < len(found) else (found[0], total, True)
+            for rank in ranks
+        ]
+
+
+def deal(
+    groups: Any, exchange: Exchange, *, drop_last: bool, whole: bool = False
+) -> Iterator[tuple[Any, int, bool]]:
+    """A rank's indices for each step, the step's number of samples, and whether they are muted.
+
+    Args:
+        groups: the indices of every batch, in order: tensors (B,) or lists; single indices
+            where `whole`.
+        drop_last: whether a last step that isn't full is left out.
+        whole: whether entries can't be divided.
+    """
+    size, rank = exchange.world_size, exchange.rank
+    for start in range(0, len(groups), size):
+        step = groups[start : start + size]
+        if whole:
+            if len(step) == size:
+                yield step[rank], size, False
+            elif not drop_last:
+                yield step[min(rank, len(step) - 1)], len(step), rank >= len(step)
+            continue
+        total = sum(len(batch) for batch in step)
+        if len(step) == size and _alike(step, last=start + size >= len(groups)):
+            yield step[rank], total, False
+        elif not drop_last or len(step) == size:
+            mine = _part(step, rank, size, total)
+            muted = len(mine) == 0
+            yield (step[0][:1] if muted else mine), total, muted
+
+
+def _alike(step: Any, *, last: bool) -> bool:
+    """Whether a full group stays as it is: only the very last one may have a short batch."""
+    return not last or all(len(batch) == len(step[0]) for batch in step)
+
+
+def _part(step: Any, rank: int, size: int, total: int) -> Any:
+    """A rank's contiguous part of a group's samples; parts differ by one at the most."""
+    bounds = [index * total // size for index in (rank, rank + 1)]
+    if isinstance(step[0], torch.Tensor):
+        return torch.cat(list(step))[bounds[0] : bounds[1]]
+    joined = [index for batch in step for index in batch]
+    return joined[bounds[0] : bounds[1]]

@@ -1,0 +1,208 @@
+"""Data parallelism over processes: torch's DistributedDataParallel, one process a device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+from torch.nn.parallel import DistributedDataParallel
+
+from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.distributed.collectives import Solo
+from fitkit.distributed.launchers import InlineLauncher
+from fitkit.distributed.launchers.workers import WorkersLauncher
+from fitkit.distributed.precision import Precision
+from fitkit.distributed.router import StepRouter
+from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.world import World, enter, leave
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
+UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+
+
+class DDP(Strategy):
+    """Each device has a process and a copy of the module; gradients are averaged as they come.
+
+    Args:
+        process_group_backend: `"nccl"` or `"gloo"`; None for NCCL on CUDA and gloo elsewhere.
+        timeout: seconds or a `timedelta` that each exchange may wait; None for torch's
+            default (30 minutes with gloo).
+        find_unused_parameters: whether parameters may take no part in some steps; costs a
+            walk over the graph each step.
+        static_graph: promises that every step uses the same parameters in the same way.
+        bucket_cap_mb: megabytes of gradients that travel together; None for torch's 25.
+        gradient_as_bucket_view: whether gradients are views of the buckets, which saves their
+            memory once.
+        comm_hook: replaces the averaging (torch's `register_comm_hook`).
+        comm_hook_state: that hook's first argument.
+
+    A strategy of your own may override `init_dist_connection` and `configure_ddp`.
+
+    Reference: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training, 2020, arXiv:2006.15704.
+    """
+
+    name = "ddp"
+    starts = "script"
+    """How the ranks come to be where no launcher started them: `"script"` or `"workers"`."""
+
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: float | timedelta | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: int | None = None,
+        gradient_as_bucket_view: bool = False,
+        comm_hook: Callable[..., Any] | None = None,
+        comm_hook_state: object = None,
+    ) -> None:
+        super().__init__()
+        check_choice("process_group_backend", process_group_backend, (None, "nccl", "gloo"))
+        if not isinstance(timeout, timedelta):
+            check_number("timeout", timeout, above=0, optional=True)
+        check_flag("find_unused_parameters", find_unused_parameters)
+        check_flag("static_graph", static_graph)
+        check_flag("gradient_as_bucket_view", gradient_as_bucket_view)
+        check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
+        if comm_hook is not None and not callable(comm_hook):
+            raise ArgumentTypeError(f"comm_hook={describe(comm_hook)} must be callable.")
+        self.process_group_backend = process_group_backend
+        self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        self.comm_hook = comm_hook
+        self.comm_hook_state = comm_hook_state
+        self.options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._wrapped: Any = None
+        self._made_group = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other ranks need: neither the wrapper nor this process's group and launcher."""
+        state = copy.copy(self.__dict__)
+        state.update(
+            _wrapped=None, collectives=Solo(), launcher=InlineLauncher(), _made_group=False
+        )
+        return state
+
+    def connect(
+        self, devices: tuple[torch.device, ...], ids: tuple[int, ...], precision: Precision
+    ) -> Strategy:
+        super().connect(devices, ids, precision)
+        if len(devices) > 1:
+            self.world = World(0, len(devices))
+            self.launcher = WorkersLauncher(self, len(devices))
+            self.reads_on_rank_zero = True
+        return self
+
+    # ------------------------------------------------------------------ the ranks
+
+    def join(self, store: Store | None = None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.collectives, self._made_group = self.init_dist_connection(store)
+
+    def init_dist_connection(self, store: Store | None = None) -> tuple[Any, bool]:
+        """Enter the process group; an override may make it otherwise and then call this.
+
+        Args:
+            store: where the ranks meet; None for torch's `env://`.
+
+        Returns:
+            The collectives, and whether `leave` ends the group.
+        """
+        return enter(self.world, self.device, store, self.process_group_backend, self.timeout)
+
+    def leave(self) -> None:
+        self.finish()
+        if self._made_group:
+            leave()
+        self.collectives, self._made_group = Solo(), False
+
+    # ------------------------------------------------------------------ the module
+
+    def place(self, module: torch.nn.Module) -> None:
+        module.to(self.device)
+        self.collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
+
+    def door(self, module: torch.nn.Module) -> Callable[..., Any]:
+        if self.collectives.world_size == 1:
+            return module
+        self._wrapped = self.configure_ddp(StepRouter(module))
+        return _Door(self._wrapped, module)
+
+    def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Wrap the module; an override may give other arguments.
+
+        Args:
+            module: the router whose `forward` leads to every step.
+        """
+        placed = {} if self.device.type != "cuda" else {"device_ids": [self.device]}
+        options = {name: value for name, value in self.options.items() if value is not None}
+        wrapped = DistributedDataParallel(module, **placed, **options)  # type: ignore[arg-type]
+        if self.comm_hook is not None:
+            wrapped.register_comm_hook(self.comm_hook_state, self.comm_hook)
+        return wrapped
+
+    def before_evaluation(self, module: torch.nn.Module) -> None:
+        # DDP would do this in its next forward, which a rank without batches never reaches.
+        self.collectives.broadcast_tensors(list(module.buffers()))
+
+    # ------------------------------------------------------------------ learning
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        no_sync = getattr(self._wrapped, "no_sync", None)
+        return contextlib.nullcontext() if no_sync is None else no_sync()
+
+    def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.collectives.mean_gradients(parameters)
+
+    def finish(self) -> None:
+        self._wrapped = None  # its reducer's hooks leave the parameters with it
+
+
+class DDPSpawn(DDP):
+    """`DDP` with worker processes: the caller's process is rank 0, its model learns in place."""
+
+    name = "ddp_spawn"
+    starts = "workers"
+
+
+class _Door:
+    """Calls the wrapper, and says which parameters were unused where torch only counts them."""
+
+    def __init__(self, wrapped: torch.nn.Module, module: torch.nn.Module) -> None:
+        self._wrapped = wrapped
+        self.net = module  # what error messages describe
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._wrapped("", *args, **kwargs)
+        except RuntimeError as error:
+            if not UNUSED.search(str(error)):
+                raise
+            raise ConfigurationError(
+                f"Parameters of the net took no part in the last step's loss{self._named(error)}. "
+                "Freeze them (requires_grad = False), use them, or write "
+                "strategy=DDPStrategy(find_unused_parameters=True)."
+            ) from error
+
+    def _named(self, error: RuntimeError) -> str:
+        """The unused parameters that torch's message gives by their indices."""
+        found = UNUSED_INDICES.search(str(error))
+        learning = [name for name, p in self.net.named_parameters() if p.requires_grad]
+        indices = [int(index) for index in found.group(1).split()] if found else []
+        names = [learning[index] for index in indices if index < len(learning)]
+        shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+        return f": {shown}" if names else ""

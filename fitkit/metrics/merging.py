@@ -1,0 +1,79 @@
+"""Metrics' states of several ranks as one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fitkit.metrics.gauges import Call, Mean
+from fitkit.metrics.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+Gauge = Mean | Call | Wrapped
+State = dict[str, Any]
+
+
+def state_of(gauge: Gauge) -> State:
+    """What a gauge has summed up, on the CPU: plain data that can be sent."""
+    if not isinstance(gauge, Wrapped):
+        gauge.totals.settle()
+        return {"updated": gauge.totals.updated, "totals": gauge.totals.state.tolist()}
+    if getattr(gauge, "leader", None) is not None:
+        return {"samples": gauge.samples}
+    return {"samples": gauge.samples, "states": _metric_states(gauge.metric)}
+
+
+def _metric_states(metric: Metric) -> State:
+    found: State = {}
+    for name in metric._reductions:
+        value = getattr(metric, name)
+        if isinstance(value, list):
+            rows = [
+                part.detach().cpu() if part.ndim else part.detach().cpu()[None] for part in value
+            ]
+            found[name] = [torch.cat(rows)] if rows else []
+        else:
+            found[name] = value.detach().cpu()
+    return found
+
+
+def load_merged(gauge: Gauge, states: list[State]) -> None:
+    """Give a gauge the state of all ranks together.
+
+    Args:
+        states: each rank's `state_of` the same gauge.
+    """
+    if not isinstance(gauge, Wrapped):
+        totals = torch.tensor([state["totals"] for state in states], dtype=torch.float64)
+        gauge.totals.reset()
+        gauge.totals.state.copy_(totals.sum(0))
+        gauge.totals.updated = any(state["updated"] for state in states)
+        return
+    gauge.samples = sum(state["samples"] for state in states)
+    if getattr(gauge, "leader", None) is None:
+        _load_metric(gauge.metric, [state["states"] for state in states if state["samples"]])
+
+
+def _load_metric(metric: Metric, states: list[State]) -> None:
+    """As torchmetrics itself merges states: by each state's own reduction."""
+    if not states:
+        return
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduction in reductions.items():
+        values = [state[name] for state in states]
+        merged: Any
+        if isinstance(values[0], list):
+            merged = [part.to(metric.device) for value in values for part in value]
+            merged = merged if reduction is None or not merged else reduction(merged)
+            if isinstance(merged, Tensor):
+                merged = [merged]
+        else:
+            stacked = torch.stack([value.to(metric.device) for value in values])
+            merged = stacked if reduction is None else reduction(stacked)
+        setattr(metric, name, merged)
+    metric._update_count = max(metric._update_count, 1)
+    metric._computed = None

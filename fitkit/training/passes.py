@@ -1,0 +1,108 @@
+"""`evaluate` and `predict`: one pass over data, on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fitkit import trees
+from fitkit.callbacks import CallbackList
+from fitkit.data.sources import Source
+from fitkit.data.stream import limited
+from fitkit.distributed.collectives import Collectives
+from fitkit.errors import ConfigurationError
+from fitkit.training.jobs import PassJob
+from fitkit.training.loop import evaluate_batches, predict_batches
+from fitkit.training.reduction import reduced
+from fitkit.training.runs import closing, compiled_step, pass_params, share_of, with_own
+from fitkit.training.session import backend_flags, caller_of, modes_restored, transfer_of
+from fitkit.training.steps import CompiledStep, PredictStep
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+    from fitkit.training.compilation import Compilation
+
+
+def run_evaluate(model: Model, compilation: Compilation, job: PassJob) -> dict[str, Any]:
+    """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
+    compilation.strategy.place(model)
+    source = share_of(job.source, compilation, training=False)
+    step = compiled_step(model, compilation, model, all_targets=source.target)
+    callbacks = with_own(job.callback_list, job.verbose)
+    callbacks.begin(model, pass_params("evaluate", source, job))
+    with backend_flags(compilation), closing(callbacks):
+        return evaluate_source(model, compilation, source, job.steps, step, callbacks)
+
+
+def evaluate_source(
+    model: Model,
+    compilation: Compilation,
+    source: Source,
+    steps: int | None,
+    step: CompiledStep,
+    callbacks: CallbackList,
+    name: str = "x",
+) -> dict[str, Any]:
+    """The values of one pass over a source, with the test hooks called.
+
+    Raises:
+        ConfigurationError: there was no batch on any rank.
+    """
+    collectives = compilation.strategy.collectives
+    step.logbook.reset()
+    with modes_restored(model):
+        model.eval()
+        compilation.strategy.before_evaluation(model)
+        callbacks.call("on_test_begin", {})
+        evaluate_batches(_first(source, steps, collectives), step, callbacks)
+        values = reduced(step.logbook, collectives)
+        if not values:
+            raise ConfigurationError(f"{name} is empty: it gave no batches.")
+        model.remember_names(list(values))
+        callbacks.call("on_test_end", values)
+    return values
+
+
+def _first(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
+    """This rank's part of the first `steps` batches: those that one process would read."""
+    if steps is not None:
+        steps = len(range(collectives.rank, steps, collectives.world_size))
+    return limited(source, steps)
+
+
+def run_predict(model: Model, compilation: Compilation, job: PassJob) -> Any:
+    """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
+    strategy = compilation.strategy
+    strategy.place(model)
+    source = share_of(job.source, compilation, training=False)
+    step = PredictStep(model, caller_of(model), transfer_of(model, strategy))
+    callbacks = with_own(job.callback_list, job.verbose)
+    callbacks.begin(model, pass_params("predict", source, job))
+    with modes_restored(model), backend_flags(compilation), closing(callbacks):
+        model.eval()
+        callbacks.call("on_predict_begin", {})
+        batches = _first(source, job.steps, strategy.collectives)
+        outputs = predict_batches(batches, step, callbacks)
+        callbacks.call("on_predict_end", {})
+    everyone = strategy.collectives.gather(outputs)
+    whole: list[Any] = [None] * sum(len(part) for part in everyone)
+    for rank, part in enumerate(everyone):
+        whole[rank :: len(everyone)] = part  # batches were dealt out in turn
+    if not whole:
+        raise ConfigurationError("x is empty: it gave no batches.")
+    return joined(whole)
+
+
+def joined(outputs: list[Any]) -> Any:
+    """Batches' outputs as one.
+
+    Raises:
+        ConfigurationError: their shapes differ beyond the first dimension.
+    """
+    try:
+        return trees.concatenate(outputs)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            "The batches' outputs can't be joined, because their shapes differ beyond the first "
+            f"dimension ({error}). Use predict_on_batch for each batch."
+        ) from error

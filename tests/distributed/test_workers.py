@@ -1,0 +1,426 @@
+"""ddp_spawn on real processes: the numbers of one process, and failures that end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import fitkit
+from fitkit.callbacks import Callback, LambdaCallback
+from fitkit.distributed.launchers.workers import end_workers
+
+pytestmark = pytest.mark.timeout(60)
+
+X = torch.randn(103, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (103,), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind():
+    yield
+    end_workers()
+    children = subprocess.run(
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True
+    ).stdout
+    assert "launchers.worker" not in children
+    assert [thread for thread in threading.enumerate() if "watch" in thread.name] == []
+
+
+def small_net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def compiled(net=None, devices=2, **arguments):
+    model = fitkit.Model(net or small_net())
+    settings = {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "loss": "cross_entropy",
+        "metrics": ["accuracy", "f1"],
+        "accelerator": "cpu",
+        "devices": devices,
+        "strategy": "ddp_spawn" if devices > 1 else "auto",
+    }
+    model.compile(**{**settings, **arguments})
+    return model
+
+
+def plain_training(batches_of_epoch, epochs=2):
+    """One process that learns from the given batches of each epoch; its net and epoch losses."""
+    net = small_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for epoch in range(epochs):
+        total = count = 0
+        for x, y in batches_of_epoch(epoch):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            total, count = total + loss.item() * len(x), count + len(x)
+        losses.append(total / count)
+    return net, losses
+
+
+def cut(indices, size):
+    return [(X[part], Y[part]) for part in torch.as_tensor(indices).split(size)]
+
+
+def assert_close(net, reference):
+    for one, two in zip(net.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index].numpy(), int(Y[index])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(X, Y, strict=True)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "kind", ["arrays", "loader", "workers", "dataset", "stream", "list", "generator"]
+)
+def test_n_ranks_learn_as_one_process_with_n_times_the_batch(kind, ranks):
+    if ranks == 3 and kind not in ("arrays", "loader"):
+        pytest.skip("two ranks show it")
+    size = 16 // ranks
+    data = {
+        "arrays": lambda: (X, Y),
+        "loader": lambda: (DataLoader(TensorDataset(X, Y), batch_size=size),),
+        "workers": lambda: (DataLoader(Rows(), batch_size=size, num_workers=1),),
+        "dataset": lambda: (Rows(),),
+        "stream": lambda: (DataLoader(Stream(), batch_size=size),),
+        "list": lambda: (cut(range(103), size),),
+        "generator": lambda: (iter(cut(range(96), size) * 2),),
+    }[kind]()
+    samples, steps = (96, {"steps_per_epoch": 6}) if kind == "generator" else (103, {})
+    model = compiled(devices=ranks)
+    history = model.fit(*data, batch_size=size, epochs=2, shuffle=False, verbose=0, **steps).history
+    reference, losses = plain_training(lambda epoch: cut(range(samples), size * ranks))
+    assert_close(model.net, reference)
+    assert history["loss"] == pytest.approx(losses, abs=1e-6)
+
+
+def test_a_shuffling_loader_keeps_the_order_of_one_process():
+    torch.manual_seed(3)
+    model = compiled()
+    model.fit(DataLoader(Rows(), batch_size=8, shuffle=True), epochs=2, verbose=0)
+    torch.manual_seed(3)
+    loader = DataLoader(Rows(), batch_size=16, shuffle=True)
+    reference, _ = plain_training(lambda epoch: [(x, y) for x, y in loader])
+    assert_close(model.net, reference)
+
+
+def test_shuffled_arrays_follow_the_seed_and_not_the_number_of_ranks():
+    nets = []
+    for devices in (1, 2):
+        torch.manual_seed(4)
+        model = compiled(devices=devices)
+        torch.manual_seed(4)
+        model.fit(X, Y, batch_size=16 // devices, epochs=2, verbose=0)
+        nets.append(model.net)
+    assert_close(*nets)
+
+
+def test_a_weighted_sampler_is_drawn_once_for_all_ranks():
+    weights = torch.rand(103, generator=torch.Generator().manual_seed(5))
+    made = lambda size: DataLoader(  # noqa: E731
+        TensorDataset(X, Y), batch_size=size, sampler=WeightedRandomSampler(weights, 60)
+    )
+    torch.manual_seed(6)
+    model = compiled()
+    model.fit(made(8), epochs=2, verbose=0)
+    torch.manual_seed(6)
+    loader = made(16)
+    reference, _ = plain_training(lambda epoch: list(loader))
+    assert_close(model.net, reference)
+
+
+@pytest.mark.parametrize("count", [1, 2, 17, 103])
+def test_evaluation_and_prediction_are_exact_and_in_order(count):
+    model = compiled(metrics=["accuracy", "f1", "auc"] if count > 17 else ["accuracy"])
+    x, y = X[:count], Y[:count]
+    values = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+    with torch.no_grad():
+        logits = model.net(x)
+    assert values["loss"] == pytest.approx(F.cross_entropy(logits, y).item(), abs=1e-6)
+    assert values["accuracy"] == pytest.approx((logits.argmax(1) == y).float().mean().item())
+    if count > 17:
+        from sklearn.metrics import f1_score, roc_auc_score
+
+        assert values["f1"] == pytest.approx(f1_score(y, logits.argmax(1), average="macro"))
+        expected = roc_auc_score(y, logits.softmax(1), multi_class="ovr", average="macro")
+        assert values["auc"] == pytest.approx(expected, abs=1e-6)
+    predicted = model.predict(DataLoader(TensorDataset(x), batch_size=8), verbose=0)
+    assert np.allclose(predicted, logits.numpy(), atol=1e-6)
+
+
+def test_accumulated_batches_of_all_ranks_are_one_batch():
+    model = compiled(accumulate_grad_batches=3)
+    model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    reference, _ = plain_training(lambda epoch: cut(range(103), 48))
+    assert_close(model.net, reference)
+
+
+def test_sample_weights_and_validation_count_on_all_ranks():
+    weight = torch.rand(103)
+    model = compiled(learning_rate=None)
+    history = model.fit(X, Y, sample_weight=weight, batch_size=103, epochs=1, shuffle=False,
+                        validation_data=(X, Y), verbose=0).history
+    losses = F.cross_entropy(small_net()(X), Y, reduction="none")
+    assert history["loss"][0] == pytest.approx((losses * weight).mean().item(), abs=1e-6)
+    with torch.no_grad():
+        after = F.cross_entropy(model.net(X), Y).item()
+    assert history["val_loss"][0] == pytest.approx(after, abs=1e-6)
+
+
+# ---------------------------------------------------------------------- the caller's process
+
+
+def test_the_callers_model_optimizer_and_callbacks_hold_the_trained_state():
+    class Collects(Callback):
+        def __init__(self):
+            self.losses = []
+
+        def on_epoch_end(self, epoch, logs):
+            self.losses.append(logs["loss"])
+
+    collects, seen = Collects(), []
+    model = compiled()
+    net, before = model.net, model.net[0].weight.detach().clone()
+    optimizer = model.optimizer
+    history = model.fit(X, Y, epochs=2, verbose=0, callbacks=[
+        collects, LambdaCallback(on_train_end=lambda logs: seen.append(os.getpid()))])
+    assert model.net is net and not torch.equal(net[0].weight, before)
+    assert model.optimizer is optimizer and optimizer.state
+    assert collects.losses == history.history["loss"] == model.history.history["loss"]
+    assert seen == [os.getpid()]
+    assert (model.world_size, model.global_rank, model.device_ids) == (2, 0, [0, 1])
+    assert model.effective_batch_size == 64
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_second_fit_goes_on_from_the_first():
+    model = compiled()
+    for _ in range(2):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    reference, _ = plain_training(lambda epoch: cut(range(103), 16))
+    assert_close(model.net, reference)
+
+
+def test_large_data_reach_the_workers_without_being_changed_there():
+    class Scribbles(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    x = torch.randn(8192, 64)
+    model = compiled(Scribbles())
+    expected = model.net(x).detach().numpy()
+    assert np.allclose(model.predict(x, batch_size=1024, verbose=0), expected, atol=1e-5)
+    assert np.allclose(model.predict(x.numpy(), batch_size=1024, verbose=0), expected, atol=1e-5)
+
+
+def test_a_callback_stops_all_ranks_at_the_same_step():
+    model = compiled()
+
+    def stop(batch, logs):
+        if batch == 1 and model.is_global_zero:
+            model.stop_training = True
+
+    history = model.fit(X, Y, batch_size=8, epochs=3, verbose=0,
+                        callbacks=LambdaCallback(on_train_batch_end=stop))
+    assert history.epoch == [0]
+    model.fit(X, Y, verbose=0)
+
+
+def test_an_evaluation_inside_a_callback_runs_on_all_ranks():
+    class Evaluates(Callback):
+        def on_epoch_end(self, epoch, logs):
+            logs["again"] = self.model.evaluate(X, Y, verbose=0)[0]
+
+    history = compiled().fit(X, Y, validation_data=(X, Y), verbose=0, callbacks=Evaluates()).history
+    assert history["again"] == pytest.approx(history["val_loss"])
+
+
+def test_fewer_samples_than_ranks_are_refused_before_a_process_starts():
+    end_workers()
+    with pytest.raises(fitkit.ConfigurationError, match="1 samples.*2 ranks"):
+        compiled().fit(X[:1], Y[:1], verbose=0)
+    from fitkit.distributed.launchers import workers
+
+    assert workers._pool is None
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def at_second_batch(act, rank=1):
+    import torch.distributed as dist
+
+    def hook(batch, logs):
+        if dist.get_rank() == rank and batch == 1:
+            act()
+
+    return LambdaCallback(on_train_batch_end=hook)
+
+
+def raise_mine():
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (raise_mine, r"Rank 1 failed: KeyError: 'mine'"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "Rank 1 was ended by SIGKILL"),
+        (lambda: os._exit(3), "Rank 1 left with status 3"),
+        (lambda: sys.exit(0), "Rank 1 failed: SystemExit"),
+    ],
+    ids=["exception", "kill", "exit", "sys.exit"],
+)
+def test_a_rank_that_fails_ends_the_call_with_its_traceback(act, words):
+    started = time.monotonic()
+    with pytest.raises(fitkit.WorkerError, match=words) as caught:
+        compiled().fit(X, Y, batch_size=8, epochs=5, verbose=0, callbacks=at_second_batch(act))
+    assert time.monotonic() - started < 30  # never a hang; not a measurement
+    assert caught.value.rank == 1
+    if act is raise_mine:
+        assert "raise_mine" in caught.value.remote_traceback
+    compiled().fit(X, Y, verbose=0)  # the next call works
+
+
+def test_an_error_of_rank_0_stays_itself_and_ends_the_others():
+    with pytest.raises(KeyError, match="mine"):
+        compiled().fit(X, Y, batch_size=8, verbose=0, callbacks=at_second_batch(raise_mine, rank=0))
+    compiled().fit(X, Y, verbose=0)
+
+
+def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs():
+    strategy = fitkit.strategies.DDPSpawnStrategy(timeout=2)
+    with pytest.raises(fitkit.WorkerError, match=r"Rank 1 did not take part") as caught:
+        compiled(strategy=strategy).fit(X, Y, batch_size=8, verbose=0,
+                                        callbacks=at_second_batch(lambda: time.sleep(600)))
+    assert "time.sleep(600)" in str(caught.value)
+
+
+def test_unused_parameters_are_named_with_the_option():
+    class Unused(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(6, 3), torch.nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    with pytest.raises(fitkit.ConfigurationError, match=r"net.idle.weight, net.idle.bias.*find_unused"):
+        compiled(Unused()).fit(X, Y, batch_size=8, verbose=0)
+    strategy = fitkit.strategies.DDPSpawnStrategy(find_unused_parameters=True)
+    compiled(Unused(), strategy=strategy).fit(X, Y, batch_size=8, verbose=0)
+
+
+def test_what_can_not_be_sent_is_named_by_its_path():
+    net = small_net()
+    net[0].lock = threading.Lock()
+    with pytest.raises(fitkit.ConfigurationError, match=r"model\.net\.0\.lock is a lock"):
+        compiled(net).fit(X, Y, verbose=0)
+
+
+SCRIPT = """
+    import os, sys, time
+    import torch, fitkit
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 3)
+            self.act = lambda x: x.tanh()
+        def forward(self, x):
+            return self.layer(self.act(x))
+    model = fitkit.Model(Net())
+    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=2)
+    x, y = torch.randn(64, 6), torch.randint(3, (64,))
+    print("begin", flush=True)
+    model.fit(x, y, epochs={epochs}, verbose=0, callbacks=fitkit.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: ({act})))
+    print("end", model.evaluate(x, y, verbose=0), flush=True)
+"""
+
+
+def script(tmp_path, epochs=2, act="None"):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT).format(epochs=epochs, act=act))
+    return subprocess.Popen(
+        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def workers_of(pid):
+    found = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout
+    rows = [line.split(maxsplit=2) for line in found.splitlines() if "launchers.worker" in line]
+    return [int(row[0]) for row in rows if row[1] == str(pid)]
+
+
+def gone(pids, seconds=15):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_script_needs_no_guard_and_prints_once(tmp_path):
+    with script(tmp_path) as process:
+        out, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    assert out.split()[0] == "begin" and out.count("begin") == out.count("end") == 1
+    assert err == ""
+
+
+def test_workers_go_with_a_parent_that_is_killed(tmp_path):
+    with script(tmp_path, epochs=10**6) as process:
+        assert process.stdout.readline() == "begin\n"
+        deadline = time.monotonic() + 30
+        while not (pids := workers_of(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        process.kill()
+        process.communicate(timeout=10)
+    assert pids and gone(pids)
+
+
+def test_ctrl_c_ends_the_call_although_a_worker_hangs_in_it(tmp_path):
+    act = "print('epoch', flush=True), time.sleep(600 if model.global_rank else 0)"
+    with script(tmp_path, epochs=10**6, act=act) as process:
+        assert process.stdout.readline() == "begin\n"
+        assert process.stdout.readline() == "epoch\n"
+        pids = workers_of(process.pid)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in err
+    assert pids and gone(pids)
