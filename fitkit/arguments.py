@@ -26,7 +26,8 @@ def describe(value: object) -> str:
 
 def only_known_arguments(function: Function) -> Function:
     """Make a call with an unknown keyword fail with the nearest name (`Did you mean …?`)."""
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     accepted = [name for name in parameters if name != "self"]
 
     @functools.wraps(function)
@@ -34,9 +35,26 @@ def only_known_arguments(function: Function) -> Function:
         for name in kwargs:
             if name not in parameters:
                 raise _unknown_argument(function.__name__, name, accepted)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _unbound(function.__name__, signature, error) from None
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
+
+
+def _unbound(call: str, signature: inspect.Signature, error: TypeError) -> ArgumentTypeError:
+    """The error for arguments that are missing, or too many by position."""
+    by_place = [
+        item.name
+        for item in signature.parameters.values()
+        if item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and item.name != "self"
+    ]
+    return ArgumentTypeError(
+        f"{call}() {error}. By position it takes {', '.join(by_place)}; write all else by name, "
+        "like batch_size=32."
+    )
 
 
 def _unknown_argument(call: str, name: str, accepted: list[str]) -> ArgumentTypeError:
@@ -77,7 +95,9 @@ def check_number(
             f"{name}={describe(value)} must be a number, not a {type(value).__name__}."
         )
     number = float(value)
-    if not math.isfinite(number) or number <= above or number < minimum or number >= below:
+    if not math.isfinite(number):
+        raise ConfigurationError(f"{name}={value} must be a finite number.")
+    if number <= above or number < minimum or number >= below:
         bounds = []
         if above != -math.inf:
             bounds.append(f"above {above:g}")
@@ -85,8 +105,7 @@ def check_number(
             bounds.append(f"at least {minimum:g}")
         if below != math.inf:
             bounds.append(f"below {below:g}")
-        wanted = " and ".join(bounds) or "finite"
-        raise ConfigurationError(f"{name}={value} must be {wanted}.")
+        raise ConfigurationError(f"{name}={value} must be {' and '.join(bounds)}.")
 
 
 def check_flag(name: str, value: object, *, optional: bool = False) -> None:
@@ -109,5 +128,6 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else []
     )
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
-    kind = ConfigurationError if isinstance(value, (str, int, float)) else ArgumentTypeError
+    same_type = any(type(value) is type(choice) for choice in choices)
+    kind = ConfigurationError if same_type else ArgumentTypeError
     raise kind(f"{name}={describe(value)} must be one of {listing}.{suggestion}")

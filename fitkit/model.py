@@ -16,6 +16,7 @@ from fitkit.data.sources import array_batch, check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
+from fitkit.training.fit_state import FitState
 from fitkit.training.jobs import FitJob, PassJob
 from fitkit.training.loop import on_host
 from fitkit.training.passes import joined, run_evaluate, run_predict
@@ -25,8 +26,25 @@ from fitkit.training.session import (
     caller_of,
     modes_restored,
     transfer_of,
+    unchanged_on_error,
 )
 from fitkit.training.steps import PredictStep
+
+LATER_HOOKS = (
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "training_step_end",
+    "validation_step_end",
+    "test_step_end",
+    "training_epoch_end",
+    "validation_epoch_end",
+    "test_epoch_end",
+    "configure_optimizers",
+    "transfer_batch_to_device",
+)
+"""Hooks of the contract that this version doesn't call; ignoring one would train otherwise."""
 
 
 class Model(nn.Module):
@@ -71,9 +89,8 @@ class Model(nn.Module):
         self.net = net
         self.history = None
         self.stop_training = False
-        self._compilation = Compilation.default()
-        self._optimizer: Optimizer | None = None
-        self._scheduler: Any = None
+        self.compilation = Compilation.default()
+        self.fit_state = FitState()
         self._batch_size: int | None = None
         self._log_names: list[str] | None = None
 
@@ -142,8 +159,9 @@ class Model(nn.Module):
             weighted_metrics: metrics that count samples by their weight (the weighted mean).
             lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance;
                 or a dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`) and
-                `"monitor"` (the log that `ReduceLROnPlateau` watches). Default none. Names get
-                the training's length from `fit` where they need one (`"cosine"`).
+                `"monitor"` (the log that `ReduceLROnPlateau` watches). Default none. Names that
+                need the training's length (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it
+                from each `fit` and begin anew with it; all others go on over several fits.
             devices: which devices; `"auto"` by default.
             accelerator: `"auto"` (default), `"cpu"`, `"gpu"`, `"cuda"`, `"mps"`.
             strategy: `"auto"` (default), a strategy's name, or an object.
@@ -170,34 +188,31 @@ class Model(nn.Module):
         arguments = {
             name: value for name, value in locals().items() if name not in ("self", "__class__")
         }
-        self._compilation = self._compilation.updated(arguments, self)
+        compilation = self.compilation.updated(arguments, self)
+        if jit_compile is not UNSET:
+            self._jit_compile(jit_compile)
+        self.compilation = compilation
         if optimizer is not UNSET:
-            self._optimizer = self._scheduler = None
+            self.fit_state.optimizer = self.fit_state.scheduler = None
         if lr_scheduler is not UNSET:
-            self._scheduler = None
+            self.fit_state.drop_scheduler()
         if any(given is not UNSET for given in (loss, metrics, weighted_metrics)):
             self._log_names = None
         if learning_rate is not UNSET and learning_rate is not None:
-            self._set_learning_rate(learning_rate)
-        if jit_compile is not UNSET:
-            self._jit_compile(jit_compile)
-
-    def _set_learning_rate(self, rate: float) -> None:
-        """Change the rate of an optimizer that exists; a scheduler begins anew from there."""
-        if self._optimizer is None or self._compilation.optimizer.is_instance:
-            return
-        self._scheduler = None
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-            group.pop("initial_lr", None)
+            self.fit_state.set_rate(learning_rate)
 
     def _jit_compile(self, options: bool | dict[str, Any]) -> None:
         """Compile the net in place: its parameters keep their names."""
         target = self if self.net is None else self.net
         if options is False:
             target._compiled_call_impl = None
-        else:
+            return
+        try:
             nn.Module.compile(target, **({} if options is True else options))
+        except Exception as error:
+            raise ConfigurationError(
+                f"jit_compile={options!r} isn't what torch.compile takes: {error}"
+            ) from error
 
     # ------------------------------------------------------------------ the verbs
 
@@ -341,12 +356,24 @@ class Model(nn.Module):
 
     def _launch(self, run: Any, job: FitJob | PassJob) -> Any:
         """Check the job's data, then run it on every rank."""
-        strategy = self._compilation.strategy
+        strategy = self.compilation.strategy
+        self._check_hooks()
         job.prepare(strategy.precision.input_dtype(self), strategy.world.size)
         if strategy.collectives.world_size > 1:
             # Called by a callback inside a run: all ranks are here already.
-            return run(self, self._compilation, job)
-        return strategy.launcher.launch(run, self, self._compilation, job)
+            return run(self, self.compilation, job)
+        return strategy.launcher.launch(run, self, self.compilation, job)
+
+    def _check_hooks(self) -> None:
+        """Refuse to ignore hooks that this version doesn't call."""
+        found = [hook for hook in LATER_HOOKS if hasattr(type(self), hook)]
+        if found:
+            raise ConfigurationError(
+                f"{type(self).__name__} defines {', '.join(found)}, but this version of fitkit "
+                "calls no steps of your own. Define forward, and give compile the loss and metrics."
+            )
+        if self.net is None and type(self).forward is Model.forward:
+            self.forward()  # says what is missing
 
     # ------------------------------------------------------------------ single batches
 
@@ -372,10 +399,10 @@ class Model(nn.Module):
         """
         weights = None if class_weight is None else ClassWeights(class_weight)
         batch = self._one_batch(x, y, sample_weight, return_dict)
-        compilation = self._compilation
+        compilation = self.compilation
         step = compiled_step(self, compilation, self, weights)
-        updater = updater_of(self, compilation, accumulate=1)
-        with modes_restored(self), backend_flags(compilation):
+        with unchanged_on_error(self), modes_restored(self), backend_flags(compilation):
+            updater = updater_of(self, compilation, accumulate=1)
             self.train()
             updater.clear()
             loss = step(batch)
@@ -383,7 +410,6 @@ class Model(nn.Module):
                 updater.step_with_closure(loss, lambda: step.again(batch))
             else:
                 updater.step(loss, step.samples, step.samples)
-            updater.clear()
         return _as_asked(step.logbook.results(), return_dict)
 
     @only_known_arguments
@@ -392,8 +418,8 @@ class Model(nn.Module):
     ) -> Any:
         """One batch's loss and metrics, as `evaluate` returns them."""
         batch = self._one_batch(x, y, sample_weight, return_dict)
-        step = compiled_step(self, self._compilation, self)
-        with modes_restored(self), backend_flags(self._compilation), torch.no_grad():
+        step = compiled_step(self, self.compilation, self)
+        with modes_restored(self), backend_flags(self.compilation), torch.no_grad():
             self.eval()
             step(batch)
         return _as_asked(step.logbook.results(), return_dict)
@@ -402,9 +428,9 @@ class Model(nn.Module):
     def predict_on_batch(self, x: Any) -> Any:
         """The net's outputs for one batch, as NumPy arrays."""
         batch = self._one_batch(x, None, None, False)
-        strategy = self._compilation.strategy
+        strategy = self.compilation.strategy
         step = PredictStep(self, caller_of(self), transfer_of(self, strategy))
-        with modes_restored(self), backend_flags(self._compilation), torch.no_grad():
+        with modes_restored(self), backend_flags(self.compilation), torch.no_grad():
             self.eval()
             return _to_numpy(joined([on_host(step(batch))]))
 
@@ -412,7 +438,7 @@ class Model(nn.Module):
         """The arrays of one batch as tensors, after the module has its place."""
         check_flag("return_dict", return_dict)
         check_data_type(x)
-        strategy = self._compilation.strategy
+        strategy = self.compilation.strategy
         dtype = strategy.precision.input_dtype(self)
         batch = array_batch(x, y, sample_weight, float_dtype=dtype)
         strategy.place(self)
@@ -428,9 +454,7 @@ class Model(nn.Module):
             ConfigurationError: it can't be made; never an AttributeError, which
                 `nn.Module` would hide.
         """
-        if self._optimizer is None:
-            self._optimizer = self._compilation.optimizer.build(self.parameters())
-        return self._optimizer
+        return self.fit_state.optimizer_for(self, self.compilation)
 
     def begin_fit(self, history: History, batch_size: int | None) -> None:
         """Take the record of a fit that begins."""
@@ -442,24 +466,13 @@ class Model(nn.Module):
         """Take the names of the values that a pass gave."""
         self._log_names = names
 
-    def scheduler_for(self, epochs: int, updates: int | None) -> Any:
-        """The learning-rate scheduler; made by the first `fit` and kept by the next.
-
-        Args:
-            epochs, updates: of the whole training, for schedulers that need its length.
-        """
-        choice = self._compilation.scheduler
-        if self._scheduler is None and choice is not None:
-            self._scheduler = choice.build(self.optimizer, epochs, updates)
-        return self._scheduler
-
     @property
     def metrics_names(self) -> list[str]:
         """The names of what `evaluate` returns, in its order.
 
         Names that depend on the net's outputs are known after the first pass over data.
         """
-        return self._log_names or ["loss", *self._compilation.metrics.known_names]
+        return self._log_names or ["loss", *self.compilation.metrics.known_names]
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -471,27 +484,27 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        return self._compilation.strategy.device
+        return self.compilation.strategy.device
 
     @property
     def device_ids(self) -> list[int]:
         """The indices of the run's devices, in rank order."""
-        return list(self._compilation.strategy.device_ids)
+        return list(self.compilation.strategy.device_ids)
 
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        return self._compilation.strategy.world.rank
+        return self.compilation.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank among those of its node."""
-        return self._compilation.strategy.world.local_rank
+        return self.compilation.strategy.world.local_rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return self._compilation.strategy.world.size
+        return self.compilation.strategy.world.size
 
     @property
     def is_global_zero(self) -> bool:
@@ -587,6 +600,8 @@ def _to_numpy(outputs: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         leaf = leaf.detach()
+        if leaf.layout is not torch.strided:
+            leaf = leaf.to_dense()
         if leaf.dtype is torch.bfloat16 or (leaf.dtype.itemsize == 1 and leaf.is_floating_point()):
             leaf = leaf.float()
         return leaf.numpy()

@@ -38,6 +38,10 @@ class OptimizerChoice:
         given = self.given
         if isinstance(given, str):
             OPTIMIZERS[given]
+        elif isinstance(given, type) and not issubclass(given, Optimizer):
+            raise ArgumentTypeError(
+                f"optimizer={given.__name__} is a class, but no torch.optim.Optimizer."
+            )
         elif isinstance(given, Optimizer) or callable(given):
             pass
         else:
@@ -83,12 +87,12 @@ class OptimizerChoice:
         if self.is_instance:
             return self.given
         held = list(parameters)
-        _check_trainable(held)
+        check_trainable(held)
         maker = OPTIMIZERS[self.given] if isinstance(self.given, str) else self.given
         options: dict[str, Any] = {} if self.learning_rate is None else {"lr": self.learning_rate}
         try:
             optimizer = maker(held, **options)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             raise ConfigurationError(
                 f"optimizer={shown(self.given)} could not be made: {error}"
             ) from error
@@ -100,7 +104,12 @@ class OptimizerChoice:
         return optimizer
 
 
-def _check_trainable(parameters: list[torch.nn.Parameter]) -> None:
+def check_trainable(parameters: list[torch.nn.Parameter]) -> None:
+    """Refuse parameters of which none can learn.
+
+    Raises:
+        ConfigurationError: there are none, all are frozen, or their shapes aren't known yet.
+    """
     for parameter in parameters:
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise ConfigurationError(

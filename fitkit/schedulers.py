@@ -29,9 +29,6 @@ for _name, _class in vars(lr_scheduler).items():
         SCHEDULERS.add(_name, _class, *([_short] if _short != _name else []))
 SCHEDULERS.add("cosine", lr_scheduler.CosineAnnealingLR)
 
-_LENGTHS = ("T_max", "total_steps", "total_iters")
-"""Arguments of schedulers that say how long the training is; `fit` knows it."""
-
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerChoice:
@@ -48,6 +45,11 @@ class SchedulerChoice:
     interval: str = "epoch"
     monitor: str | None = None
 
+    @property
+    def follows_fit(self) -> bool:
+        """Whether the training's length, which `fit` knows, is one of its arguments."""
+        return isinstance(self.given, str) and bool(_lengths_of(SCHEDULERS[self.given]))
+
     @classmethod
     def read(cls, value: Any) -> SchedulerChoice | None:
         """The choice in `compile`'s argument; None stays None.
@@ -61,7 +63,7 @@ class SchedulerChoice:
             unknown = set(value) - {"scheduler", "interval", "monitor"}
             if unknown or "scheduler" not in value:
                 raise ConfigurationError(
-                    f"lr_scheduler has the keys {sorted(value)}; it takes 'scheduler' (which "
+                    f"lr_scheduler has the keys {list(value)}; it takes 'scheduler' (which "
                     "must be there), 'interval' and 'monitor'."
                 )
             given, monitor = value["scheduler"], value.get("monitor")
@@ -69,12 +71,12 @@ class SchedulerChoice:
         else:
             given, monitor, interval = value, None, _own_interval(value)
         check_choice("lr_scheduler's interval", interval, ("epoch", "step"))
-        if isinstance(given, str):
-            SCHEDULERS[given]
-        elif not (callable(given) or _is_scheduler(given)):
-            raise ArgumentTypeError(
-                f"lr_scheduler={describe(given)} must be a name, a class, a functools.partial, a "
-                "factory optimizer -> scheduler, or an instance."
+        if monitor is not None and not isinstance(monitor, str):
+            raise ArgumentTypeError(f"lr_scheduler's monitor={monitor!r} must be a name.")
+        _check_kind(given)
+        if interval == "step" and _maker(given) is lr_scheduler.ReduceLROnPlateau:
+            raise ConfigurationError(
+                "ReduceLROnPlateau watches a value of an epoch; give it interval='epoch'."
             )
         return cls(given, interval, monitor)
 
@@ -97,7 +99,7 @@ class SchedulerChoice:
             return self.given
         maker = SCHEDULERS[self.given] if isinstance(self.given, str) else self.given
         length = epochs if self.interval == "epoch" else updates
-        options = self._lengths(maker, optimizer, length) if isinstance(maker, type) else {}
+        options = self._options(maker, optimizer, length) if self.follows_fit else {}
         try:
             scheduler = maker(optimizer, **options)
         except (TypeError, ValueError) as error:
@@ -112,22 +114,59 @@ class SchedulerChoice:
             )
         return scheduler
 
-    def _lengths(self, maker: Any, optimizer: Optimizer, length: int | None) -> dict[str, Any]:
+    def _options(self, maker: Any, optimizer: Optimizer, length: int | None) -> dict[str, Any]:
         """The arguments that follow from the training's length."""
-        options: dict[str, Any] = {}
-        accepted = inspect.signature(maker).parameters
         if length is None:
-            return options
-        for name in _LENGTHS:
-            # LinearLR's and ConstantLR's own default is a warm-up of a few steps: kept.
-            required = name in accepted and accepted[name].default is inspect.Parameter.empty
-            if required or (name == "total_steps" and name in accepted):
-                options[name] = length
-        if maker is lr_scheduler.PolynomialLR:
-            options["total_iters"] = length
-        if "max_lr" in accepted and maker is lr_scheduler.OneCycleLR:
+            raise ConfigurationError(
+                f"lr_scheduler={self.given!r} needs the training's length, but x has no length. "
+                "Give fit steps_per_epoch=…, or give the scheduler with its arguments."
+            )
+        options: dict[str, Any] = dict.fromkeys(_lengths_of(maker), length)
+        if maker is lr_scheduler.OneCycleLR:
             options["max_lr"] = [group["lr"] for group in optimizer.param_groups]
         return options
+
+
+def _lengths_of(maker: Any) -> list[str]:
+    """The arguments of a scheduler that say how long the training is."""
+    # LinearLR's and ConstantLR's total_iters is a warm-up of a few steps, by their own default.
+    accepted = inspect.signature(maker).parameters
+    whole = ("T_max", "total_steps")
+    names = [name for name in whole if name in accepted]
+    return [*names, "total_iters"] if maker is lr_scheduler.PolynomialLR else names
+
+
+def _check_kind(given: Any) -> None:
+    """Refuse what can't be a scheduler, and names whose class needs arguments."""
+    if isinstance(given, str):
+        maker = SCHEDULERS[given]
+        known = {*_lengths_of(maker), "optimizer", "max_lr" if _lengths_of(maker) else ""}
+        missing = [
+            item.name
+            for item in inspect.signature(maker).parameters.values()
+            if item.default is inspect.Parameter.empty and item.name not in known
+        ]
+        if missing:
+            raise ConfigurationError(
+                f"lr_scheduler={given!r} needs {' and '.join(missing)}. Give them with "
+                f"functools.partial({_class_name(maker)}, {missing[0]}=…)."
+            )
+    elif isinstance(given, type) and not callable(getattr(given, "step", None)):
+        raise ArgumentTypeError(f"lr_scheduler={given.__name__} is a class, but no scheduler.")
+    elif isinstance(given, type) and issubclass(given, Optimizer):
+        raise ArgumentTypeError(f"lr_scheduler={given.__name__} is an optimizer's class.")
+    elif not (callable(given) or _is_scheduler(given)):
+        raise ArgumentTypeError(
+            f"lr_scheduler={describe(given)} must be a name, a class, a functools.partial, a "
+            "factory optimizer -> scheduler, or an instance."
+        )
+
+
+def _maker(given: Any) -> Any:
+    """The class behind a name, a partial or a class; the value itself otherwise."""
+    if isinstance(given, str):
+        return SCHEDULERS[given]
+    return given.func if isinstance(given, functools.partial) else given
 
 
 def _is_scheduler(value: Any) -> bool:
@@ -140,11 +179,9 @@ def _is_scheduler(value: Any) -> bool:
 
 def _own_interval(given: Any) -> str:
     """OneCycleLR and CyclicLR count steps by their nature; the others epochs by habit."""
-    maker = given
-    if isinstance(given, str) and given in SCHEDULERS:
-        maker = SCHEDULERS[given]
-    if isinstance(given, functools.partial):
-        maker = given.func
+    if isinstance(given, str) and given not in SCHEDULERS:
+        return "epoch"  # refused in a moment, by its name
+    maker = _maker(given)
     if not isinstance(maker, type):
         maker = type(maker)
     return "step" if maker in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR) else "epoch"

@@ -30,7 +30,8 @@ def set_seed(seed: int) -> int:
     check_count("seed", seed, minimum=0)
     if seed >= 2**32:
         raise ConfigurationError(f"seed={seed} must be below 2**32 = {2**32}.")
+    seed = int(seed)
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(int(seed))
-    return int(seed)
+    torch.manual_seed(seed)
+    return seed

@@ -85,7 +85,7 @@ def sample_count(tree: Any) -> int:
 
 
 def concatenate(trees: list[Any]) -> Any:
-    """Trees of one structure joined leaf by leaf along dimension 0.
+    """Trees of one structure joined leaf by leaf along dimension 0, in memory of their own.
 
     Tensors without dimensions become a vector with one entry a tree. Leaves that aren't
     tensors become a list.
@@ -95,8 +95,7 @@ def concatenate(trees: list[Any]) -> Any:
     """
     first = trees[0]
     if isinstance(first, torch.Tensor):
-        if len(trees) == 1:
-            return first if first.ndim else first.reshape(1)
+        # A copy even of a single one: a net may give its input, or a parameter.
         return torch.cat([tensor if tensor.ndim else tensor.reshape(1) for tensor in trees])
     if isinstance(first, Mapping):
         if any(list(tree) != list(first) for tree in trees):

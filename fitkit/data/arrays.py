@@ -31,12 +31,17 @@ def is_array_tree(value: object) -> bool:
     return is_array(value)
 
 
+def wide_dtype(float_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of targets and weights beside a net's own: half precision would round them."""
+    return float_dtype if float_dtype.itemsize >= 4 else torch.float32
+
+
 def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool = False) -> Any:
     """A tree of arrays as the same tree of tensors.
 
     Floating numbers get `float_dtype`; integers of a target become int64, as torch's losses
     want them; other integers and booleans stay. Memory is shared where no conversion is
-    needed.
+    needed. An entry of a target's tuple, list or dict may be None.
 
     Args:
         value: arrays of shape (N, ...), or a tuple, list or dict of them.
@@ -53,8 +58,12 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             key: as_tensors(item, f"{name}[{key!r}]", float_dtype, target=target)
             for key, item in value.items()
         }
+    if value is None and target and name.endswith("]"):
+        return None
     if isinstance(value, (tuple, list)):
-        if not is_array_tree(value):
+        if not value:
+            raise ConfigurationError(f"{name} is empty: {value!r}.")
+        if not is_array_tree([part for part in value if part is not None or not target]):
             raise ArgumentTypeError(
                 f"{name}={describe(value)} is a {type(value).__name__} that doesn't hold only "
                 f"arrays or tensors. Write numpy.asarray({name}) if it holds numbers."
@@ -79,8 +88,6 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
     """One array as a tensor, sharing memory where torch can."""
     if isinstance(value, torch.Tensor):
         return value.detach()
-    if hasattr(value, "toarray") and not is_array(value):
-        raise ArgumentTypeError(f"{name} is a sparse matrix. Write {name}.toarray().")
     if not is_array(value):
         raise ArgumentTypeError(
             f"{name}={describe(value)} must be a NumPy array or a tensor (or a tuple, list or "
@@ -113,6 +120,8 @@ def check_lengths(parts: dict[str, Any]) -> int:
     first_name, first_length = "", -1
     for name, tree in parts.items():
         for path, leaf in trees.leaves_with_paths(tree):
+            if leaf is None:
+                continue
             length = leaf.shape[0]
             if first_length < 0:
                 first_name, first_length = name + path, length
@@ -126,9 +135,38 @@ def check_lengths(parts: dict[str, Any]) -> int:
     return first_length
 
 
+def check_alike(train: Any, held_out: Any) -> None:
+    """Refuse in-memory validation data that can't meet the same net as the training's.
+
+    Raises:
+        ConfigurationError: inputs of other shapes than the training's, or no targets beside
+            data that have them; what isn't in memory is seen only when it is read.
+    """
+    if not (isinstance(train, ArraySource) and isinstance(held_out, ArraySource)):
+        return
+    if len(train.batch) > 1 and len(held_out.batch) == 1:
+        raise ConfigurationError("validation_data has no targets. Write (x, y).")
+    shapes = [
+        [(path, leaf.shape[1:]) for path, leaf in trees.leaves_with_paths(source.batch[0])]
+        for source in (train, held_out)
+    ]
+    if [path for path, _ in shapes[0]] != [path for path, _ in shapes[1]]:
+        raise ConfigurationError(
+            "validation_data's inputs are built otherwise than x: "
+            f"{[path for path, _ in shapes[1]]} and {[path for path, _ in shapes[0]]}."
+        )
+    fixed = all(len(shape) <= 1 for _, shape in shapes[0])  # images and texts may differ in size
+    for (path, expected), (_, given) in zip(*shapes, strict=True):
+        if len(expected) != len(given) or (fixed and expected != given):
+            raise ConfigurationError(
+                f"validation_data's x{path} has samples of shape {tuple(given)}, but x{path} has "
+                f"samples of shape {tuple(expected)}."
+            )
+
+
 def take(tree: Any, start: int, stop: int) -> Any:
     """The samples from `start` to `stop` of every array in a tree."""
-    return trees.map_leaves(lambda tensor: tensor[start:stop], tree)
+    return trees.map_leaves(lambda leaf: None if leaf is None else leaf[start:stop], tree)
 
 
 class ArraySource:
@@ -202,8 +240,10 @@ class ArraySource:
         return self.seed
 
 
-def _select(tensor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def _select(tensor: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor | None:
     """The chosen rows; indexing with an index tensor takes twice as long (PERFORMANCE.md)."""
+    if tensor is None:
+        return None
     if tensor.device.type != "cpu":
         chosen = chosen.to(tensor.device, non_blocking=True)
     return tensor.index_select(0, chosen)

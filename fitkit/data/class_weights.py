@@ -11,6 +11,9 @@ import torch
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
+LARGEST_CLASS = 10**6
+"""A table has an entry for each class up to the largest one."""
+
 
 class ClassWeights:
     """Turns labels into sample weights.
@@ -35,6 +38,11 @@ class ClassWeights:
                     f"class_weight has the key {label!r}; keys are class numbers from 0."
                 )
             check_number(f"class_weight[{label}]", weight, minimum=0)
+        if max(weights) > LARGEST_CLASS:
+            raise ConfigurationError(
+                f"class_weight has the class {max(weights)}; classes above {LARGEST_CLASS} aren't "
+                "supported. Give sample weights instead."
+            )
         # One entry beyond the largest class stands for all classes that aren't named.
         table = torch.ones(max(int(label) for label in weights) + 2)
         for label, weight in weights.items():

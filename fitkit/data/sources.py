@@ -21,6 +21,7 @@ from fitkit.data.arrays import (
     is_array,
     is_array_tree,
     take,
+    wide_dtype,
 )
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.notices import warn
@@ -191,13 +192,16 @@ def array_batch(
     label = {"x": "y"}.get(name, f"{name}'s y")
     weights = {"x": "sample_weight"}.get(name, f"{name}'s sample_weight")
     parts = {name: as_tensors(x, name, float_dtype)}
+    wide = wide_dtype(float_dtype)
     if y is not None:
-        parts[label] = as_tensors(y, label, float_dtype, target=True)
+        parts[label] = as_tensors(y, label, wide, target=True)
     if sample_weight is not None:
         if y is None:
             raise ConfigurationError(f"{weights} needs y: weights multiply each sample's loss.")
-        given = as_tensors(sample_weight, weights, float_dtype)
-        parts[weights] = trees.map_leaves(lambda tensor: tensor.to(float_dtype), given)
+        given = as_tensors(sample_weight, weights, wide, target=True)
+        parts[weights] = trees.map_leaves(
+            lambda leaf: None if leaf is None else leaf.to(wide), given
+        )
     check_lengths(parts)
     return tuple(parts.values())
 
@@ -233,7 +237,7 @@ def _batch_source(
     if isinstance(x, DataLoader):
         _warn_unused_batch_size(name, x, batch_size, x.batch_size)
         return LoaderSource(x)
-    if isinstance(x, TensorDataset) and 1 <= len(x.tensors) <= 3:
+    if _is_plain_tensors(x):
         first, *rest = x.tensors
         y = rest[0] if rest else None
         weight = rest[1] if len(rest) > 1 else None
@@ -256,6 +260,11 @@ def _batch_source(
             )
         if length_of(x) == 0:
             raise ConfigurationError(f"{name} is empty: the {type(x).__name__} has 0 samples.")
+        if shuffle == "batch":
+            raise ConfigurationError(
+                f"shuffle='batch' is for arrays; {name} is a {type(x).__name__}. Write True or "
+                "False, or give a DataLoader with a sampler of your own."
+            )
         return LoaderSource(DataLoader(x, batch_size=batch_size, shuffle=bool(shuffle)))
     _warn_unused_batch_size(name, x, batch_size, None)
     return IterableSource(x)
@@ -267,6 +276,11 @@ def _warn_unused_batch_size(name: str, x: Any, asked: int, own: int | None) -> N
             f"batch_size={asked} is not used: {name} is a {type(x).__name__}, which makes its "
             "own batches."
         )
+
+
+def _is_plain_tensors(x: Any) -> bool:
+    """Whether `x` is a TensorDataset whose samples are its rows (a subclass may change them)."""
+    return type(x) is TensorDataset and 1 <= len(x.tensors) <= 3
 
 
 def split_tail(
@@ -291,7 +305,7 @@ def split_tail(
             f"validation_split={fraction:g} of {samples} samples leaves {cut} to train and "
             f"{samples - cut} to validate. Both need at least 1."
         )
-    if isinstance(x, Dataset) and not isinstance(x, TensorDataset):
+    if isinstance(x, Dataset) and not _is_plain_tensors(x):
         return (Subset(x, range(cut)), None, None), (Subset(x, range(cut, samples)), None, None)
     head = tuple(None if piece is None else take(piece, 0, cut) for piece in pieces)
     tail = tuple(None if piece is None else take(piece, cut, samples) for piece in pieces)
@@ -300,7 +314,9 @@ def split_tail(
 
 def _cuttable(x: Any, y: Any, sample_weight: Any) -> tuple[int, tuple[Any, Any, Any]]:
     """The number of samples, and the parts to cut as trees of arrays."""
-    if isinstance(x, TensorDataset) and 1 <= len(x.tensors) <= 3:
+    if _makes_batches(x, y, sample_weight):
+        _refuse_parts("x", x, y, sample_weight)
+    if _is_plain_tensors(x):
         padded = [*x.tensors, None, None]
         return len(x), (padded[0], padded[1], padded[2])
     if isinstance(x, Dataset) and not isinstance(x, IterableDataset):
@@ -347,7 +363,11 @@ def check_data_type(x: Any, name: str = "x") -> None:
     Raises:
         ArgumentTypeError: None, a string, a number, a class.
     """
-    if x is None or isinstance(x, (str, bytes, int, float, type)):
+    if hasattr(x, "toarray") and not is_array(x):
+        raise ArgumentTypeError(f"{name} is a sparse matrix. Write {name}.toarray().")
+    if isinstance(x, (list, tuple, dict)) and not x:
+        raise ConfigurationError(f"{name} is empty: {x!r}.")
+    if x is None or isinstance(x, (str, bytes, int, float, range, type)):
         raise ArgumentTypeError(
             f"{name}={describe(x)} is no data. Give a DataLoader, a Dataset, arrays or tensors "
             "(or a tuple, list or dict of them), or an iterable of batches."

@@ -28,28 +28,27 @@ class Stream:
         self.steps = source.steps if steps is None else steps
         self._limit = steps
         self._number = first
-        self._endless = self._passes() if steps is not None else iter(())
+        # No reference back to this stream: a ring would keep a loader's workers alive.
+        self._endless = _passes(source, first) if steps is not None else iter(())
 
     def epoch(self) -> Iterator[Any]:
         """The next epoch's batches."""
         if self._limit is not None:
             return itertools.islice(self._endless, self._limit)
-        return self._next_pass()
-
-    def _next_pass(self) -> Iterator[Any]:
         number = self._number
         self._number += 1
         return self.source.batches(number)
 
-    def _passes(self) -> Iterator[Any]:
-        """Pass after pass, until the source gives nothing or can't be read again."""
-        while True:
-            count = 0
-            for batch in self._next_pass():
-                count += 1
-                yield batch
-            if not self.source.repeatable or count == 0:
-                return
+
+def _passes(source: Source, first: int) -> Iterator[Any]:
+    """Pass after pass, until the source gives nothing or can't be read again."""
+    for number in itertools.count(first):
+        count = 0
+        for batch in source.batches(number):
+            count += 1
+            yield batch
+        if not source.repeatable or count == 0:
+            return
 
 
 def limited(source: Source, steps: int | None) -> Iterator[Any]:
@@ -65,8 +64,9 @@ def check_readable(source: Source, epochs: int, steps: int | None, name: str = "
         ConfigurationError: with what to give instead.
     """
     if epochs > 1 and steps is None and not source.repeatable:
+        argument = "steps_per_epoch" if name == "x" else "validation_steps"
         raise ConfigurationError(
             f"{name} is an iterator, which can be read once, but epochs={epochs} needs it "
-            f"{epochs} times. Give steps_per_epoch=… to cut one long stream into epochs, or "
+            f"{epochs} times. Give {argument}=… to cut one long stream into epochs, or "
             "something that can be read again (a list of batches, a DataLoader, a Dataset)."
         )

@@ -2,38 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from fitkit import trees
-from fitkit.data.arrays import as_tensors
+from fitkit.data.arrays import as_tensors, wide_dtype
+
+LABEL_KEYS = ("labels", "label")
+"""Where a dict batch without `y` carries its targets, by Hugging Face's custom."""
+
+SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 class Transfer:
-    """Moves batches: every tensor to the device, floats to the net's floating dtype.
+    """Moves batches: every tensor to the device, floating inputs to the net's dtype.
 
-    NumPy arrays become tensors, objects with `.to` are asked to move, other leaves stay.
+    Targets and weights stay in float32 beside a net in half precision, and integer targets
+    become int64, as torch's losses want them. NumPy arrays become tensors, objects with `.to`
+    are asked to move, other leaves stay.
 
     Args:
         device: where the net is.
         float_dtype: the dtype of the net's parameters.
+
+    A batch cut from arrays shares their memory. A net that changes its inputs in place (a first
+    layer with `inplace=True`) would change the user's data: `settle` looks after the first
+    batch, and where it does, later batches are copied and the first one is put back.
     """
 
     def __init__(self, device: torch.device, float_dtype: torch.dtype) -> None:
         self.device = device
         self.float_dtype = float_dtype
+        self.wide_dtype = wide_dtype(float_dtype)
+        self._copies = False
+        self._watched: list[tuple[torch.Tensor, int, torch.Tensor]] | None = []
 
     def __call__(self, batch: Any) -> Any:
         """The batch; the very same object where nothing has to move."""
-        if type(batch) in (tuple, list):
-            for part in batch:
-                if not self._is_there(part):
-                    break
-            else:
+        if type(batch) in (tuple, list) and len(batch) > 1:
+            x, *rest = batch
+            if self._is_settled and self._is_there(x) and self._are_there(rest):
                 return batch
-        return trees.map_leaves(self._move, batch)
+            return (self._inputs(x), *(trees.map_leaves(self._target, part) for part in rest))
+        if type(batch) in (tuple, list):
+            return tuple(self._inputs(part) for part in batch)
+        return self._inputs(batch)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._watched is None and not self._copies
+
+    def settle(self) -> None:
+        """Look, after the first batch's forward, whether the net changed its inputs."""
+        changed = [entry for entry in self._watched or () if entry[0]._version != entry[1]]
+        self._copies = bool(changed)
+        self._watched = changed or None
+
+    def put_back(self) -> None:
+        """Give the first batch's memory its values back; not before its backward is done."""
+        for tensor, _, values in self._watched or ():
+            with torch.no_grad():
+                tensor.copy_(values)
+        self._watched = None if self._copies else self._watched
 
     def _is_there(self, leaf: Any) -> bool:
         return (
@@ -42,11 +75,46 @@ class Transfer:
             and (leaf.dtype is self.float_dtype or not leaf.is_floating_point())
         )
 
-    def _move(self, leaf: Any) -> Any:
+    def _are_there(self, targets: list[Any]) -> bool:
+        for leaf in targets:
+            if not isinstance(leaf, torch.Tensor) or leaf.device != self.device:
+                return False
+            if leaf.dtype is not torch.int64 and leaf.dtype is not self.wide_dtype:
+                return False
+        return True
+
+    def _inputs(self, x: Any) -> Any:
+        moved = trees.map_leaves(self._input, x)
+        if isinstance(x, Mapping):
+            for key in LABEL_KEYS:
+                if key in moved:
+                    moved[key] = trees.map_leaves(self._target, x[key])
+        return moved
+
+    def _input(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             dtype = self.float_dtype if leaf.is_floating_point() else leaf.dtype
+            moved = leaf.to(self.device, dtype, non_blocking=True)
+            return self._guarded(moved) if moved is leaf else moved
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            return self._guarded(as_tensors(leaf, "x", self.float_dtype).to(self.device))
+        move = getattr(leaf, "to", None)
+        return move(self.device) if callable(move) else leaf
+
+    def _guarded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the user's memory, guarded against a net that writes into it."""
+        if self._copies:
+            return tensor.clone()
+        if self._watched is not None and not tensor.is_inference():
+            self._watched.append((tensor, tensor._version, tensor.clone()))
+        return tensor
+
+    def _target(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            dtype = self.wide_dtype if leaf.is_floating_point() else leaf.dtype
+            dtype = torch.int64 if dtype in SMALL_INTEGERS else dtype
             return leaf.to(self.device, dtype, non_blocking=True)
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            return as_tensors(leaf, "x", self.float_dtype).to(self.device)
+            return as_tensors(leaf, "y", self.wide_dtype, target=True).to(self.device)
         move = getattr(leaf, "to", None)
         return move(self.device) if callable(move) else leaf

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import unknown_name
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "xla")
@@ -50,7 +50,7 @@ def choose_kind(accelerator: Any, machine: Machine) -> str:
     if not isinstance(accelerator, str) or accelerator.lower() not in ACCELERATORS:
         if isinstance(accelerator, str):
             raise unknown_name("accelerator", accelerator, ACCELERATORS)
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             f"accelerator={describe(accelerator)} must be one of "
             f"{', '.join(repr(word) for word in ACCELERATORS)}."
         )
@@ -176,8 +176,11 @@ def _refused(devices: Any, kind: str, visible: int, reason: str) -> Configuratio
 
 def older_spelling(gpus: Any) -> dict[str, Any]:
     """`gpus=` as `accelerator` and `devices`: None, 0, [], "0" and "" mean the CPU."""
-    no_gpu = gpus is None or (isinstance(gpus, str) and gpus.strip() in ("", "0"))
-    if no_gpu or (not isinstance(gpus, bool) and gpus in (0, [], ())):
+    if gpus is None or (
+        gpus.strip() in ("", "0")
+        if isinstance(gpus, str)
+        else type(gpus) in (int, list, tuple) and not gpus
+    ):
         return {"accelerator": "cpu", "devices": "auto"}
     return {"accelerator": "gpu", "devices": gpus}
 

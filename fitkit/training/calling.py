@@ -23,7 +23,10 @@ class Caller:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        parameters = list(inspect.signature(forward).parameters.values())
+        try:
+            parameters = list(inspect.signature(forward).parameters.values())
+        except (TypeError, ValueError):  # TorchScript tells no signature: by position then
+            parameters = [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
         kinds = [parameter.kind for parameter in parameters]
         self._spread = inspect.Parameter.VAR_POSITIONAL in kinds
         self._any_keyword = inspect.Parameter.VAR_KEYWORD in kinds

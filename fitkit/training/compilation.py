@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fitkit import trees
 from fitkit.arguments import (
     check_choice,
     check_count,
@@ -110,10 +111,23 @@ class Compilation:
         given = {name: value for name, value in arguments.items() if value is not UNSET}
         _expand_gpus(given)
         _check_simple(given)
-        _check_combinations(given)
+        _check_combinations({**self.given, **given}, given)
         compilation = self._resolve({**self.given, **given}, self, given)
-        compilation.optimizer.check_parameters(_trainable(model, compilation.given["loss"]))
+        compilation.optimizer.check_parameters(compilation.trainable(model))
         return compilation
+
+    def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The parameters that may learn: the model's and the losses' own."""
+        return [*model.parameters(), *self.loss_parameters()]
+
+    def loss_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of losses that are modules."""
+        return [
+            parameter
+            for loss in trees.leaves(self.given["loss"])
+            if isinstance(loss, torch.nn.Module)
+            for parameter in loss.parameters()
+        ]
 
     @classmethod
     def _resolve(
@@ -147,14 +161,6 @@ class Compilation:
         )
 
 
-def _trainable(model: torch.nn.Module, loss: Any) -> list[torch.nn.Parameter]:
-    """The parameters that an optimizer of this model may hold; a loss may have its own."""
-    parameters = list(model.parameters())
-    if isinstance(loss, torch.nn.Module):
-        parameters += list(loss.parameters())
-    return parameters
-
-
 def _expand_gpus(given: dict[str, Any]) -> None:
     """`gpus=…` as `accelerator` and `devices`."""
     if "gpus" not in given:
@@ -186,13 +192,18 @@ def _check_simple(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if name in checks:
             checks[name](name, value)
-        if name in LATER and value != DEFAULTS[name]:
+        if name in LATER and not _is_default(name, value):
             raise ConfigurationError(
                 f"{name}={describe(value)} isn't supported by this version of fitkit; leave it "
                 f"out or write {name}={DEFAULTS[name]!r}."
             )
     if "num_nodes" in given:
         check_nodes(given["num_nodes"])
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = DEFAULTS[name]
+    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def _check_deterministic(name: str, value: Any) -> None:
@@ -213,15 +224,25 @@ def _check_jit_compile(name: str, value: Any) -> None:
             )
 
 
-def _check_combinations(given: dict[str, Any]) -> None:
-    if (
-        isinstance(given.get("optimizer"), torch.optim.Optimizer)
-        and given.get("learning_rate") is not None
+def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse what can't go together, by the values that would hold after this call."""
+    optimizer = values["optimizer"]
+    is_instance = isinstance(optimizer, torch.optim.Optimizer)
+    if is_instance and given.get("learning_rate") is not None:
+        raise ConfigurationError(
+            f"learning_rate={given['learning_rate']} can't change an optimizer instance, which "
+            "has a rate of its own. Set the rate where you make it (or in its param_groups), or "
+            "give the optimizer's name or class."
+        )
+    scheduler = values["lr_scheduler"]
+    if isinstance(scheduler, dict):
+        scheduler = scheduler.get("scheduler")
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and (
+        scheduler.optimizer is not optimizer
     ):
         raise ConfigurationError(
-            f"learning_rate={given['learning_rate']} was given with an optimizer instance, which "
-            "has its own. Set the rate where you make it, or give the optimizer's name or class."
+            "The lr_scheduler instance belongs to another optimizer than this model's. Give "
+            "compile both instances, or the scheduler's class."
         )
-    optimizer = given.get("optimizer", "")
     if optimizer is None or isinstance(optimizer, bool):
         raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from fitkit.errors import ConfigurationError, FitkitError
 SHAPE_ERRORS = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|Given groups=|"
     r"Expected .*\d+D|Given normalized_shape|must match the size of tensor|"
-    r"is invalid for input of size|input\.size\(-1\) must be equal|Expected more than 1 value|"
+    r"is invalid for input of size|input\.size\(-1\) must be equal|"
     r"expected input's size|[Kk]ernel size can't be greater|"
     r"(running_mean|weight|running_var) should contain \d+ elements|"
     r"Calculated .* output size.* too small|must match except in dimension"
 )
+ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
 DTYPE_ERRORS = re.compile(
     r"must have the same dtype|expected scalar type|Input type .* and (bias|weight) type|"
     r"not implemented for '|expected m1 and m2 to have the same dtype|"
@@ -29,6 +31,7 @@ DTYPE_ERRORS = re.compile(
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
 INDEX_ERRORS = re.compile(r"index out of range in self")
 LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
+TORCH = str(Path(torch.__file__).parent)
 CALL_ERRORS = re.compile(
     r"(forward|_forward_unimplemented)\(\) (got|missing|takes)|multiple values for argument"
 )
@@ -37,7 +40,9 @@ CONTAINER_ERRORS = re.compile(
 )
 
 
-def explained(error: Exception, net: Callable[..., Any], x: Any, y: Any) -> FitkitError | None:
+def explained(
+    error: Exception, net: Callable[..., Any], x: Any, y: Any, name: str = "x"
+) -> FitkitError | None:
     """A clearer error for one that a batch caused; None for what is not ours to explain.
 
     Errors that the user's own code raises, out-of-memory errors and everything unknown stay
@@ -46,18 +51,26 @@ def explained(error: Exception, net: Callable[..., Any], x: Any, y: Any) -> Fitk
     if isinstance(error, torch.OutOfMemoryError):
         return None
     text = str(error)
-    given = shapes_of(x, "x")
+    given = shapes_of(x, name)
+    if not isinstance(error, RuntimeError) and not _raised_by_torch(error):
+        return None
+    if isinstance(error, ValueError) and ONE_SAMPLE.search(text):
+        return ConfigurationError(
+            f"Batch normalisation can't train on one sample: {given}. Choose a batch_size that "
+            "leaves no last batch of 1, or give a DataLoader with drop_last=True."
+        )
     if isinstance(error, (RuntimeError, ValueError)) and SHAPE_ERRORS.search(text):
         return ConfigurationError(
-            f"The net can't take this batch: {given}. {_first_line(text)} The first dimension is "
-            "the batch; check the others (the number of features or channels) against the net's "
-            "first layer."
+            f"The net can't take this batch{_layer(error, net)}: {given}. {_first_line(text)} The "
+            "first dimension is the batch; check the others (features or channels) against what "
+            "the layer expects."
         )
     if isinstance(error, (RuntimeError, ValueError)) and DTYPE_ERRORS.search(text):
         return ConfigurationError(
             f"The numbers of this batch are of a type that the net or loss can't take: {given}"
             f"{'' if y is None else ', ' + shapes_of(y, 'y')}. {_first_line(text)} Convert the "
-            "data, for example with x.astype('float32') or x.float()."
+            "data: images and features to floats (x.astype('float32')), tokens and classes to "
+            "integers (x.astype('int64'))."
         )
     if isinstance(error, RuntimeError) and DEVICE_ERRORS.search(text):
         return ConfigurationError(
@@ -89,6 +102,29 @@ def explained(error: Exception, net: Callable[..., Any], x: Any, y: Any) -> Fitk
             f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword."
         )
     return None
+
+
+def _raised_by_torch(error: Exception) -> bool:
+    """Whether torch raised it, or Python at a call of the net's; not a `raise` of the user's."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    file = "" if frame is None else frame.tb_frame.f_code.co_filename
+    return file.startswith(TORCH) or isinstance(error, (TypeError, AttributeError, IndexError))
+
+
+def _layer(error: Exception, net: Callable[..., Any]) -> str:
+    """Which of the net's layers an error comes from: ` in its layer '2', Linear(…)`."""
+    names = {id(module): name for name, module in getattr(net, "named_modules", dict)()}
+    found = ""
+    frame = error.__traceback__
+    while frame is not None:
+        module = frame.tb_frame.f_locals.get("self")
+        name = names.get(id(module), "").removeprefix("net.")
+        if name and isinstance(module, torch.nn.Module) and not list(module.children()):
+            found = f" in its layer {name!r}, {type(module).__name__}({module.extra_repr()})"
+        frame = frame.tb_next
+    return found
 
 
 def _first_line(text: str) -> str:

@@ -12,12 +12,13 @@ from fitkit.callbacks.base import overrides
 from fitkit.data.stream import Stream
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
+from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
 from fitkit.training.loop import train_batches
 from fitkit.training.passes import evaluate_source
 from fitkit.training.reduction import reduced
 from fitkit.training.runs import closing, compiled_step, share_of, updater_of, with_own
-from fitkit.training.session import backend_flags, copies_of_buffers, modes_restored, put_back
+from fitkit.training.session import backend_flags, modes_restored, unchanged_on_error
 from fitkit.training.steps import CompiledStep
 
 if TYPE_CHECKING:
@@ -49,50 +50,49 @@ class FitRun:
         self.strategy = compilation.strategy
         self.collectives = self.strategy.collectives
         self.strategy.place(model)
-        self.updater = updater_of(
-            model, compilation, after_update=lambda: self._after_update()
-        )  # the optimizer is made here, after the module has its place
         self.source = share_of(job.source, compilation, training=True)
         self.held_out = (
             None if job.held_out is None else share_of(job.held_out, compilation, training=False)
         )
         self.stream = Stream(self.source, job.steps_per_epoch, first=job.initial_epoch)
+        held_out_target = None if self.held_out is None else self.held_out.target
         self.step = compiled_step(
             model,
             compilation,
             self.strategy.door(model),
             job.weights_by_class,
-            self.source.target,
+            [self.source.target, held_out_target],
         )
-        self.scheduler = model.scheduler_for(job.epochs, self._updates())
-        self._after_update = self._scheduler_step()
+        self.scheduler = model.fit_state.scheduler_for(
+            model,
+            compilation,
+            epochs=job.epochs,
+            initial_epoch=job.initial_epoch,
+            steps=self._updates_in_an_epoch(),
+        )
+        # The optimizer is made here, after the module has its place.
+        self.updater = updater_of(model, compilation, after_update=self._scheduler_step())
         self.validation_step: CompiledStep | None = None
         self.history = History()
 
-    def _updates(self) -> int | None:
-        """How many updates the whole training makes, where that is known."""
+    def _updates_in_an_epoch(self) -> int | None:
+        """How many updates an epoch makes, where that is known."""
         steps = self.stream.steps
         if steps is None:
             return None
-        groups = -(-steps // self.compilation.accumulate_grad_batches)
-        return groups * self.job.epochs
+        return -(-steps // self.compilation.accumulate_grad_batches)
 
-    def _scheduler_step(self) -> Callable[[], Any]:
+    def _scheduler_step(self) -> Callable[[], Any] | None:
         """What moves a scheduler that counts updates."""
         choice = self.compilation.scheduler
         if choice is None or choice.interval != "step":
-            return lambda: None
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ConfigurationError(
-                "ReduceLROnPlateau watches a value of an epoch; give it interval='epoch'."
-            )
+            return None
         return steps_to_the_end(self.scheduler)
 
     def run(self) -> History:
         """Train for the epochs that were asked; the history of them."""
         model, job = self.model, self.job
         callbacks = with_own(job.callback_list, job.verbose, self.history)
-        buffers = copies_of_buffers(model)
         model.begin_fit(self.history, self.source.batch_size)
         callbacks.begin(model, self._params())
         try:
@@ -104,14 +104,8 @@ class FitRun:
                     if model.stop_training:
                         break
                 callbacks.call("on_train_end", logs)
-        except BaseException:
-            if self.updater.updates == 0:
-                put_back(buffers)
-            raise
         finally:
             self.strategy.finish()
-            for parameter in model.parameters():
-                parameter.grad = None
         return self.history
 
     def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +133,7 @@ class FitRun:
         """Whether some rank's callbacks ask to stop."""
         return any(self.collectives.gather(self.model.stop_training))
 
-    def _stops_now(self) -> Callable[[], bool]:
+    def _stops_now(self) -> Callable[[], bool] | None:
         """What tells after a batch whether to stop.
 
         On several ranks that takes an exchange, made only where a callback of the user's acts
@@ -152,19 +146,17 @@ class FitRun:
             for callback in self.job.callback_list.callbacks
             for hook in BATCH_HOOKS
         )
-        return self._any_stops if acts else lambda: False
+        return self._any_stops if acts else None
 
     def _ran_out(self, epoch: int, batches: int) -> bool:
         """Whether an epoch got no batches; fewer than asked end the training, with a warning."""
-        asked = self.job.steps_per_epoch or 1
-        if batches >= asked or (self.model.stop_training and batches > 0):
+        asked = self.job.steps_per_epoch
+        if batches >= (asked or 1) or (self.model.stop_training and batches > 0):
             return False
         if batches == 0 and epoch == self.job.initial_epoch:
             raise ConfigurationError("x is empty: it gave no batches.")
-        warn(
-            f"x ended in epoch {epoch + 1} after {batches} batches of the {asked} that "
-            "steps_per_epoch asks for; training ends here."
-        )
+        wanted = f" of the {asked} that steps_per_epoch asks for" if asked else ""
+        warn(f"x ended in epoch {epoch + 1} after {batches} batches{wanted}; training ends here.")
         self.model.stop_training = True
         return batches == 0
 
@@ -174,7 +166,7 @@ class FitRun:
         if self.validation_step is None:
             # Below the wrapper: a rank without batches would never join its exchanges.
             self.validation_step = compiled_step(
-                self.model, self.compilation, self.model, all_targets=self.held_out.target
+                self.model, self.compilation, self.model, name="validation_data"
             )
         return evaluate_source(
             self.model,
@@ -195,12 +187,11 @@ class FitRun:
             steps_to_the_end(scheduler)()
             return
         watched = choice.monitor or ("val_loss" if self.held_out is not None else "loss")
+        validated = any(name.startswith("val_") for name in logs)
         if watched in logs:
             scheduler.step(logs[watched])
-        elif self.held_out is None or not watched.startswith("val_"):
-            raise ConfigurationError(
-                f"lr_scheduler monitors {watched!r}, but the logs have {', '.join(logs)}."
-            )
+        elif validated or self.held_out is None or not watched.startswith("val_"):
+            check_monitor(watched, logs)
 
     def _params(self) -> dict[str, Any]:
         job = self.job
@@ -232,4 +223,5 @@ def steps_to_the_end(scheduler: Any) -> Callable[[], Any]:
 
 def run_fit(model: Model, compilation: Compilation, job: FitJob) -> History:
     """`fit` on this rank."""
-    return FitRun(model, compilation, job).run()
+    with unchanged_on_error(model):
+        return FitRun(model, compilation, job).run()

@@ -12,11 +12,11 @@ import torch
 from fitkit.arguments import (
     check_choice,
     check_count,
-    check_flag,
     check_number,
     describe,
 )
 from fitkit.callbacks.collection import CallbackList
+from fitkit.data.arrays import check_alike
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import (
     Source,
@@ -68,8 +68,7 @@ class FitJob:
         check_count("validation_batch_size", self.validation_batch_size, optional=True)
         check_number("validation_split", self.validation_split, minimum=0, below=1)
         check_verbose(self.verbose)
-        if self.shuffle != "batch":
-            check_flag("shuffle", self.shuffle)
+        check_choice("shuffle", self.shuffle, (True, False, "batch"))
         self._check_validation_freq()
         if self.resume_from is not None:
             raise ConfigurationError(
@@ -139,6 +138,13 @@ class FitJob:
             float_dtype=float_dtype,
             name="validation_data",
         )
+        check_readable(
+            self.held_out,
+            sum(self.validates_after(e) for e in range(self.initial_epoch, self.epochs)),
+            self.validation_steps,
+            name="validation_data",
+        )
+        check_alike(source, self.held_out)
 
     def for_other_ranks(self) -> FitJob:
         """The job as other processes get it: with sources in place of what the user passed."""

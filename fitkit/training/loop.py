@@ -20,12 +20,12 @@ def train_batches(
     step: CompiledStep,
     updater: Updater,
     callbacks: CallbackList,
-    stops: Callable[[], bool],
+    stops: Callable[[], bool] | None,
 ) -> int:
     """Train on an epoch's batches.
 
     Args:
-        stops: whether some rank wants to stop; asked after the callbacks of a batch.
+        stops: whether some rank wants to stop; asked after each step. None where nobody can.
 
     Returns:
         How many steps there were.
@@ -34,8 +34,6 @@ def train_batches(
     end = callbacks.hooks("on_train_batch_end")
     clear, update = updater.clear, updater.step
     results = step.logbook.results
-    # Only a callback can stop an epoch; without one there is nothing to agree on at each step.
-    listens = bool(begin or end)
     index = -1
     for index, batch in enumerate(batches):
         for hook in begin:
@@ -51,11 +49,13 @@ def train_batches(
                 updater.step_with_closure(loss, partial(step.again, batch))
             else:
                 update(loss, step.samples, step.total)
+        if index == 0:
+            step.transfer.put_back()
         if end:
             logs = LazyLogs(results)
             for hook in end:
                 hook(index, logs)
-        if listens and stops():
+        if stops is not None and stops():
             break
     updater.finish()
     return index + 1
@@ -76,6 +76,8 @@ def evaluate_batches(batches: Iterator[Any], step: CompiledStep, callbacks: Call
             for hook in begin:
                 hook(index, {})
             step(batch)
+            if index == 0:
+                step.transfer.put_back()
             if end:
                 logs = LazyLogs(results)
                 for hook in end:

@@ -11,6 +11,7 @@ from fitkit.data.sources import Source
 from fitkit.data.stream import limited
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
+from fitkit.notices import warn
 from fitkit.training.jobs import PassJob
 from fitkit.training.loop import evaluate_batches, predict_batches
 from fitkit.training.reduction import reduced
@@ -27,7 +28,7 @@ def run_evaluate(model: Model, compilation: Compilation, job: PassJob) -> dict[s
     """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
     compilation.strategy.place(model)
     source = share_of(job.source, compilation, training=False)
-    step = compiled_step(model, compilation, model, all_targets=source.target)
+    step = compiled_step(model, compilation, model, all_targets=[source.target])
     callbacks = with_own(job.callback_list, job.verbose)
     callbacks.begin(model, pass_params("evaluate", source, job))
     with backend_flags(compilation), closing(callbacks):
@@ -54,7 +55,9 @@ def evaluate_source(
         model.eval()
         compilation.strategy.before_evaluation(model)
         callbacks.call("on_test_begin", {})
-        evaluate_batches(_first(source, steps, collectives), step, callbacks)
+        batches = evaluate_batches(_first(source, steps, collectives), step, callbacks)
+        if steps is not None and batches and collectives.world_size == 1 and batches < steps:
+            warn(f"{name} ended after {batches} batches of the {steps} that were asked for.")
         values = reduced(step.logbook, collectives)
         if not values:
             raise ConfigurationError(f"{name} is empty: it gave no batches.")

@@ -27,7 +27,8 @@ def compiled_step(
     compilation: Compilation,
     door: Callable[..., Any],
     class_weights: ClassWeights | None = None,
-    all_targets: Any = None,
+    all_targets: list[Any] | None = None,
+    name: str = "x",
 ) -> CompiledStep:
     """A step with its own logbook and meters, so that calls can nest."""
     strategy = compilation.strategy
@@ -40,6 +41,7 @@ def compiled_step(
         Logbook(compilation.metrics.meters()),
         class_weights,
         all_targets,
+        name,
     )
 
 
@@ -51,10 +53,12 @@ def updater_of(
     after_update: Callable[[], Any] | None = None,
 ) -> Updater:
     """What turns the model's losses into updates."""
+    model.fit_state.check(model, compilation)
     return Updater(
         compilation.strategy,
+        model.fit_state,
         model.optimizer,
-        list(model.parameters()),
+        compilation.trainable(model),
         accumulate=compilation.accumulate_grad_batches if accumulate is None else accumulate,
         clip_value=compilation.gradient_clip_val,
         clip_algorithm=compilation.gradient_clip_algorithm,

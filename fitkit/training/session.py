@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from fitkit.data.transfer import Transfer
 from fitkit.distributed.strategies import Strategy
 from fitkit.training.calling import Caller
 from fitkit.training.compilation import Compilation
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
 
 
 def caller_of(model: torch.nn.Module) -> Caller:
@@ -25,6 +28,7 @@ def caller_of(model: torch.nn.Module) -> Caller:
 
 
 def _spreads(forward: Any) -> bool:
+    """Whether a forward takes anything and hands it on."""
     kinds = {item.kind for item in inspect.signature(forward).parameters.values()}
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
@@ -64,13 +68,32 @@ def backend_flags(compilation: Compilation) -> Iterator[None]:
             torch.use_deterministic_algorithms(strict, warn_only=warn_only)
 
 
-def copies_of_buffers(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each buffer with a copy of its values (running statistics change in the first forward)."""
-    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+@contextlib.contextmanager
+def unchanged_on_error(model: Model) -> Iterator[None]:
+    """Put a model back as it was where an error comes before its first update.
+
+    The first forward already changes running statistics, and making a scheduler changes rates.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    state, history = model.fit_state, model.history
+    before, updates = state.snapshot(), state.updates
+    try:
+        # Whoever calls fit under no_grad means their own code.
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    except BaseException:
+        if state.updates == updates:
+            _put_back(buffers)
+            state.restore(before)
+            model.history = history
+        raise
+    finally:
+        for parameter in model.compilation.trainable(model):
+            parameter.grad = None
 
 
 @torch.no_grad()
-def put_back(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _put_back(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give buffers the values that were copied."""
     for buffer, copy in copies:
         buffer.copy_(copy)

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from fitkit import trees
 from fitkit.data.batches import unpack
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
-from fitkit.data.transfer import Transfer
-from fitkit.errors import FitkitError
+from fitkit.data.transfer import LABEL_KEYS, Transfer
+from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.losses import CompiledLoss
 from fitkit.training.calling import Caller
-from fitkit.training.explain import explained
+from fitkit.training.explain import explained, shapes_of
 from fitkit.training.logbook import Logbook
-
-LABEL_KEYS = ("labels", "label")
-"""Where a dict batch without `y` carries its targets, by Hugging Face's custom."""
 
 
 class CompiledStep:
@@ -35,7 +33,9 @@ class CompiledStep:
         loss: the compiled loss.
         logbook: where losses and metrics are noted.
         class_weights: weights by label; training only.
-        all_targets: every target of in-memory data, whose labels are checked at once.
+        all_targets: all targets of in-memory data (several data sets': a list), whose labels
+            are checked at the first batch.
+        name: how the user called the data, for messages.
 
     Attributes:
         samples: of the last batch on this rank; 0 where it only filled a place.
@@ -50,7 +50,8 @@ class CompiledStep:
         loss: CompiledLoss,
         logbook: Logbook,
         class_weights: ClassWeights | None = None,
-        all_targets: Any = None,
+        all_targets: list[Any] | None = None,
+        name: str = "x",
     ) -> None:
         self.door = door
         self.caller = caller
@@ -59,7 +60,8 @@ class CompiledStep:
         self.logbook = logbook
         self.meters = logbook.meters if logbook.meters.has_metrics else None
         self.class_weights = class_weights
-        self.all_targets = all_targets
+        self.all_targets = all_targets or []
+        self.name = name
         self.checked = False
         self.samples = 0
         self.total = 0
@@ -73,9 +75,12 @@ class CompiledStep:
         """
         share = batch if type(batch) is Share else None
         x, y, weight = unpack(self.transfer(batch if share is None else share.batch))
+        if y is None:
+            y = labels_inside(x)
+        if self.class_weights is not None:
+            weight = self.class_weights(y, weight)
         prediction, loss, parts = self._compute(x, y, weight)
-        samples = x.shape[0] if isinstance(x, torch.Tensor) and x.ndim else trees.sample_count(x)
-        self.samples = self.total = samples
+        samples = self.samples = self.total = samples_in(x, y)
         if share is not None:
             self.total = share.total
             if share.muted:
@@ -87,28 +92,32 @@ class CompiledStep:
             logbook.add_parts(parts, samples)
         if self.meters is not None:
             with torch.no_grad():
-                self.meters.update(prediction, target_of(x, y), weight)
+                self.meters.update(prediction, y, weight)
         return loss
 
     def again(self, batch: Any) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
         x, y, weight = unpack(self.transfer(batch.batch if type(batch) is Share else batch))
+        if y is None:
+            y = labels_inside(x)
+        if self.class_weights is not None:
+            weight = self.class_weights(y, weight)
         return self._compute(x, y, weight)[1]
 
     def _compute(
         self, x: Any, y: Any, weight: Any
     ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
+        if not self.checked:
+            check_batch(x, weight, self.name)
         try:
             prediction = self.caller(self.door, x)
             if not self.checked:
                 self._check(prediction, x, y)
-            if self.class_weights is not None:
-                weight = self.class_weights(y, weight)
             loss, parts = self.loss(prediction, y, weight)
         except FitkitError:
             raise
         except Exception as error:
-            explanation = explained(error, self.door, x, y)
+            explanation = explained(error, self.door, x, y, self.name)
             if explanation is None:
                 raise
             raise explanation from error
@@ -116,22 +125,51 @@ class CompiledStep:
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
+        self.transfer.settle()
         with torch.no_grad():
             self.loss.check(prediction, y)
-            if self.all_targets is not None:
-                self.loss.check_labels(self.all_targets)
+            for targets in self.all_targets:
+                self.loss.check_labels(targets)
             if self.meters is not None:
-                self.meters.start(prediction, target_of(x, y), self.loss.hint)
+                self.meters.start(prediction, y, self.loss.hint)
         self.checked = True
 
 
-def target_of(x: Any, y: Any) -> Any:
-    """The targets that metrics see: `y`, or the labels inside a dict batch."""
-    if y is None and isinstance(x, Mapping):
+def labels_inside(x: Any) -> Any:
+    """The targets that a dict batch carries among its inputs; None where it doesn't."""
+    if isinstance(x, Mapping):
         for key in LABEL_KEYS:
             if key in x:
                 return x[key]
-    return y
+    return None
+
+
+def samples_in(x: Any, y: Any) -> int:
+    """The number of samples in a batch: its targets', where there are any."""
+    if isinstance(y, torch.Tensor) and y.ndim:
+        return y.shape[0]
+    return trees.sample_count(x if y is None else y)
+
+
+def check_batch(x: Any, weight: Any, name: str) -> None:
+    """Refuse a batch without a tensor of inputs, or with weights that are none.
+
+    Raises:
+        ConfigurationError: with what the batch holds.
+    """
+    if not any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(x)):
+        plain = (int, float, str, bytes, type(None), np.ndarray)
+        if all(isinstance(leaf, plain) for leaf in trees.leaves(x)):
+            raise ConfigurationError(
+                f"A batch of {name} holds no tensor: {shapes_of(x, 'its input')}. A batch is "
+                "(x, y) or (x, y, sample_weight) of tensors or NumPy arrays."
+            )
+    wrong = [leaf for leaf in trees.leaves(weight) if not isinstance(leaf, torch.Tensor)]
+    if any(leaf is not None for leaf in wrong):
+        raise ConfigurationError(
+            f"A batch's sample_weight holds a {type(wrong[0]).__name__}; it must be a tensor or "
+            "array of one weight a sample."
+        )
 
 
 class PredictStep:
@@ -145,12 +183,15 @@ class PredictStep:
         self.door = door
         self.caller = caller
         self.transfer = transfer
+        self.checked = False
 
     def __call__(self, batch: Any) -> Any:
         """The net's outputs for the batch's inputs; targets and weights are not looked at."""
         x, _, _ = unpack(self.transfer(batch))
+        if not self.checked:
+            check_batch(x, None, "x")
         try:
-            return self.caller(self.door, x)
+            outputs = self.caller(self.door, x)
         except FitkitError:
             raise
         except Exception as error:
@@ -158,3 +199,8 @@ class PredictStep:
             if explanation is None:
                 raise
             raise explanation from error
+        if not self.checked:
+            self.transfer.settle()
+            self.transfer.put_back()
+            self.checked = True
+        return outputs

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import needs_closure
+from fitkit.training.fit_state import FitState
 
 
 class Updater:
@@ -21,8 +22,10 @@ class Updater:
 
     Args:
         strategy: computes the gradients.
+        fit_state: counts the updates.
         optimizer: makes the update.
-        parameters: the model's; their gradients are cleared before an update's first batch.
+        parameters: all that may learn; their gradients are cleared before an update's first
+            batch.
         accumulate: batches whose gradients make one update.
         clip_value: limit of the gradients' norm or values; None for none.
         clip_algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
@@ -35,6 +38,7 @@ class Updater:
     def __init__(
         self,
         strategy: Strategy,
+        fit_state: FitState,
         optimizer: Optimizer,
         parameters: list[torch.nn.Parameter],
         *,
@@ -44,7 +48,7 @@ class Updater:
         after_update: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.updates = 0
+        self._fit_state = fit_state
         self._strategy = strategy
         self._ranks = strategy.collectives.world_size
         self._backward = strategy.backward
@@ -145,7 +149,7 @@ class Updater:
         self._count_update()
 
     def _count_update(self) -> None:
-        self.updates += 1
+        self._fit_state.updates += 1
         if self._after_update is not None:
             self._after_update()
 

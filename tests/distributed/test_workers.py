@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import fitkit
 from fitkit.callbacks import Callback, LambdaCallback
@@ -185,8 +191,16 @@ def test_accumulated_batches_of_all_ranks_are_one_batch():
 def test_sample_weights_and_validation_count_on_all_ranks():
     weight = torch.rand(103)
     model = compiled(learning_rate=None)
-    history = model.fit(X, Y, sample_weight=weight, batch_size=103, epochs=1, shuffle=False,
-                        validation_data=(X, Y), verbose=0).history
+    history = model.fit(
+        X,
+        Y,
+        sample_weight=weight,
+        batch_size=103,
+        epochs=1,
+        shuffle=False,
+        validation_data=(X, Y),
+        verbose=0,
+    ).history
     losses = F.cross_entropy(small_net()(X), Y, reduction="none")
     assert history["loss"][0] == pytest.approx((losses * weight).mean().item(), abs=1e-6)
     with torch.no_grad():
@@ -209,8 +223,13 @@ def test_the_callers_model_optimizer_and_callbacks_hold_the_trained_state():
     model = compiled()
     net, before = model.net, model.net[0].weight.detach().clone()
     optimizer = model.optimizer
-    history = model.fit(X, Y, epochs=2, verbose=0, callbacks=[
-        collects, LambdaCallback(on_train_end=lambda logs: seen.append(os.getpid()))])
+    history = model.fit(
+        X,
+        Y,
+        epochs=2,
+        verbose=0,
+        callbacks=[collects, LambdaCallback(on_train_end=lambda logs: seen.append(os.getpid()))],
+    )
     assert model.net is net and not torch.equal(net[0].weight, before)
     assert model.optimizer is optimizer and optimizer.state
     assert collects.losses == history.history["loss"] == model.history.history["loss"]
@@ -251,8 +270,9 @@ def test_a_callback_stops_all_ranks_at_the_same_step():
         if batch == 1 and model.is_global_zero:
             model.stop_training = True
 
-    history = model.fit(X, Y, batch_size=8, epochs=3, verbose=0,
-                        callbacks=LambdaCallback(on_train_batch_end=stop))
+    history = model.fit(
+        X, Y, batch_size=8, epochs=3, verbose=0, callbacks=LambdaCallback(on_train_batch_end=stop)
+    )
     assert history.epoch == [0]
     model.fit(X, Y, verbose=0)
 
@@ -322,8 +342,9 @@ def test_an_error_of_rank_0_stays_itself_and_ends_the_others():
 def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs():
     strategy = fitkit.strategies.DDPSpawnStrategy(timeout=2)
     with pytest.raises(fitkit.WorkerError, match=r"Rank 1 did not take part") as caught:
-        compiled(strategy=strategy).fit(X, Y, batch_size=8, verbose=0,
-                                        callbacks=at_second_batch(lambda: time.sleep(600)))
+        compiled(strategy=strategy).fit(
+            X, Y, batch_size=8, verbose=0, callbacks=at_second_batch(lambda: time.sleep(600))
+        )
     assert "time.sleep(600)" in str(caught.value)
 
 
@@ -336,7 +357,9 @@ def test_unused_parameters_are_named_with_the_option():
         def forward(self, x):
             return self.used(x)
 
-    with pytest.raises(fitkit.ConfigurationError, match=r"net.idle.weight, net.idle.bias.*find_unused"):
+    with pytest.raises(
+        fitkit.ConfigurationError, match=r"net.idle.weight, net.idle.bias.*find_unused"
+    ):
         compiled(Unused()).fit(X, Y, batch_size=8, verbose=0)
     strategy = fitkit.strategies.DDPSpawnStrategy(find_unused_parameters=True)
     compiled(Unused(), strategy=strategy).fit(X, Y, batch_size=8, verbose=0)
@@ -373,13 +396,19 @@ def script(tmp_path, epochs=2, act="None"):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT).format(epochs=epochs, act=act))
     return subprocess.Popen(
-        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
 def workers_of(pid):
-    found = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout
+    found = subprocess.run(
+        ["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True
+    ).stdout
     rows = [line.split(maxsplit=2) for line in found.splitlines() if "launchers.worker" in line]
     return [int(row[0]) for row in rows if row[1] == str(pid)]
 

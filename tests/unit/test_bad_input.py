@@ -292,3 +292,152 @@ def test_outputs_that_can_not_be_joined_are_told():
     model = fitkit.Model(torch.nn.Identity())
     with pytest.raises(ConfigurationError, match="can't be joined"):
         model.predict(iter(batches), verbose=0)
+
+
+# ---------------------------------------------------------------------- found by a reviewer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"optimizer": torch.nn.Linear}, "no torch.optim.Optimizer"),
+        ({"lr_scheduler": torch.optim.SGD}, "optimizer's class"),
+        ({"lr_scheduler": "StepLR"}, r"needs step_size.*functools\.partial\(StepLR, step_size=…\)"),
+        ({"lr_scheduler": {"scheduler": "ReduceLROnPlateau", "interval": "step"}}, "an epoch"),
+        ({"lr_scheduler": {"scheduler": "ReduceLROnPlateau", "monitor": 3}}, "monitor=3"),
+        ({"jit_compile": {"mode": "nope"}}, "torch.compile takes"),
+        ({"learning_rate": float("inf")}, "finite"),
+        ({"precision": [32]}, r"precision=\[32\]"),
+        ({"accelerator": None}, "accelerator=None"),
+        ({"gradient_clip_algorithm": 1}, "gradient_clip_algorithm=1"),
+        ({"scale_lr": np.array([1, 2])}, "scale_lr"),
+    ],
+)
+def test_compile_refuses_these_too(arguments, words):
+    model = compiled()
+    before = model.compilation
+    with pytest.raises(ConfigurationError, match=words):
+        model.compile(**arguments)
+    assert model.compilation is before
+
+
+def test_a_rate_can_not_change_an_instance_of_an_earlier_call():
+    model = fitkit.Model(torch.nn.Linear(4, 3))
+    model.compile(torch.optim.SGD(model.parameters(), lr=0.1), "cross_entropy")
+    with pytest.raises(ConfigurationError, match="instance"):
+        model.compile(learning_rate=0.5)
+
+
+def test_a_scheduler_over_another_optimizer_is_refused_at_once():
+    model = fitkit.Model(torch.nn.Linear(4, 3))
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="another optimizer"):
+        model.compile("sgd", lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+
+
+def test_an_error_in_a_factory_is_not_hidden_as_a_missing_attribute():
+    model = compiled(optimizer=lambda parameters: torch.optim.Adamm(parameters))
+    with pytest.raises(ConfigurationError, match="Adamm"):
+        model.optimizer  # noqa: B018
+
+
+@pytest.mark.parametrize("hook", ["training_step", "configure_optimizers", "validation_step"])
+def test_hooks_that_would_be_ignored_are_refused(hook):
+    own = type("Own", (fitkit.Model,), {hook: lambda self, *arguments: None})
+    model = own(torch.nn.Linear(4, 3))
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(ConfigurationError, match=hook):
+        model.fit(X, Y, verbose=0)
+
+
+def test_keras_positions_are_told_by_name():
+    with pytest.raises(TypeError, match=r"fit\(\) .*By position it takes x, y.*batch_size=32"):
+        compiled().fit(X, Y, 32, 10)
+    with pytest.raises(TypeError, match=r"fit\(\) missing a required argument: 'x'"):
+        compiled().fit()
+
+
+@pytest.mark.parametrize(
+    ("validation", "words"),
+    [
+        ((X[:, :3], Y), r"samples of shape \(3,\), but x has samples of shape \(4,\)"),
+        ((X, Y + 1), "3"),
+        (X, "no targets|entries"),
+        (iter([(torch.tensor(X), torch.tensor(Y))]), "validation_data is an iterator"),
+    ],
+    ids=["features", "labels", "no targets", "iterator"],
+)
+def test_validation_data_are_looked_at_before_the_first_update(validation, words):
+    model = compiled()
+    before = state_of(model)
+    with pytest.raises(ConfigurationError, match=words):
+        model.fit(X, Y, validation_data=validation, epochs=2, verbose=0)
+    assert_unchanged(model, before)
+
+
+def test_a_failed_train_on_batch_leaves_the_statistics_alone():
+    model = compiled(with_statistics())
+    before = state_of(model)
+    with pytest.raises(ConfigurationError):
+        model.train_on_batch(X, Y + 5)
+    assert_unchanged(model, before)
+
+
+def test_batch_normalisation_of_one_sample_is_explained():
+    with pytest.raises(ConfigurationError, match="one sample.*batch_size"):
+        compiled(with_statistics()).fit(X, Y, batch_size=19, verbose=0)
+
+
+def test_the_layer_that_can_not_take_a_batch_is_named():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(6, 3))
+    with pytest.raises(ConfigurationError, match=r"in its layer '1', Linear\(in_features=6"):
+        compiled(net).fit(X, Y, verbose=0)
+
+
+def test_an_error_that_the_net_raises_itself_stays_itself():
+    class Picky(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 3)
+
+        def forward(self, x):
+            raise ValueError("my own check: size mismatch in config")
+
+    with pytest.raises(ValueError, match="^my own check"):
+        compiled(Picky()).fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("batch", ["text", None, [1.0, 2.0], np.array([object()])])
+def test_a_batch_without_tensors_is_refused(batch):
+    with pytest.raises(ConfigurationError, match="no tensor|dtype"):
+        compiled().fit((batch for _ in range(2)), verbose=0)
+
+
+def test_a_data_set_with_targets_beside_it_is_not_split():
+    data = TensorDataset(torch.tensor(X), torch.tensor(Y))
+    with pytest.raises(ConfigurationError, match="second entry"):
+        compiled().fit(data, Y[:3], validation_split=0.5, verbose=0)
+
+
+def test_batch_shuffling_of_a_data_set_is_refused():
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return X[index], Y[index]
+
+    with pytest.raises(ConfigurationError, match="shuffle='batch' is for arrays"):
+        compiled().fit(Rows(), shuffle="batch", verbose=0)
+
+
+def test_a_cosine_over_a_stream_of_unknown_length_says_what_is_missing():
+    batches = ((torch.tensor(X), torch.tensor(Y)) for _ in range(3))
+    with pytest.raises(ConfigurationError, match="steps_per_epoch"):
+        compiled(lr_scheduler="one_cycle").fit(batches, verbose=0)
+
+
+def test_a_monitored_name_that_does_not_exist_lists_those_that_do():
+    plateau = {"scheduler": "ReduceLROnPlateau", "monitor": "val_los"}
+    with pytest.raises(ConfigurationError, match="'val_los'.*loss, val_loss"):
+        compiled(lr_scheduler=plateau).fit(X, Y, validation_data=(X, Y), verbose=0)

@@ -615,3 +615,184 @@ def test_summary_prints_layers_and_parameters(capsys):
     classifier().summary(X[:2])
     printed = capsys.readouterr().out
     assert "Linear" in printed and "15" in printed and "(2, 3)" in printed
+
+
+# ---------------------------------------------------------------------- the user's own things
+
+
+@pytest.mark.parametrize("kind", ["tensor", "numpy"])
+def test_a_net_that_writes_into_its_input_leaves_the_users_data_alone(kind):
+    x = X.clone() if kind == "tensor" else X.numpy().copy()
+    before = X.clone()
+    net = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 3))
+    model = fitkit.Model(net)
+    model.compile("sgd", "cross_entropy", learning_rate=0.0)
+    first = model.predict(x, batch_size=5, verbose=0)
+    assert np.array_equal(first, model.predict(x, batch_size=5, verbose=0))
+    history = model.fit(x, Y, batch_size=5, epochs=2, shuffle=False, validation_data=(x, Y),
+                        verbose=0).history
+    assert history["val_loss"][0] == history["val_loss"][1]
+    assert torch.equal(torch.as_tensor(x), before)
+
+
+def test_predictions_have_memory_of_their_own():
+    x = X.clone()
+    predicted = fitkit.Model(torch.nn.Identity()).predict(x, batch_size=100, verbose=0)
+    predicted[:] = 0
+    assert torch.equal(x, X)
+
+
+def test_a_data_set_that_changes_its_rows_is_asked_for_each():
+    class Doubled(TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return 2 * x, y
+
+    model = classifier()
+    expected = model.net(2 * X).detach().numpy()
+    assert np.allclose(model.predict(Doubled(X, Y), verbose=0), expected, atol=1e-6)
+
+
+def test_samples_are_counted_by_their_targets():
+    class Looks(torch.nn.Module):
+        def forward(self, table, x):
+            return x * table.sum()
+
+    table = torch.full((7, 1), 1 / 7)
+    batches = [({"table": table, "x": X[:20]}, Y[:20]), ({"table": table, "x": X[20:]}, Y[20:])]
+    model = fitkit.Model(Looks())
+    model.compile(loss="cross_entropy")
+    expected = F.cross_entropy(X, Y).item()
+    assert model.evaluate(batches, verbose=0) == pytest.approx(expected, abs=1e-6)
+
+
+def test_targets_of_a_half_precision_net_are_not_rounded():
+    net = torch.nn.Linear(4, 1).to(torch.bfloat16)
+    torch.nn.init.zeros_(net.weight)
+    torch.nn.init.zeros_(net.bias)
+    model = fitkit.Model(net)
+    model.compile(loss="mse")
+    assert model.evaluate(X, torch.full((24, 1), 257.0), verbose=0) == pytest.approx(257.0**2)
+
+
+def test_class_weights_reach_weighted_metrics():
+    model = classifier(weighted_metrics=["accuracy"], learning_rate=0.0)
+    history = model.fit(X, Y, batch_size=24, class_weight={0: 3.0}, verbose=0).history
+    right = (model.net(X).argmax(1) == Y).float()
+    weight = torch.where(Y == 0, 3.0, 1.0)
+    assert history["accuracy"][0] == pytest.approx(((right * weight).sum() / weight.sum()).item())
+
+
+def test_labels_inside_a_dict_batch_reach_a_compiled_loss():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 3)
+
+        def forward(self, x, labels=None):
+            return self.layer(x)
+
+    model = fitkit.Model(Net())
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"])
+    batch = {"x": X, "labels": Y.int()}
+    expected = F.cross_entropy(model.net(X), Y).item()
+    assert model.evaluate(batch, verbose=0)[0] == pytest.approx(expected, abs=1e-6)
+
+
+# ---------------------------------------------------------------------- optimizer and schedulers
+
+
+def test_a_loss_with_parameters_learns_where_an_optimizer_holds_them():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, prediction, target):
+            return F.mse_loss(prediction, target) * torch.exp(-self.a) + self.a
+
+    def pair():
+        torch.manual_seed(0)
+        return torch.nn.Linear(4, 4), Scaled()
+
+    net, loss = pair()
+    model = fitkit.Model(net)
+    model.compile(torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1), loss)
+    model.fit(X, X, batch_size=6, shuffle=False, verbose=0)
+    twin, twin_loss = pair()
+    optimizer = torch.optim.SGD([*twin.parameters(), *twin_loss.parameters()], lr=0.1)
+    for start in range(0, 24, 6):
+        optimizer.zero_grad()
+        twin_loss(twin(X[start : start + 6]), X[start : start + 6]).backward()
+        optimizer.step()
+    assert loss.a.item() == pytest.approx(twin_loss.a.item(), abs=1e-6)
+    assert loss.a.grad is None
+    model = fitkit.Model(pair()[0])
+    model.compile("sgd", Scaled())
+    with pytest.warns(UserWarning, match="1 parameters of its own that no optimizer holds"):
+        model.fit(X, X, verbose=0)
+
+
+def test_a_replaced_layer_gets_an_optimizer_that_trains_it():
+    model = fitkit.Model(torch.nn.Sequential(torch.nn.Linear(4, 3)))
+    model.compile("sgd", "cross_entropy", learning_rate=0.5)
+    model.fit(X, Y, verbose=0)
+    model.net[0] = torch.nn.Linear(4, 3)
+    before = model.net[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match="replaced"):
+        model.fit(X, Y, verbose=0)
+    assert not torch.equal(model.net[0].weight, before)
+
+
+def rates_of(model, **arguments):
+    rates = []
+    watch = fitkit.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: rates.append(model.optimizer.param_groups[0]["lr"]))
+    model.fit(X, Y, callbacks=watch, verbose=0, **arguments)
+    return rates
+
+
+def test_a_scheduler_by_name_spans_each_fit_and_goes_on_with_initial_epoch():
+    def cosine(epoch, total):
+        return 0.1 * (1 + np.cos(np.pi * epoch / total)) / 2
+
+    model = classifier(learning_rate=0.1, lr_scheduler="cosine")
+    assert rates_of(model, epochs=3) == pytest.approx([cosine(e, 3) for e in range(3)])
+    assert rates_of(model, epochs=2) == pytest.approx([cosine(e, 2) for e in range(2)])
+    assert rates_of(model, epochs=4, initial_epoch=2) == pytest.approx([cosine(2, 4), cosine(3, 4)])
+
+
+def test_a_failed_fit_leaves_scheduler_rates_and_history_as_they_were():
+    model = classifier(learning_rate=0.1, lr_scheduler="one_cycle")
+    with pytest.raises(fitkit.ConfigurationError):
+        model.fit(X[:, :3], Y, epochs=1, verbose=0)
+    assert model.optimizer.param_groups[0] == {
+        **torch.optim.SGD(model.parameters(), lr=0.1).param_groups[0],
+        "params": list(model.parameters()),
+    }
+    good = model.fit(X, Y, epochs=2, verbose=0)
+    with pytest.raises(fitkit.ConfigurationError):
+        model.fit(X[:, :3], Y, epochs=1, verbose=0)
+    assert model.history is good
+
+
+def test_fit_trains_although_its_caller_switched_gradients_off():
+    model = classifier()
+    before = model.net.weight.detach().clone()
+    with torch.no_grad():
+        model.fit(X, Y, verbose=0)
+    assert not torch.equal(model.net.weight, before)
+
+
+def test_a_traced_net_trains():
+    model = fitkit.Model(torch.jit.trace(torch.nn.Linear(4, 3), X))
+    model.compile("sgd", "cross_entropy")
+    model.fit(X, Y, verbose=0)
+
+
+def test_loader_workers_end_with_the_fit():
+    import multiprocessing
+
+    loader = DataLoader(Pairs(), batch_size=4, num_workers=1)
+    classifier().fit(loader, steps_per_epoch=2, verbose=0)
+    assert not multiprocessing.active_children()

@@ -1,7 +1,9 @@
 """In which number types a net computes."""
 
+from fitkit.arguments import describe
 from fitkit.distributed.precision.base import Precision
 from fitkit.distributed.precision.full import FullPrecision
+from fitkit.errors import ArgumentTypeError
 from fitkit.registry import Registry
 
 PRECISIONS: Registry[type[Precision]] = Registry(
@@ -18,6 +20,8 @@ def resolve_precision(precision: object) -> Precision:
     """
     if isinstance(precision, Precision):
         return precision
+    if isinstance(precision, bool) or not isinstance(precision, (int, str)):
+        raise ArgumentTypeError(f"precision={describe(precision)} must be a name like '32-true'.")
     return PRECISIONS[str(precision)]()
 
 

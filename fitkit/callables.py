@@ -1,0 +1,52 @@
+"""Callables of the user's that take `(prediction, target)`: losses and metrics."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fitkit.errors import ConfigurationError
+
+TARGET_NAMES = frozenset(
+    {"y_true", "y", "true", "truth", "target", "targets", "label", "labels"}
+)
+PREDICTION_NAMES = frozenset({
+    "y_pred", "y_hat", "y_score", "prediction", "predictions", "pred", "preds", "output",
+    "outputs", "input", "logits",
+})  # fmt: skip
+
+
+def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> None:
+    """Refuse a callable that can't take, or seems to swap, `(prediction, target)`.
+
+    Args:
+        function: a function, a module or any other callable; its own signature tells.
+        label: how the message calls it, at its start.
+        kind: what it is given as: `"loss"`, `"metric"`.
+
+    Raises:
+        ConfigurationError: it takes other arguments, or names them in Keras's order.
+    """
+    try:
+        signature = inspect.signature(
+            function.forward if isinstance(function, nn.Module) else function
+        )
+    except (TypeError, ValueError):  # some callables written in C have none to show
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{label} takes {signature}, but a {kind} is called with (prediction, target): "
+            f"{error}. Wrap it in a function of these two."
+        ) from None
+    first, second = [*signature.parameters, "", ""][:2]
+    if first in TARGET_NAMES and second in PREDICTION_NAMES:
+        raise ConfigurationError(
+            f"{label} takes ({first}, {second}), target first, as Keras and scikit-learn do. "
+            f"fitkit calls a {kind} as torch does, with (prediction, target): swap the parameters, "
+            "or wrap it in lambda prediction, target: function(target, prediction)."
+        )

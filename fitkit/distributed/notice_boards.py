@@ -1,0 +1,204 @@
+"""Where rank 0 leaves the address of its store when the launcher gives none."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.launch_variables import Environment, LaunchVariables
+from fitkit.errors import ConfigurationError
+
+
+class Notice(NamedTuple):
+    """Rank 0's address, and what its store says to prove that it is the one."""
+
+    host: str
+    port: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port} {self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> Notice | None:
+        match = re.fullmatch(r"(\S+):([0-9]{1,5}) (\w+)", text.strip())
+        return cls(match[1], int(match[2]), match[3]) if match else None
+
+
+class NoticeBoard(Protocol):
+    """One notice that rank 0 writes and the others read."""
+
+    def post(self, port: int, token: str) -> None:
+        """Leave the port of a store on this host."""
+
+    def read(self) -> Notice | None:
+        """What was left, or None yet."""
+
+    def clear(self) -> None:
+        """Take the notice away."""
+
+
+def board_for(cluster: Cluster, environment: Environment) -> NoticeBoard:
+    """The board that a cluster without an address can use.
+
+    Raises:
+        ConfigurationError: there is none, so the address has to be given.
+    """
+    if cluster.launcher == "horovodrun":
+        read = LaunchVariables(environment, "horovodrun", "HOROVOD_RANK")
+        return HttpBoard(
+            read.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+            read.number("HOROVOD_GLOO_RENDEZVOUS_PORT", minimum=1, maximum=65535),
+        )
+    if cluster.num_nodes > 1:
+        raise ConfigurationError(
+            f"{cluster.launcher} started {cluster.world_size} processes on {cluster.num_nodes} "
+            "nodes and doesn't say where rank 0 is. Set MASTER_ADDR to the name of rank 0's host "
+            "and MASTER_PORT to a free port there, for all processes (mpirun -x MASTER_ADDR=… "
+            "with Open MPI, mpiexec -genv MASTER_ADDR … with MPICH and Intel MPI)."
+        )
+    return FileBoard(private_folder() / f"{launch_name(environment)}.address")
+
+
+class FileBoard:
+    """A file, for processes on one node.
+
+    What an earlier run of the same name left behind, killed before it could clean up, is
+    overwritten; until then it leads to a store that has another token, or to nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def post(self, port: int, token: str) -> None:
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        temporary.write_text(str(Notice("127.0.0.1", port, token)))
+        temporary.replace(self.path)
+
+    def read(self) -> Notice | None:
+        try:
+            return Notice.parse(self.path.read_text())
+        except FileNotFoundError:
+            return None
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class HttpBoard:
+    """The key-value server that horovodrun keeps for its workers: PUT and GET, 404 until then."""
+
+    PATH = "/fitkit/store"
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+
+    def __str__(self) -> str:
+        return f"http://{self.host}:{self.port}{self.PATH}"
+
+    def post(self, port: int, token: str) -> None:
+        # No urllib: it would ask the proxy that HTTP_PROXY names.
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=10)
+        try:
+            connection.connect()
+            # This host's address on the way to the server, which all workers reach.
+            own_address = connection.sock.getsockname()[0]
+            connection.request("PUT", self.PATH, body=str(Notice(own_address, port, token)))
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigurationError(self._unusable(str(error))) from error
+        finally:
+            connection.close()
+        if status != 200:
+            raise ConfigurationError(self._unusable(f"status {status}"))
+
+    def read(self) -> Notice | None:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        try:
+            connection.request("GET", self.PATH)
+            response = connection.getresponse()
+            return Notice.parse(response.read().decode()) if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def clear(self) -> None:
+        """Nothing: the server ends with the job, and DELETE means something else to it."""
+
+    def _unusable(self, reason: str) -> str:
+        return (
+            f"rank 0 couldn't leave its address at {self} ({reason}). Set MASTER_ADDR and "
+            "MASTER_PORT for all processes."
+        )
+
+
+def private_folder() -> Path:
+    """This user's own folder for short-lived files; nobody else can read or plant one.
+
+    Raises:
+        ConfigurationError: someone else has made a folder of that name.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    folder = Path(tempfile.gettempdir()) / f"fitkit-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    if hasattr(os, "getuid") and not (private and found.st_uid == os.getuid()):
+        raise ConfigurationError(
+            f"{folder} must be a folder of this user alone (mode 0700), and isn't. Remove it, or "
+            "set TMPDIR to another folder."
+        )
+    return folder
+
+
+def launch_name(environment: Environment) -> str:
+    """A name that the processes of one launch share, and no other launch here has.
+
+    Open MPI gives one; of the others, all processes descend from one that the launcher keeps
+    on each node, the nearest without a rank. (The parent may be a shell of the process's own.)
+    """
+    namespace = environment.get("PMIX_NAMESPACE", "").strip()
+    name = namespace or _process_name(_nearest_without("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    # Hashed too: names differ that have lost other characters.
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{re.sub('[^A-Za-z0-9]+', '-', name)[:60]}-{digest}"
+
+
+def _nearest_without(*variables: str) -> int:
+    """The nearest ancestor that was started without these variables, or can't be looked at."""
+    process = os.getppid()
+    marks = [f"{name}=".encode() for name in variables]
+    while process > 1:
+        try:
+            entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            if not any(entry.startswith(mark) for entry in entries for mark in marks):
+                break
+            process = int(_status(process)[1])
+        except OSError:  # Another user's process, or a system without /proc.
+            break
+    return process
+
+
+def _process_name(process: int) -> str:
+    """A process's number and when it started: numbers are used again."""
+    try:
+        return f"{process}-{_status(process)[19]}"
+    except OSError:
+        return str(process)
+
+
+def _status(process: int) -> list[str]:
+    """The fields of /proc/N/stat after the name, which may hold blanks: state, parent, …"""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
