@@ -10,9 +10,7 @@ from torch import nn
 
 from fitkit.errors import ConfigurationError
 
-TARGET_NAMES = frozenset(
-    {"y_true", "y", "true", "truth", "target", "targets", "label", "labels"}
-)
+TARGET_NAMES = frozenset({"y_true", "y", "true", "truth", "target", "targets", "label", "labels"})
 PREDICTION_NAMES = frozenset({
     "y_pred", "y_hat", "y_score", "prediction", "predictions", "pred", "preds", "output",
     "outputs", "input", "logits",
@@ -24,8 +22,8 @@ def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> Non
 
     Args:
         function: a function, a module or any other callable; its own signature tells.
-        label: how the message calls it, at its start.
-        kind: what it is given as: `"loss"`, `"metric"`.
+        label: how the message calls it.
+        kind: what it was given as: `"loss"`, `"metric"`.
 
     Raises:
         ConfigurationError: it takes other arguments, or names them in Keras's order.
@@ -46,7 +44,7 @@ def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> Non
     first, second = [*signature.parameters, "", ""][:2]
     if first in TARGET_NAMES and second in PREDICTION_NAMES:
         raise ConfigurationError(
-            f"{label} takes ({first}, {second}), target first, as Keras and scikit-learn do. "
-            f"fitkit calls a {kind} as torch does, with (prediction, target): swap the parameters, "
-            "or wrap it in lambda prediction, target: function(target, prediction)."
+            f"{label} takes ({first}, {second}): the target first, as Keras and scikit-learn do. "
+            f"fitkit calls a {kind} as torch does, with (prediction, target): swap the "
+            "parameters, or wrap it in a lambda that does."
         )

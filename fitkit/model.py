@@ -178,8 +178,11 @@ class Model(nn.Module):
             jit_compile: True for `torch.compile` of the net, or a dict of its options.
             gpus: the older spelling: None or 0 for the CPU, else `accelerator="gpu",
                 devices=gpus`.
-            scale_lr, warmup_epochs, auto_select_gpus, log_gpu_memory, steps_per_execution:
-                only their defaults so far.
+            scale_lr: `"linear"` or `"sqrt"`: multiply the rate by the number of ranks, or its
+                root. Default None: not at all.
+            warmup_epochs: epochs (or a fraction) over which the rate rises to that, from the
+                unscaled rate (from 0 where nothing is scaled); a scheduler waits. Default none.
+            auto_select_gpus, log_gpu_memory, steps_per_execution: only their defaults so far.
 
         Raises:
             ConfigurationError, ArgumentTypeError: something that can't be; the model stays

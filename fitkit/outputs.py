@@ -27,20 +27,31 @@ class LossHint:
         takes: `"logits"`, `"probabilities"` or `"log_probabilities"`; None where unknown.
         task: `"classes"` (one of C), `"binary"` (each entry yes or no), `"regression"`; None
             where unknown.
+        class_axis: the dimension of classes that the loss reads, where several fit: 1 or -1;
+            None where it has none, or where unknown.
     """
 
     takes: str | None = None
     task: str | None = None
+    class_axis: int | None = None
 
 
 def named_outputs(prediction: Any) -> dict[str, Any]:
-    """The outputs in a net's prediction by name, in order."""
+    """The outputs in a net's prediction by name, in order.
+
+    An object with `.logits` has that single output, and so has a dict of `"logits"`, alone or
+    with the `"loss"` that the net computed.
+    """
     if isinstance(prediction, torch.Tensor):
         return {SINGLE: prediction}
     logits = getattr(prediction, "logits", None)
     if isinstance(logits, torch.Tensor):
         return {SINGLE: logits}
     if isinstance(prediction, Mapping):
+        logits = prediction.get("logits")
+        is_single = "loss" in prediction or len(prediction) == 1
+        if is_single and isinstance(logits, torch.Tensor):
+            return {SINGLE: logits}
         return dict(prediction)
     if isinstance(prediction, (tuple, list)):
         if len(prediction) == 1:

@@ -29,6 +29,7 @@ class LaunchVariables:
         return next((name for name in names if self.environment.get(name, "").strip()), None)
 
     def text(self, *names: str) -> str:
+        """The value of the first of `names` that is set; an error where none is."""
         name = self.find(*names)
         if name is None:
             raise ConfigurationError(
@@ -39,6 +40,7 @@ class LaunchVariables:
         return self.environment[name].strip()
 
     def number(self, *names: str, minimum: int = 0, maximum: int = 2**32) -> int:
+        """Likewise, as a whole number within the bounds."""
         text = self.text(*names)
         if not re.fullmatch("[0-9]+", text) or not minimum <= int(text) <= maximum:
             bound = f" of at most {maximum}" if maximum < 2**32 else ""
@@ -50,6 +52,7 @@ class LaunchVariables:
         return int(text)
 
     def size(self, *names: str) -> int:
+        """Likewise, as a number of processes or nodes."""
         return self.number(*names, minimum=1)
 
     def master(self) -> tuple[str | None, int | None]:

@@ -48,6 +48,12 @@ DEFAULT_PORT = 29500
 LONGEST_PAUSE_S = 0.1
 """Between two looks at the store."""
 
+LINGER_S = 0.5
+"""How long rank 0 serves after it has said that the meeting failed, for the others to read it."""
+
+GRACE_S = 2.0
+"""How long after its end a wait may take to say in its own words what was missing."""
+
 _reached: dict[Cluster, TCPStore] = {}
 """What a launcher says holds as long as the process, and so does the connection made from it: a
 later call finds rank 0's server where it was, not one that is just about to move."""
@@ -131,6 +137,7 @@ class _Patience:
 
     @property
     def overdrawn_s(self) -> float:
+        """How long ago the wait should have ended; negative before."""
         return time.monotonic() - self._end
 
     def end(self) -> None:
@@ -157,8 +164,8 @@ def _bounded(work: Callable[[], Result], cluster: Cluster, patience: _Patience) 
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(0.5)
-            if patience.overdrawn_s > 2.0:  # `work` had time to say it in its own words.
+            thread.join(0.2)
+            if patience.overdrawn_s > GRACE_S:
                 raise _unreached(cluster, "it accepts connections but doesn't answer", patience)
     finally:
         patience.end()
@@ -275,7 +282,7 @@ def _open_room(hall: Store, world_size: int, where: str, patience: _Patience) ->
         if not patience.remains():
             error = _incomplete(world_size, absent, where, patience)
             hall.set(f"{room}/verdict", str(error))
-            time.sleep(5 * LONGEST_PAUSE_S)  # The others read it before the server goes.
+            time.sleep(LINGER_S)
             raise error
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+
+import torch
 
 from fitkit.losses.functions import LossFunction
 from fitkit.losses.targets import Match
@@ -21,9 +24,11 @@ class Definition:
         twin: the loss for a net that gives the other form: of one that takes probabilities, the
             one that takes logits, and the other way round. None where there is none.
         rows_sum_to_one: predictions are probabilities of classes, which must sum to 1.
+        shares: targets of the predictions' shape are one-hot, or classes' shares that sum to 1.
         clips: slightly wrong probabilities are clipped, rather than refused by torch.
         signs: labels are -1 and 1.
         ignore_index: a label that isn't a class and doesn't count, where the loss has one.
+        counted: what the mean over class indices divides by, where that isn't their number.
     """
 
     mean: LossFunction
@@ -32,6 +37,8 @@ class Definition:
     hint: LossHint
     twin: str | None = None
     rows_sum_to_one: bool = False
+    shares: bool = False
     clips: bool = False
     signs: bool = False
     ignore_index: int | None = None
+    counted: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -1,7 +1,8 @@
 """Loss formulas that torch has no function for: Keras's, by their definitions.
 
-Each takes `(prediction, target)`, already matched (`targets.py`), and gives one value a sample, or
-one a position where predictions have more dimensions. The mean of these values is the loss.
+Each takes `(prediction, target)`, already matched (`targets.py`), which also means in float32 at
+least, and gives one value a sample, or one a position where predictions have more dimensions. The
+mean of these values is the loss.
 
 Shapes: N samples, D values or C classes each; `...` are positions (time, height and width).
 """
@@ -13,13 +14,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 LossFunction = Callable[..., torch.Tensor]
 
 EPSILON = 1e-7
 """`keras.config.epsilon()`: the least probability, the least divisor."""
-
-HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 FOCAL_ALPHA = 0.25
 FOCAL_GAMMA = 2.0
@@ -46,6 +46,28 @@ class SumPerSample:
         return values if values.ndim == 1 else values.flatten(1).sum(1)  # (N,)
 
 
+class CountedLabels:
+    """What torch's mean over class indices divides by: ignored ones don't count, and each of the
+    others counts by its class's weight.
+
+    Args:
+        ignore_index: the label that doesn't count.
+        module: the torch.nn loss whose `weight` holds the classes' weights; None for none.
+    """
+
+    def __init__(self, ignore_index: int, module: nn.Module | None = None) -> None:
+        self._ignore_index = ignore_index
+        self._module = module
+
+    def __call__(self, target: torch.Tensor) -> torch.Tensor:
+        """The sum of the labels' weights, without dimensions. Shapes: int64 (N, ...)."""
+        counts = target != self._ignore_index
+        weight = getattr(self._module, "weight", None)
+        if weight is None:
+            return counts.sum()
+        return (weight[torch.where(counts, target, 0)] * counts).sum()
+
+
 def torch_binary_cross_entropy(
     prediction: torch.Tensor, target: torch.Tensor, reduction: str = "mean"
 ) -> torch.Tensor:
@@ -62,11 +84,6 @@ def torch_binary_cross_entropy(
     return F.binary_cross_entropy(prediction, target, reduction=reduction)
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in at least float32: `1 - EPSILON` rounds to 1 in the half types."""
-    return tensor.float() if tensor.dtype in HALF_TYPES else tensor
-
-
 def _last_axis_mean(values: torch.Tensor) -> torch.Tensor:
     """Mean over the values of a sample, (N, ..., D) → (N, ...); (N,) stays."""
     return values if values.ndim == 1 else values.mean(-1)
@@ -76,20 +93,23 @@ def _clipped(probabilities: torch.Tensor) -> torch.Tensor:
     return probabilities.clamp(EPSILON, 1.0 - EPSILON)
 
 
+def _shares(prediction: torch.Tensor) -> torch.Tensor:
+    """Rows scaled to sum to 1, clipped. Shapes: (N, ..., C) → the same."""
+    return _clipped(prediction / prediction.sum(-1, keepdim=True))
+
+
 def sparse_categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """-log of the true class's share of the row.
 
     Shapes: probabilities (N, ..., C), int64 labels (N, ...) → (N, ...).
     """
-    rows = _full(prediction)
-    true_class = rows.gather(-1, target.unsqueeze(-1)).squeeze(-1)  # (N, ...)
-    return -_clipped(true_class / rows.sum(-1)).log()
+    true_class = prediction.gather(-1, target.unsqueeze(-1)).squeeze(-1)  # (N, ...)
+    return -_clipped(true_class / prediction.sum(-1)).log()
 
 
 def categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """-Σ t·log p over rows scaled to sum to 1. Shapes: both (N, ..., C) → (N, ...)."""
-    rows = _full(prediction)
-    shares = _clipped(rows / rows.sum(-1, keepdim=True))
+    shares = _shares(prediction)
     return -(target * shares.log()).sum(-1)
 
 
@@ -98,8 +118,7 @@ def categorical_focal_crossentropy(prediction: torch.Tensor, target: torch.Tenso
 
     Reference: Lin et al., "Focal Loss for Dense Object Detection", 2017, arXiv:1708.02002.
     """
-    rows = _full(prediction)
-    shares = _clipped(rows / rows.sum(-1, keepdim=True))
+    shares = _shares(prediction)
     factor = FOCAL_ALPHA * (1.0 - shares).pow(FOCAL_GAMMA)
     return -(factor * target * shares.log()).sum(-1)
 
@@ -114,7 +133,7 @@ def _binary_crossentropy_elements(
 
 def binary_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean of -t·log p - (1-t)·log(1-p). Shapes: both (N, ..., D) → (N, ...)."""
-    return _last_axis_mean(_binary_crossentropy_elements(_full(prediction), target))
+    return _last_axis_mean(_binary_crossentropy_elements(prediction, target))
 
 
 def binary_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -122,10 +141,9 @@ def binary_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) ->
 
     Reference: Lin et al., "Focal Loss for Dense Object Detection", 2017, arXiv:1708.02002.
     """
-    probabilities = _full(prediction)
-    truth = target * probabilities + (1.0 - target) * (1.0 - probabilities)
+    truth = target * prediction + (1.0 - target) * (1.0 - prediction)
     factor = (1.0 - truth).pow(FOCAL_GAMMA)
-    return _last_axis_mean(factor * _binary_crossentropy_elements(probabilities, target))
+    return _last_axis_mean(factor * _binary_crossentropy_elements(prediction, target))
 
 
 def mean_absolute_percentage_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -150,21 +168,20 @@ def log_cosh(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def cosine_similarity(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Minus the cosine between the two; 0 for a zero vector. Shapes: (N, ..., D) → (N, ...)."""
-    ours = F.normalize(_full(prediction), dim=-1, eps=EPSILON)
-    theirs = F.normalize(_full(target), dim=-1, eps=EPSILON)
+    ours = F.normalize(prediction, dim=-1, eps=EPSILON)
+    theirs = F.normalize(target, dim=-1, eps=EPSILON)
     return -(ours * theirs).sum(-1)
 
 
 def kl_divergence(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Σ t·log(t / p), both clipped to [ε, 1]. Shapes: both (N, ..., C) → (N, ...)."""
-    truth = _full(target).clamp(EPSILON, 1.0)
-    return (truth * (truth / _full(prediction).clamp(EPSILON, 1.0)).log()).sum(-1)
+    truth = target.clamp(EPSILON, 1.0)
+    return (truth * (truth / prediction.clamp(EPSILON, 1.0)).log()).sum(-1)
 
 
 def poisson(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """mean(p - t·log(p + ε)). Shapes: both (N, ..., D) → (N, ...)."""
-    rate = _full(prediction)
-    return _last_axis_mean(rate - target * (rate + EPSILON).log())
+    return _last_axis_mean(prediction - target * (prediction + EPSILON).log())
 
 
 def _signs(target: torch.Tensor) -> torch.Tensor:

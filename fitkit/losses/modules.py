@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 
 from torch import nn
 
 from fitkit.errors import ConfigurationError
 from fitkit.losses.definitions import Definition
-from fitkit.losses.functions import MeanOf, SumPerSample
+from fitkit.losses.functions import CountedLabels, MeanOf, SumPerSample
 from fitkit.losses.names import LOSSES
 
 KNOWN: dict[type[nn.Module], str] = {
@@ -31,12 +30,6 @@ KNOWN: dict[type[nn.Module], str] = {
     nn.HingeEmbeddingLoss: "hinge_embedding",
 }
 """The name of the loss that each class computes."""
-
-
-def snake_case(class_name: str) -> str:
-    """`BCEWithLogitsLoss` as `bce_with_logits_loss`."""
-    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-    return re.sub(words, "_", class_name).lower()
 
 
 def known_module(module: nn.Module) -> Definition | None:
@@ -61,11 +54,13 @@ def known_module(module: nn.Module) -> Definition | None:
         )
     each = unreduced(module)
     known = LOSSES[name]
+    counted = known.counted and CountedLabels(module.ignore_index, module)
     return dataclasses.replace(
         known,
         mean=MeanOf(each) if reduction == "none" else module,
         each=SumPerSample(each) if reduction == "batchmean" else each,
         ignore_index=getattr(module, "ignore_index", known.ignore_index),
+        counted=None if reduction == "none" else counted,
     )
 
 

@@ -16,48 +16,62 @@ from fitkit.registry import Registry
 
 UNKNOWN = LossHint()
 REGRESSION = LossHint(task="regression")
-CLASS_LOGITS = LossHint("logits", "classes")
-CLASS_PROBABILITIES = LossHint("probabilities", "classes")
-CLASS_LOG_PROBABILITIES = LossHint("log_probabilities", "classes")
+# Torch's axis of classes is 1, Keras's the last.
+TORCH_LOGITS = LossHint("logits", "classes", class_axis=1)
+TORCH_LOG_PROBABILITIES = LossHint("log_probabilities", "classes", class_axis=1)
+KERAS_LOGITS = LossHint("logits", "classes", class_axis=-1)
+KERAS_PROBABILITIES = LossHint("probabilities", "classes", class_axis=-1)
 BINARY_LOGITS = LossHint("logits", "binary")
 BINARY_PROBABILITIES = LossHint("probabilities", "binary")
 
-LOSSES: Registry[Definition] = Registry(
-    "loss", "A torch.nn loss and a callable (prediction, target) are losses too."
-)
-
-_AMBIGUOUS = {
-    "crossentropy": ("cross_entropy", "sparse_categorical_crossentropy",
-                     "categorical_crossentropy", "binary_crossentropy"),
-    "ce": ("cross_entropy", "sparse_categorical_crossentropy",
-           "categorical_crossentropy", "binary_crossentropy"),
-}  # fmt: skip
 
 
-def find(name: str) -> Definition:
-    """The loss called `name`; case, `_` and `-` don't matter.
+class LossNames(Registry[Definition]):
+    """The losses by name. Two names mean others with an underscore between cross and entropy.
 
-    Raises:
-        ConfigurationError: none is, or Keras would choose one of several by the data's shape.
+    `binary_cross_entropy` is torch's, `binary_crossentropy` Keras's; `cross_entropy` is torch's,
+    and a bare `crossentropy` one of Keras's three, which Keras chooses by the data's shape. There
+    blanks and hyphens count as underscores; elsewhere none of them matters.
     """
-    spelling = name.strip().lower().replace("-", "_")
-    if spelling in _AMBIGUOUS:
-        choices = ", ".join(repr(choice) for choice in _AMBIGUOUS[spelling])
-        raise ConfigurationError(
-            f"loss={name!r} may mean several losses. Write one of {choices}. The first takes "
-            "logits, the others probabilities."
-        )
-    # Torch's binary_cross_entropy and Keras's binary_crossentropy clip differently, and differ
-    # only in an underscore, which the registry doesn't see.
-    return TORCH_BCE if spelling == "binary_cross_entropy" else LOSSES[name]
+
+    def add_spelled(self, name: str, entry: Definition) -> None:
+        """Register `entry` under a name whose underscores matter."""
+        self._entries[name] = entry
+        self._spelling[name] = name
+
+    def __contains__(self, name: str) -> bool:
+        return _spelled(name) in self._entries or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Definition:
+        """The loss called `name`.
+
+        Raises:
+            ConfigurationError: none is, or it may be one of several.
+        """
+        spelled = _spelled(name)
+        if spelled in _AMBIGUOUS:
+            choices = ", ".join(repr(choice) for choice in _CROSSENTROPIES)
+            raise ConfigurationError(
+                f"loss={name!r} may mean several losses. Write one of {choices}. The first takes "
+                "logits, the others probabilities."
+            )
+        return self._entries.get(spelled) or super().__getitem__(name)
 
 
-def torch_function(function: object) -> Definition | None:
-    """What is known of `function`, where it is one of `torch.nn.functional`'s losses."""
-    for definition in TORCH_FUNCTIONS:
-        if definition.mean is function:
-            return definition
-    return TORCH_BCE if function is F.binary_cross_entropy else None
+_AMBIGUOUS = ("crossentropy", "ce")
+_CROSSENTROPIES = ("cross_entropy", "sparse_categorical_crossentropy", "categorical_crossentropy",
+                   "binary_crossentropy")  # fmt: skip
+
+
+def _spelled(name: str) -> str:
+    """`name` in lower case with each run of blanks, hyphens and underscores as one underscore."""
+    return re.sub(r"[\s_-]+", "_", name.strip().lower())
+
+
+LOSSES = LossNames("loss", "A torch.nn loss and a callable (prediction, target) are losses too.")
+
+TORCH_FUNCTIONS: dict[object, Definition] = {}
+"""What is known of the functions in `torch.nn.functional`."""
 
 
 def _torch(
@@ -70,10 +84,18 @@ def _torch(
     signs: bool = False,
     ignore_index: int | None = None,
 ) -> Definition:
-    each = partial(function, reduction="none")
     definition = Definition(
-        function, each, match, hint, twin=twin, signs=signs, ignore_index=ignore_index
+        function,
+        partial(function, reduction="none"),
+        match,
+        hint,
+        twin=twin,
+        shares=match is targets.classes,
+        signs=signs,
+        ignore_index=ignore_index,
+        counted=None if ignore_index is None else CountedLabels(ignore_index),
     )
+    TORCH_FUNCTIONS[function] = definition
     return LOSSES.add(name, definition, *aliases)
 
 
@@ -85,6 +107,7 @@ def _keras(
     hint: LossHint = REGRESSION,
     twin: str | None = None,
     rows_sum_to_one: bool = False,
+    shares: bool = False,
 ) -> Definition:
     definition = Definition(
         MeanOf(function),
@@ -93,58 +116,59 @@ def _keras(
         hint,
         twin=twin,
         rows_sum_to_one=rows_sum_to_one,
+        shares=shares,
         clips=True,
     )
     return LOSSES.add(name, definition, *aliases)
 
 
-TORCH_BCE = _torch(
+_BCE = _torch(
     "bce", "bce_loss", "binary_cross_entropy_loss",
     function=functions.torch_binary_cross_entropy,
     hint=BINARY_PROBABILITIES, twin="bce_with_logits",
 )  # fmt: skip
+LOSSES.add_spelled("binary_cross_entropy", _BCE)
+TORCH_FUNCTIONS[F.binary_cross_entropy] = _BCE
 
-TORCH_FUNCTIONS = [
-    _torch(
-        "cross_entropy", "cross_entropy_loss",
-        function=F.cross_entropy, match=targets.classes, hint=CLASS_LOGITS,
-        twin="sparse_categorical_crossentropy", ignore_index=-100,
-    ),
-    _torch(
-        "nll", "nll_loss",
-        function=F.nll_loss, match=targets.indices, hint=CLASS_LOG_PROBABILITIES,
-        twin="cross_entropy", ignore_index=-100,
-    ),
-    _torch(
-        "bce_with_logits", "bce_with_logits_loss", "binary_cross_entropy_with_logits",
-        function=F.binary_cross_entropy_with_logits, hint=BINARY_LOGITS, twin="bce",
-    ),
-    _torch("mse", "mse_loss", "mean_squared_error", function=F.mse_loss),
-    _torch("l1", "l1_loss", "mae", "mean_absolute_error", function=F.l1_loss),
-    _torch("huber", "huber_loss", function=F.huber_loss),
-    _torch("smooth_l1", "smooth_l1_loss", function=F.smooth_l1_loss),
-    _torch("poisson_nll", "poisson_nll_loss", function=F.poisson_nll_loss),
-    _torch(
-        "soft_margin", "soft_margin_loss",
-        function=F.soft_margin_loss, hint=UNKNOWN, signs=True,
-    ),
-    _torch(
-        "multi_margin", "multi_margin_loss",
-        function=F.multi_margin_loss, match=targets.indices, hint=CLASS_LOGITS,
-    ),
-    _torch(
-        "multilabel_margin", "multilabel_margin_loss",
-        function=F.multilabel_margin_loss, match=targets.index_lists, hint=UNKNOWN,
-    ),
-    _torch(
-        "multilabel_soft_margin", "multilabel_soft_margin_loss",
-        function=F.multilabel_soft_margin_loss, hint=BINARY_LOGITS, twin="bce",
-    ),
-    _torch(
-        "hinge_embedding", "hinge_embedding_loss",
-        function=F.hinge_embedding_loss, hint=UNKNOWN, signs=True,
-    ),
-]  # fmt: skip
+_torch(
+    "cross_entropy", "cross_entropy_loss",
+    function=F.cross_entropy, match=targets.classes, hint=CLASS_LOGITS,
+    twin="sparse_categorical_crossentropy", ignore_index=-100,
+)  # fmt: skip
+_torch(
+    "nll", "nll_loss",
+    function=F.nll_loss, match=targets.indices, hint=CLASS_LOG_PROBABILITIES,
+    twin="cross_entropy", ignore_index=-100,
+)  # fmt: skip
+_torch(
+    "bce_with_logits", "bce_with_logits_loss", "binary_cross_entropy_with_logits",
+    function=F.binary_cross_entropy_with_logits, hint=BINARY_LOGITS, twin="bce",
+)  # fmt: skip
+_torch("mse", "mse_loss", "mean_squared_error", function=F.mse_loss)  # fmt: skip
+_torch("l1", "l1_loss", "mae", "mean_absolute_error", function=F.l1_loss)  # fmt: skip
+_torch("huber", "huber_loss", function=F.huber_loss)  # fmt: skip
+_torch("smooth_l1", "smooth_l1_loss", function=F.smooth_l1_loss)  # fmt: skip
+_torch("poisson_nll", "poisson_nll_loss", function=F.poisson_nll_loss)  # fmt: skip
+_torch(
+    "soft_margin", "soft_margin_loss",
+    function=F.soft_margin_loss, hint=UNKNOWN, signs=True,
+)  # fmt: skip
+_torch(
+    "multi_margin", "multi_margin_loss",
+    function=F.multi_margin_loss, match=targets.indices, hint=CLASS_LOGITS,
+)  # fmt: skip
+_torch(
+    "multilabel_margin", "multilabel_margin_loss",
+    function=F.multilabel_margin_loss, match=targets.index_lists, hint=UNKNOWN,
+)  # fmt: skip
+_torch(
+    "multilabel_soft_margin", "multilabel_soft_margin_loss",
+    function=F.multilabel_soft_margin_loss, hint=BINARY_LOGITS, twin="bce",
+)  # fmt: skip
+_torch(
+    "hinge_embedding", "hinge_embedding_loss",
+    function=F.hinge_embedding_loss, hint=UNKNOWN, signs=True,
+)  # fmt: skip
 
 # "batchmean" is the divergence itself; torch's default "mean" divides it by the classes too.
 LOSSES.add(

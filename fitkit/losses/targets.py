@@ -13,10 +13,11 @@ from collections.abc import Callable
 import torch
 
 from fitkit.errors import ConfigurationError
-from fitkit.losses.functions import HALF_TYPES
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Match = Callable[[torch.Tensor, torch.Tensor], Pair]
+
+HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 def elements(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
@@ -29,9 +30,7 @@ def elements(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
     """
     if prediction.shape != target.shape:
         target = _reshaped(prediction, target)
-    if prediction.dtype is not target.dtype:
-        return _one_type(prediction, target)
-    return prediction, target
+    return _one_type(prediction, target)
 
 
 def vectors(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
@@ -42,9 +41,7 @@ def vectors(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
     """
     if prediction.shape != target.shape:
         raise _different_shapes(prediction, target)
-    if prediction.dtype is not target.dtype:
-        return _one_type(prediction, target)
-    return prediction, target
+    return _one_type(prediction, target)
 
 
 def classes(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
@@ -54,7 +51,7 @@ def classes(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
     (N, ...) or (N, 1, ...) of any type, also whole numbers stored as floats; they become int64.
     """
     if target.dtype is torch.int64 and target.ndim == prediction.ndim - 1:
-        return prediction, target
+        return full(prediction), target
     if target.shape == prediction.shape:
         return vectors(prediction, target)
     return indices(prediction, target)
@@ -64,7 +61,7 @@ def indices(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
     """Class indices for scores (N, C, ...): int64 (N, ...), from any type, (N, 1, ...) too."""
     if target.ndim == prediction.ndim and target.shape[1] == 1:
         target = target.squeeze(1)
-    return prediction, target if target.dtype is torch.int64 else target.to(torch.int64)
+    return _indexed(prediction, target)
 
 
 def last_axis_indices(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
@@ -91,7 +88,7 @@ def last_axis_indices(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
                 f"{tuple(prediction.shape)}: class indices of shape {tuple(wanted)} fit "
                 f"(classes last) or {tuple(torch_wanted)} (classes in axis 1)."
             )
-    return prediction, target if target.dtype is torch.int64 else target.to(torch.int64)
+    return _indexed(prediction, target)
 
 
 def index_lists(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
@@ -102,7 +99,7 @@ def index_lists(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
     """
     if prediction.shape != target.shape:
         raise _different_shapes(prediction, target)
-    return prediction, target if target.dtype is torch.int64 else target.to(torch.int64)
+    return _indexed(prediction, target)
 
 
 def _reshaped(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -120,9 +117,19 @@ def _different_shapes(prediction: torch.Tensor, target: torch.Tensor) -> Configu
     )
 
 
+def full(prediction: torch.Tensor) -> torch.Tensor:
+    """A half-precision prediction as float32; others as they are."""
+    return prediction.float() if prediction.dtype in HALF_TYPES else prediction
+
+
 def _one_type(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
-    # A half-precision prediction goes up to float32 instead: half types can't hold many targets
-    # (bfloat16 rounds 257 to 256), and autocast computes losses in float32 too.
     if prediction.dtype in HALF_TYPES:
-        return prediction.float(), target.float()
-    return prediction, target.to(prediction.dtype)
+        prediction = prediction.float()
+    if target.dtype is not prediction.dtype:
+        target = target.to(prediction.dtype)
+    return prediction, target
+
+
+def _indexed(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
+    target = target if target.dtype is torch.int64 else target.to(torch.int64)
+    return full(prediction), target

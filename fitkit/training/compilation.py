@@ -64,7 +64,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Every argument of `compile` but `gpus` (another spelling of two of these)."""
 
-LATER = ("scale_lr", "warmup_epochs", "auto_select_gpus", "log_gpu_memory", "steps_per_execution")
+LATER = ("auto_select_gpus", "log_gpu_memory", "steps_per_execution")
 """Arguments of the contract whose only accepted value so far is the default."""
 
 
@@ -183,6 +183,8 @@ def _check_simple(given: dict[str, Any]) -> None:
         "gradient_clip_val": lambda name, value: check_number(name, value, above=0, optional=True),
         "gradient_clip_algorithm": lambda name, value: check_choice(name, value, ("norm", "value")),
         "num_nodes": check_count,
+        "scale_lr": lambda name, value: check_choice(name, value, (None, "linear", "sqrt")),
+        "warmup_epochs": lambda name, value: check_number(name, value, minimum=0, optional=True),
         "benchmark": lambda name, value: check_flag(name, value, optional=True),
         "sync_batchnorm": check_flag,
         "replace_sampler": check_flag,

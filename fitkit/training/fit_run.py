@@ -9,6 +9,7 @@ import torch
 
 from fitkit.callbacks import CallbackList, History
 from fitkit.callbacks.base import overrides
+from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.stream import Stream
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
@@ -16,6 +17,7 @@ from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
 from fitkit.training.loop import train_batches
 from fitkit.training.passes import evaluate_source
+from fitkit.training.rates import after_update, scale_rates, warm_up
 from fitkit.training.reduction import reduced
 from fitkit.training.runs import closing, compiled_step, share_of, updater_of, with_own
 from fitkit.training.session import backend_flags, modes_restored, unchanged_on_error
@@ -63,15 +65,26 @@ class FitRun:
             job.weights_by_class,
             [self.source.target, held_out_target],
         )
+        steps = self._updates_in_an_epoch()
+        # The optimizer is made here, after the module has its place.
+        optimizer = model.optimizer
+        factor = scale_rates(
+            model.fit_state, optimizer, compilation.scale_lr, self.collectives.world_size
+        )
         self.scheduler = model.fit_state.scheduler_for(
             model,
             compilation,
             epochs=job.epochs,
             initial_epoch=job.initial_epoch,
-            steps=self._updates_in_an_epoch(),
+            steps=steps,
         )
-        # The optimizer is made here, after the module has its place.
-        self.updater = updater_of(model, compilation, after_update=self._scheduler_step())
+        begins = job.initial_epoch == 0
+        self.warm_up = warm_up(
+            optimizer, compilation.warmup_epochs if begins else None, steps, factor
+        )
+        self.updater = updater_of(
+            model, compilation, after_update=after_update(self.warm_up, self._scheduler_step())
+        )
         self.validation_step: CompiledStep | None = None
         self.history = History()
 
@@ -94,6 +107,7 @@ class FitRun:
         model, job = self.model, self.job
         callbacks = with_own(job.callback_list, job.verbose, self.history)
         model.begin_fit(self.history, self.source.batch_size)
+        self._announce()
         callbacks.begin(model, self._params())
         try:
             with modes_restored(model), backend_flags(self.compilation), closing(callbacks):
@@ -107,6 +121,15 @@ class FitRun:
         finally:
             self.strategy.finish()
         return self.history
+
+    def _announce(self) -> None:
+        """Say once, where there are several ranks, how many samples make one update."""
+        ranks, size = self.collectives.world_size, self.source.batch_size
+        if ranks == 1 or self.collectives.rank or chosen_verbose(self.job.verbose) == 0:
+            return
+        kind = self.strategy.device.type
+        batch = f", batches of {ranks} x {size} = {ranks * size} samples" if size else ""
+        print(f"{ranks} processes on {kind}{batch}", flush=True)
 
     def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
         """One epoch; its logs, or the last epoch's where the data have run out."""
@@ -182,6 +205,8 @@ class FitRun:
         """The scheduler's step at an epoch's end."""
         choice, scheduler = self.compilation.scheduler, self.scheduler
         if choice is None or choice.interval != "epoch":
+            return
+        if self.warm_up is not None and not self.warm_up.is_over:
             return
         if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             steps_to_the_end(scheduler)()

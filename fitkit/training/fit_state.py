@@ -22,11 +22,13 @@ class FitState:
         optimizer: None before it was needed.
         scheduler: None where there is none, or before the first fit.
         updates: how many updates were made so far; never starts anew.
+        rate_factor: by how much the rates were scaled for the number of ranks.
     """
 
     optimizer: Optimizer | None = None
     scheduler: Any = None
     updates: int = 0
+    rate_factor: float = 1.0
 
     def optimizer_for(self, model: torch.nn.Module, compilation: Compilation) -> Optimizer:
         """The optimizer over the model's parameters.
@@ -51,6 +53,7 @@ class FitState:
             self.optimizer = self.scheduler = None
         if self.optimizer is None:
             self.optimizer = choice.build(parameters)
+            self.rate_factor = 1.0
             _warn_of_idle_loss(compilation, self.optimizer)
         return self.optimizer
 
@@ -102,6 +105,7 @@ class FitState:
     def set_rate(self, rate: float) -> None:
         """Change the rate and keep the optimizer's state; a scheduler begins anew from there."""
         self.scheduler = None
+        self.rate_factor = 1.0
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -118,11 +122,11 @@ class FitState:
         """What `restore` needs: the objects, and the groups' settings."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        return self.optimizer, self.scheduler, settings
+        return self.optimizer, self.scheduler, self.rate_factor, settings
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Put the objects and the groups' settings back."""
-        self.optimizer, self.scheduler, settings = snapshot
+        self.optimizer, self.scheduler, self.rate_factor, settings = snapshot
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         for group, before in zip(groups, settings, strict=True):
             for key in set(group) - set(before) - {"params"}:

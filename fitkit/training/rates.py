@@ -1,0 +1,112 @@
+"""Learning rates for larger batches: scaling by the number of ranks, and a gradual warm-up.
+
+Reference: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
+arXiv:1706.02677.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from fitkit.errors import ConfigurationError
+from fitkit.training.fit_state import FitState
+
+SCALINGS = {"linear": float, "sqrt": math.sqrt}
+"""How the rate grows with the number of ranks; None: not at all."""
+
+
+def scale_rates(state: FitState, optimizer: Optimizer, scaling: str | None, ranks: int) -> float:
+    """Multiply the rates for a number of ranks, once; a later fit on others corrects them.
+
+    Returns:
+        The factor by which the rates are above those that the user set.
+    """
+    factor = 1.0 if scaling is None else SCALINGS[scaling](ranks)
+    change = factor / state.rate_factor
+    if change != 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] *= change
+            if "initial_lr" in group:
+                group["initial_lr"] *= change
+    state.rate_factor = factor
+    return factor
+
+
+class WarmUp:
+    """Raises the rates linearly over the first updates; a scheduler waits until it is over.
+
+    Args:
+        optimizer: whose rates are raised to what they are now.
+        updates: how many updates it takes.
+        start: the fraction of the rates to begin above; the first update has one step of it.
+    """
+
+    def __init__(self, optimizer: Optimizer, updates: int, start: float) -> None:
+        self._optimizer = optimizer
+        self._targets = [group["lr"] for group in optimizer.param_groups]
+        self._updates = updates
+        self._start = start
+        self._done = 0
+        self._set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rates are what they were meant to be."""
+        return self._done >= self._updates
+
+    def step(self) -> None:
+        """Take note of an update."""
+        if not self.is_over:
+            self._done += 1
+            self._set()
+
+    def _set(self) -> None:
+        part = min((self._done + 1) / self._updates, 1.0)
+        factor = self._start + (1.0 - self._start) * part
+        for group, target in zip(self._optimizer.param_groups, self._targets, strict=True):
+            group["lr"] = target * factor
+
+
+def warm_up(
+    optimizer: Optimizer, epochs: float | None, steps: int | None, factor: float
+) -> WarmUp | None:
+    """The warm-up that `warmup_epochs` asks for.
+
+    Args:
+        epochs: how long; None or 0 for none.
+        steps: updates in an epoch; None where unknown.
+        factor: by how much the rates were scaled: it begins at the unscaled ones (at 0 where
+            nothing was scaled).
+
+    Raises:
+        ConfigurationError: the length of an epoch isn't known.
+    """
+    if not epochs:
+        return None
+    if steps is None:
+        raise ConfigurationError(
+            f"warmup_epochs={epochs} needs an epoch's length, but x has none. Give fit "
+            "steps_per_epoch=…"
+        )
+    start = 1.0 / factor if factor != 1.0 else 0.0
+    return WarmUp(optimizer, max(1, round(epochs * steps)), start)
+
+
+def after_update(
+    warm: WarmUp | None, scheduler_step: Callable[[], Any] | None
+) -> Callable[[], Any] | None:
+    """What moves the rates after each update: the warm-up first, then the scheduler."""
+    if warm is None:
+        return scheduler_step
+
+    def step() -> None:
+        if not warm.is_over:
+            warm.step()
+        elif scheduler_step is not None:
+            scheduler_step()
+
+    return step

@@ -1,0 +1,35 @@
+"""Learning rates for several ranks, and the warm-up."""
+
+import pytest
+import torch
+
+import fitkit
+from fitkit.training.fit_state import FitState
+from fitkit.training.rates import scale_rates
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [(None, 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_rates_are_scaled_once_and_corrected_for_another_number_of_ranks(scaling, factor):
+    state, optimizer = FitState(), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for _ in range(2):
+        assert scale_rates(state, optimizer, scaling, 4) == factor
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * factor)
+    scale_rates(state, optimizer, scaling, 1)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_the_warm_up_rises_linearly_and_the_scheduler_waits_for_it():
+    rates = []
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse", learning_rate=0.4, warmup_epochs=2, lr_scheduler=(
+        lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    watch = fitkit.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: rates.append(
+        model.optimizer.param_groups[0]["lr"]))
+    model.fit(torch.zeros(4, 2), torch.zeros(4), batch_size=2, epochs=4, callbacks=watch, verbose=0)
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.2, 0.2, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("arguments", [{"scale_lr": "cubic"}, {"warmup_epochs": -1}])
+def test_other_words_are_refused(arguments):
+    with pytest.raises(fitkit.ConfigurationError):
+        fitkit.Model(torch.nn.Linear(2, 1)).compile(**arguments)
