@@ -2,6 +2,7 @@
 
 from fitkit import callbacks, strategies
 from fitkit.callbacks import History
+from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -21,6 +22,7 @@ __all__ = [
     "Model",
     "WorkerError",
     "callbacks",
+    "find_usable_cuda_devices",
     "set_seed",
     "strategies",
 ]

@@ -182,7 +182,9 @@ class Model(nn.Module):
                 root. Default None: not at all.
             warmup_epochs: epochs (or a fraction) over which the rate rises to that, from the
                 unscaled rate (from 0 where nothing is scaled); a scheduler waits. Default none.
-            auto_select_gpus, log_gpu_memory, steps_per_execution: only their defaults so far.
+            auto_select_gpus: whether a count in `devices` (or -1) means GPUs that nobody else
+                uses, the freest first; as `fitkit.find_usable_cuda_devices` does.
+            log_gpu_memory, steps_per_execution: only their defaults so far.
 
         Raises:
             ConfigurationError, ArgumentTypeError: something that can't be; the model stays

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
 
 SHAPE_ERRORS = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|Given groups=|"
@@ -26,6 +31,16 @@ PAIR_ERRORS = re.compile(
     r"Dimension out of range|expanded size of the tensor|"
     r"arguments to matmul need|[Ee]xpected 1D tensors|inconsistent tensor size|"
     r"Expected floating point type for target|with a bool tensor is not supported|"
-    r"can't be cast to the desired output type"
+    r"can't be cast to the desired output type|expected target dtype|Integral inputs not supported|"
+    r"could not infer output dtype|same number of dimensions|to be equal size|"
+    r"number of (subscripts|dimensions)"
 )
 """Of a prediction beside its target, in losses."""
+
+
+def raised_in_torch(error: BaseException) -> bool:
+    """Whether it is a Python file of torch's that raised `error`."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_code.co_filename.startswith(_TORCH)

@@ -47,13 +47,13 @@ class Share:
 
     Attributes:
         batch: what the rank computes.
+        count: its samples; 0 where the batch only fills a place and counts for nothing.
         total: the samples of all ranks in this step.
-        muted: whether the batch only fills a place and counts for nothing.
     """
 
     batch: Any
+    count: int
     total: int
-    muted: bool = False
 
 
 def sharded(
@@ -96,6 +96,7 @@ class _Shard:
         self.samples: int | None = source.samples
         self.batch_size: int | None = source.batch_size
         self.repeatable = source.repeatable
+        self._seen: Any = None
         whole, size = source.steps, exchange.world_size
         self.steps: int | None = None if whole is None else -(-whole // size)
 
@@ -109,6 +110,7 @@ class _Shard:
     def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Every n-th batch."""
         for index, batch in enumerate(batches):
+            self._seen = batch
             if index % self.exchange.world_size == self.exchange.rank:
                 yield batch
 
@@ -119,8 +121,10 @@ class _Shard:
             Collective at each step: the ranks tell each other how many samples they have.
         """
         last: Any = None
+        self._seen = None
         while True:
             batch = next(batches, None)
+            last = self._seen if last is None else last  # another rank's fills a place as well
             count = 0 if batch is None else trees.sample_count(batch)
             told = self.exchange.gather((count, batch is None and last is None))
             total = sum(count for count, _ in told)
@@ -133,11 +137,8 @@ class _Shard:
                         "others are left over."
                     )
                 return
-            if batch is None:
-                yield Share(last, total, muted=True)
-            else:
-                last = batch
-                yield Share(batch, total)
+            last = last if batch is None else batch
+            yield Share(last, count, total)
 
 
 class _ArrayShard(_Shard):
@@ -156,8 +157,8 @@ class _ArrayShard(_Shard):
             for chosen in self._own(iter(groups)):
                 yield source.take(chosen)
             return
-        for chosen, total, muted in deal(groups, self.exchange, drop_last=False):
-            yield Share(source.take(chosen), total, muted)
+        for chosen, count, total in deal(groups, self.exchange, drop_last=False):
+            yield Share(source.take(chosen), count, total)
 
 
 class _LoaderShard(_Shard):
@@ -179,13 +180,16 @@ class _LoaderShard(_Shard):
         if not self.training:
             self._mine.items = list(self._own(iter(groups)))
             return self._iterate() if self._mine.items else iter(())
+        if not self._by_batch:  # each index stands for a whole batch, of unknown size
+            self._mine.items = list(self._own(iter(groups)))
+            return self._together(self._iterate())
         drop_last = bool(getattr(self.source.loader, "drop_last", False))
-        dealt = list(deal(groups, self.exchange, drop_last=drop_last, whole=not self._by_batch))
+        dealt = list(deal(groups, self.exchange, drop_last=drop_last))
         self._mine.items = [chosen for chosen, _, _ in dealt]
         batches = self._iterate()
         return (
-            Share(batch, total, muted)
-            for (_, total, muted), batch in zip(dealt, batches, strict=True)
+            Share(batch, count, total)
+            for (_, count, total), batch in zip(dealt, batches, strict=True)
         )
 
     def _iterate(self) -> Iterator[Any]:
@@ -250,61 +254,49 @@ class _Scattered(_Shard):
     def batches(self, number: int) -> Iterator[Any]:
         batches = self.source.batches(number) if self.exchange.rank == 0 else iter(())
         while True:
-            mine, total, muted = self.exchange.scatter(self._next(batches))
+            mine, count, total = self.exchange.scatter(self._next(batches))
             if total == 0:
                 return
             if self.training:
-                yield Share(mine, total, muted)
-            elif not muted:
+                yield Share(mine, count, total)
+            elif count:
                 yield mine
 
     def _next(self, batches: Iterator[Any]) -> list[Any] | None:
-        """For each rank its batch, the step's total, and whether the batch only fills a place."""
+        """For each rank its batch, its samples, and those of all ranks in this step."""
         if self.exchange.rank != 0:
             return None
-        found = [batch for _, batch in zip(range(self.exchange.world_size), batches, strict=False)]
-        total = sum(trees.sample_count(batch) for batch in found)
-        ranks = range(self.exchange.world_size)
+        size = self.exchange.world_size
+        found = [batch for _, batch in zip(range(size), batches, strict=False)]
+        counts = [trees.sample_count(batch) for batch in found]
         if not found:
-            return [(None, 0, True) for _ in ranks]
-        return [
-            (found[rank], total, False) if rank < len(found) else (found[0], total, True)
-            for rank in ranks
-        ]
+            return [(None, 0, 0)] * size
+        fill = [(found[0], 0, sum(counts))] * (size - len(found))
+        return [(b, count, sum(counts)) for b, count in zip(found, counts, strict=True)] + fill
 
 
-def deal(
-    groups: Any, exchange: Exchange, *, drop_last: bool, whole: bool = False
-) -> Iterator[tuple[Any, int, bool]]:
-    """A rank's indices for each step, the step's number of samples, and whether they are muted.
+def deal(groups: Any, exchange: Exchange, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:
+    """A rank's indices for each step, their number, and that of all ranks.
 
     Args:
-        groups: the indices of every batch, in order: tensors (B,) or lists; single indices
-            where `whole`.
+        groups: the indices of every batch, in order: tensors (B,) or lists.
         drop_last: whether a last step that isn't full is left out.
-        whole: whether entries can't be divided.
     """
     size, rank = exchange.world_size, exchange.rank
     for start in range(0, len(groups), size):
         step = groups[start : start + size]
-        if whole:
-            if len(step) == size:
-                yield step[rank], size, False
-            elif not drop_last:
-                yield step[min(rank, len(step) - 1)], len(step), rank >= len(step)
-            continue
         total = sum(len(batch) for batch in step)
-        if len(step) == size and _alike(step, last=start + size >= len(groups)):
-            yield step[rank], total, False
+        is_last = start + size >= len(groups)
+        if len(step) == size and not (is_last and _uneven(step)):
+            yield step[rank], len(step[rank]), total
         elif not drop_last or len(step) == size:
             mine = _part(step, rank, size, total)
-            muted = len(mine) == 0
-            yield (step[0][:1] if muted else mine), total, muted
+            # Nothing left for this rank: one sample fills the place.
+            yield (mine if len(mine) else step[0][:1]), len(mine), total
 
 
-def _alike(step: Any, *, last: bool) -> bool:
-    """Whether a full group stays as it is: only the very last one may have a short batch."""
-    return not last or all(len(batch) == len(step[0]) for batch in step)
+def _uneven(step: Any) -> bool:
+    return any(len(batch) != len(step[0]) for batch in step)
 
 
 def _part(step: Any, rank: int, size: int, total: int) -> Any:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import Any
 
 from fitkit.arguments import describe
+from fitkit.distributed.agreement import check_agreement
+from fitkit.distributed.cluster import Cluster, detect
+from fitkit.distributed.launch_variables import Environment
+from fitkit.distributed.launchers.script_ranks import check_script_size, is_script_rank
 from fitkit.distributed.placement import Machine, choose_kind, device_for, parse_devices
 from fitkit.distributed.precision import resolve_precision
 from fitkit.distributed.strategies import STRATEGIES, Strategy
+from fitkit.distributed.world import users_cluster
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+BINDS_DEVICES = ("slurm", "openmpi", "pmi", "lsf")
+"""Launchers that may show each process one GPU of its own, and call it 0 everywhere."""
 
 
 def resolve_strategy(
@@ -16,24 +26,85 @@ def resolve_strategy(
     accelerator: Any,
     strategy: Any,
     precision: Any,
+    num_nodes: int = 1,
     machine: Machine | None = None,
+    environment: Environment | None = None,
 ) -> Strategy:
-    """What `compile`'s words mean on a machine.
+    """What `compile`'s words mean on a machine, in the processes that a launcher started.
 
     Args:
+        num_nodes: how many machines take part.
         machine: the machine's facts; None for this one.
+        environment: the variables that tell what a launcher started; None for this process's.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: words that mean nothing, or nothing here.
+        ConfigurationError, ArgumentTypeError: words that mean nothing, or nothing here; or
+            other ranks than were started.
     """
     machine = Machine.here() if machine is None else machine
     kind = choose_kind(accelerator, machine)
-    ids = parse_devices(devices, kind, machine)
-    if isinstance(strategy, str) and strategy.strip().lower() == "auto":
-        strategy = "single_device" if len(ids) == 1 else "ddp_spawn"
-    chosen = _strategy(strategy)
+    chosen = None if _is_auto(strategy) else _strategy(strategy)
+    cluster = _cluster(environment)
+    if cluster is None or cluster.launcher == "fitkit":
+        # A script's own ranks read the words as rank 0 did before it started them.
+        ids = parse_devices(devices, kind, machine)
+        check_agreement(None, len(ids), num_nodes)
+        name = "single_device" if len(ids) == 1 else "ddp_spawn"
+        chosen = chosen or STRATEGIES[name]()
+        if len(ids) == 1 or chosen.starts != "script":
+            cluster = None
+        elif cluster is not None:
+            check_script_size(cluster.world_size, len(ids))
+    else:
+        ids = _launched_devices(devices, kind, machine, cluster)
+        here = chosen is not None and chosen.starts == "here"
+        asked = 1 if here else None if _is_auto(devices) else len(ids)
+        check_agreement(cluster, asked, num_nodes)
+        ids = ids[: cluster.local_world_size]
+        chosen = chosen or STRATEGIES["single_device" if cluster.world_size == 1 else "ddp"]()
     placed = tuple(device_for(kind, index) for index in ids)
-    return chosen.connect(placed, ids, resolve_precision(precision))
+    return chosen.connect(placed, ids, resolve_precision(precision), cluster)
+
+
+def _cluster(environment: Environment | None) -> Cluster | None:
+    """What started this process, with others; None where it started by itself."""
+    variables = os.environ if environment is None else environment
+    found = detect(variables)
+    if found is None and environment is None:
+        return users_cluster()
+    if found is not None and found.launcher == "fitkit" and environment is None:
+        return found if is_script_rank(variables) else None
+    return found
+
+
+def _launched_devices(
+    devices: Any, kind: str, machine: Machine, cluster: Cluster
+) -> tuple[int, ...]:
+    """The devices of this node's ranks, in rank order; "auto" is one for each that was started.
+
+    Raises:
+        ConfigurationError: words that mean nothing here, or fewer devices than ranks.
+    """
+    ranks = cluster.local_world_size
+    visible = machine.count(kind)
+    bound = kind == "cuda" and visible == 1 < ranks and cluster.launcher in BINDS_DEVICES
+    if bound:
+        machine = dataclasses.replace(machine, cuda_count=ranks)
+    if not _is_auto(devices):
+        ids = parse_devices(devices, kind, machine)
+    elif kind == "cpu" or machine.count(kind) >= ranks:
+        ids = tuple(range(ranks))
+    else:
+        raise ConfigurationError(
+            f"{cluster.launcher} started {ranks} processes on this node, but the number of "
+            f"visible {kind} devices is {visible}. Start one process for each, or write "
+            "accelerator='cpu'."
+        )
+    return (0,) * len(ids) if bound else ids
+
+
+def _is_auto(words: Any) -> bool:
+    return isinstance(words, str) and words.strip().lower() == "auto"
 
 
 def _strategy(strategy: Any) -> Strategy:
@@ -50,13 +121,3 @@ def _strategy(strategy: Any) -> Strategy:
     )
 
 
-def check_nodes(num_nodes: Any) -> None:
-    """Refuse several nodes, which this version can't use.
-
-    Raises:
-        ConfigurationError: more than one.
-    """
-    if num_nodes != 1:
-        raise ConfigurationError(
-            f"num_nodes={num_nodes}: this version of fitkit trains on one node. Write num_nodes=1."
-        )

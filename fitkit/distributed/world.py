@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, ProcessGroup, Solo
+from fitkit.errors import WorkerError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +34,23 @@ class World:
     local_rank: int = 0
     node_rank: int = 0
     num_nodes: int = 1
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> World:
+        """The place that a launcher gave this process."""
+        return cls(
+            cluster.rank,
+            cluster.world_size,
+            cluster.local_rank,
+            cluster.node_rank,
+            cluster.num_nodes,
+        )
+
+
+_own_group: Any = None
+"""The process group that `enter` made; any other is the script's own."""
+_abandoned = False
+"""Whether this process hangs in a group that it tried to leave."""
 
 
 def enter(
@@ -51,6 +73,11 @@ def enter(
     Ranks:
         Collective: returns when all have come, or fails after `timeout`.
     """
+    global _own_group
+    if _abandoned:
+        raise WorkerError(
+            "This process is still in the process group of a call that failed. Start it again."
+        )
     if dist.is_initialized():
         return ProcessGroup(device), False
     if world.size == 1 and store is None:
@@ -59,10 +86,50 @@ def enter(
     dist.init_process_group(
         chosen, store=store, rank=world.rank, world_size=world.size, timeout=timeout
     )
+    _own_group = dist.group.WORLD
     return ProcessGroup(device), True
 
 
 def leave() -> None:
     """Leave the process group, without waiting for ranks that may be gone."""
+    global _own_group
     if dist.is_initialized():
         dist.destroy_process_group()
+    _own_group = None
+
+
+def abandon() -> None:
+    """Count on the process group no more: `leave` hangs in it."""
+    global _abandoned
+    _abandoned = True
+
+
+def abort() -> None:
+    """Break off this process's exchanges; torch can do that with NCCL alone."""
+    if in_own_group() and "nccl" in dist.get_backend():
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._abort_process_group()
+
+
+def in_own_group() -> bool:
+    """Whether this process is in a group that `enter` made: it is inside a call."""
+    if _own_group is None or _abandoned:
+        return False
+    return bool(dist.is_initialized() and dist.group.WORLD is _own_group)
+
+
+def users_store() -> Store | None:
+    """The store of a group that the script made itself; None where there is none."""
+    if dist.is_initialized() and not in_own_group() and not _abandoned:
+        store: Store = dist.distributed_c10d._get_default_store()
+        return store
+    return None
+
+
+def users_cluster() -> Cluster | None:
+    """This process's place in a group that the script made itself, on one node."""
+    if users_store() is None:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    return Cluster("torchrun", rank, local, size, size, 0, 1)

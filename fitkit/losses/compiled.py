@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.losses.guards import check_learns
 from fitkit.losses.loss import Loss, OwnLoss, resolve
-from fitkit.losses.weights import weighted_mean
 from fitkit.outputs import SINGLE, LossHint, by_output, log_name, named_outputs
 from fitkit.trees import is_container
 
-Losses = Loss | list[Loss | None] | dict[str, Loss | None]
-Scales = float | list[float] | dict[str, float]
+Losses = Loss | list[Loss | None] | dict[Hashable, Loss | None]
+Scales = float | list[float] | dict[Hashable, float]
 
 
 @dataclasses.dataclass
@@ -28,7 +29,7 @@ class _Part:
     `classes` is the number of classes where the first batch's targets were class indices.
     """
 
-    output: str | None
+    output: Hashable
     loss: Loss
     scale: float = 1.0
     classes: int | None = None
@@ -38,7 +39,7 @@ class _Part:
 class _Plan:
     """Which loss meets which output, for the outputs that the net was seen to give."""
 
-    outputs: list[str]
+    outputs: list[Any]
     parts: list[_Part]
 
     @property
@@ -48,6 +49,8 @@ class _Plan:
 
 class CompiledLoss:
     """What `compile` was given as loss: called with a batch, it gives the total and its parts.
+
+    It remembers what its first batch looked like; `begin` gives one that remembers nothing.
 
     Args:
         loss: what `resolve` takes; a list or dict of that, one an output, with None for an output
@@ -63,13 +66,22 @@ class CompiledLoss:
     def __init__(self, loss: Any, loss_weights: Any = None) -> None:
         self._losses = _resolved(loss)
         self._scales = _checked_scales(loss_weights, self._losses)
+        self._forget()
+
+    def begin(self) -> CompiledLoss:
+        """This loss for one call of a verb, so that calls can nest."""
+        fresh = copy.copy(self)
+        fresh._forget()
+        return fresh
+
+    def _forget(self) -> None:
         # A net may give other outputs in training than in evaluation, so there may be two plans.
-        self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._plans: dict[tuple[Hashable, ...], _Plan] = {}
         self._plan: _Plan | None = None  # the one last checked
         # The loss of a net with one output, where prediction and target need no unwrapping; as
         # bound methods, which Python calls faster than an object.
         self._direct: Callable[[Any, Any], torch.Tensor] | None = None
-        self._direct_each: Callable[[Any, Any], torch.Tensor] | None = None
+        self._direct_weighted: Callable[[Any, Any, Any], torch.Tensor] | None = None
         self._needs_unwrapping = False
 
     @property
@@ -79,7 +91,7 @@ class CompiledLoss:
             return []
         return [_part_name(part) for part in self._plan.parts]
 
-    def hint(self, output: str) -> LossHint:
+    def hint(self, output: Hashable) -> LossHint:
         """What `output`'s loss tells; an empty hint where that isn't known, or not yet."""
         loss = self._loss_of(output)
         return LossHint() if loss is None else loss.hint
@@ -106,24 +118,35 @@ class CompiledLoss:
         self._needs_unwrapping = self._needs_unwrapping or needs_unwrapping
         only = plan.parts[0].loss
         self._direct = None if self._needs_unwrapping else only.__call__
-        self._direct_each = None if self._needs_unwrapping else only.per_sample
+        self._direct_weighted = None if self._needs_unwrapping else only.weighted
 
     def check_labels(self, target: Any) -> None:
-        """Refuse class indices out of range in `target`, perhaps a whole data set's labels.
+        """Refuse what are no labels for the losses in `target`, perhaps a whole data set's.
 
-        Does nothing before `check`, and for losses that take no class indices.
+        Does nothing before `check`, and for losses that take any number.
 
         Raises:
-            ConfigurationError: with the least and greatest label.
+            ConfigurationError: with the range that the labels have and the one they should have.
         """
         plan = self._plan
-        if plan is None or target is None or not any(part.classes for part in plan.parts):
+        if plan is None or target is None:
             return
         labels = _targets(plan, target)
         for part in plan.parts:
-            if part.classes is not None:
+            if labels[part.output] is not None:
                 with _naming(part.output):
                     part.loss.check_labels(labels[part.output], part.classes)
+
+    def check_learns(self, loss: torch.Tensor) -> None:
+        """Refuse a training's first `loss` where no parameter's gradient can come from it.
+
+        Does nothing where gradients are off.
+
+        Raises:
+            ConfigurationError: with what may have cut the gradient off.
+        """
+        label = self._losses.label if isinstance(self._losses, Loss) else "The loss"
+        check_learns(label, loss)
 
     def __call__(
         self, prediction: Any, target: Any, weight: Any = None
@@ -141,8 +164,8 @@ class CompiledLoss:
         """
         if self._direct is not None and weight is None:
             return self._direct(prediction, target), {}
-        if self._direct_each is not None and isinstance(weight, torch.Tensor):
-            return weighted_mean(self._direct_each(prediction, target), weight), {}
+        if self._direct_weighted is not None and isinstance(weight, torch.Tensor):
+            return self._direct_weighted(prediction, target, weight), {}
         return self._sum(prediction, target, weight)
 
     def to(self, device: torch.device | str) -> None:
@@ -163,8 +186,7 @@ class CompiledLoss:
             if its_weight is None:
                 value = part.loss(its_prediction, its_target)
             else:
-                values = part.loss.per_sample(its_prediction, its_target)
-                value = weighted_mean(values, its_weight)
+                value = part.loss.weighted(its_prediction, its_target, its_weight)
             if len(plan.parts) > 1:
                 parts[_part_name(part)] = value.detach()
             scaled = value if part.scale == 1.0 else part.scale * value
@@ -174,19 +196,19 @@ class CompiledLoss:
 
     def _plan_of(self, prediction: Any) -> _Plan:
         reads_itself = isinstance(self._losses, OwnLoss)
-        outputs = () if reads_itself else tuple(named_outputs(prediction))
+        outputs: tuple[Hashable, ...] = () if reads_itself else tuple(named_outputs(prediction))
         if outputs not in self._plans:
             self._plans[outputs] = self._planned(list(outputs))
         return self._plans[outputs]
 
-    def _planned(self, outputs: list[str]) -> _Plan:
+    def _planned(self, outputs: list[Any]) -> _Plan:
         losses = self._losses
         if isinstance(losses, OwnLoss):
             return _Plan(outputs, [_Part(None, losses, self._whole_scale())])
         if isinstance(losses, Loss):
             if losses.takes_whole and len(outputs) > 1:
                 return _Plan(outputs, [_Part(None, losses, self._whole_scale())])
-            by_name: dict[str, Any] = dict.fromkeys(outputs, losses)
+            by_name: dict[Any, Any] = dict.fromkeys(outputs, losses)
         else:
             by_name = _structured(losses, outputs, "loss")
         scales = self._scales_for(outputs)
@@ -207,7 +229,7 @@ class CompiledLoss:
             )
         return 1.0 if self._scales is None else self._scales
 
-    def _scales_for(self, outputs: list[str]) -> dict[str, float]:
+    def _scales_for(self, outputs: list[Any]) -> dict[Any, float]:
         if self._scales is None:
             return {}
         if not isinstance(self._scales, (list, dict)):
@@ -219,7 +241,7 @@ class CompiledLoss:
             return {outputs[0]: self._scales}
         return _structured(self._scales, outputs, "loss_weights")
 
-    def _loss_of(self, output: str) -> Loss | None:
+    def _loss_of(self, output: Hashable) -> Loss | None:
         if isinstance(self._losses, Loss):
             return self._losses
         if self._plan is not None:
@@ -228,7 +250,7 @@ class CompiledLoss:
             return next(iter(_each(self._losses))) if len(self._losses) == 1 else None
         if isinstance(self._losses, dict):
             return self._losses.get(output)
-        place = re.fullmatch(r"output_(\d+)", output)
+        place = re.fullmatch(r"output_(\d+)", str(output))
         index = int(place[1]) if place else len(self._losses)
         return self._losses[index] if index < len(self._losses) else None
 
@@ -290,7 +312,7 @@ def _checked_scales(scales: Any, losses: Losses) -> Scales | None:
     return float(scales)
 
 
-def _structured(value: Any, outputs: list[str], what: str) -> dict[str, Any]:
+def _structured(value: Any, outputs: list[Any], what: str) -> dict[Any, Any]:
     """A list or dict by output names, also for a net with one output."""
     if len(outputs) == 1 and len(value) != 1:
         raise ConfigurationError(
@@ -303,14 +325,14 @@ def _pairs(plan: _Plan, prediction: Any, target: Any) -> list[tuple[_Part, Any, 
     """Each part with its prediction and its target."""
     if plan.is_whole:
         return [(plan.parts[0], prediction, target)]
-    predictions = named_outputs(prediction)
+    predictions: dict[Any, Any] = named_outputs(prediction)
     targets = _targets(plan, target)
-    return [(part, predictions[str(part.output)], targets[part.output]) for part in plan.parts]
+    return [(part, predictions[part.output], targets[part.output]) for part in plan.parts]
 
 
-def _targets(plan: _Plan, target: Any) -> dict[str | None, Any]:
+def _targets(plan: _Plan, target: Any) -> dict[Any, Any]:
     """The target of each trained output; None for one that has none."""
-    trained = [str(part.output) for part in plan.parts]
+    trained: list[Any] = [part.output for part in plan.parts]
     if plan.is_whole:
         return {None: target}
     if target is None or (len(trained) == 1 and not is_container(target)):
@@ -323,14 +345,14 @@ def _targets(plan: _Plan, target: Any) -> dict[str | None, Any]:
     return {name: given.get(name) for name in trained}
 
 
-def _weights(plan: _Plan, weight: Any) -> dict[str | None, Any]:
+def _weights(plan: _Plan, weight: Any) -> dict[Any, Any]:
     """The sample weights of each part; parts without any are left out."""
     if weight is None:
         return {}
     if isinstance(weight, (list, tuple, Mapping)):
         if plan.is_whole or len(plan.outputs) == 1:
             return {plan.parts[0].output: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
-        return dict(by_output(weight, plan.outputs, "sample_weight").items())
+        return by_output(weight, plan.outputs, "sample_weight")
     return dict.fromkeys((part.output for part in plan.parts), weight)
 
 
@@ -339,11 +361,11 @@ def _part_name(part: _Part) -> str:
 
 
 @contextlib.contextmanager
-def _naming(output: str | None) -> Iterator[None]:
+def _naming(output: Hashable) -> Iterator[None]:
     """Say in errors which of several outputs they are about."""
     try:
         yield
     except ConfigurationError as error:
-        if not output:
+        if output is None or output == SINGLE:
             raise
         raise type(error)(f"Output {output!r}: {error}") from None

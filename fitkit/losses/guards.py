@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.losses import targets
 from fitkit.losses.definitions import Definition
+from fitkit.torch_errors import DTYPE_ERRORS, PAIR_ERRORS, SHAPE_ERRORS, raised_in_torch
+from fitkit.trees import leaves_with_paths
 
 PROBABILITY_TOLERANCE = 1e-3
 LOG_PROBABILITY_TOLERANCE = 1e-3
 ROW_SUM_TOLERANCE = 1e-2
 # Tighter than above: only a softmax makes rows that sum to 1 this well.
 SOFTMAX_SUM_TOLERANCE = 1e-4
+REMEDIES_FOR_TWO_LABELS = {(1.0, 2.0): "y - 1", (-1.0, 1.0): "(y + 1) / 2", (0.0, 255.0): "y / 255"}
 # Fewer logits may all lie in [0, 1] by chance.
 LEAST_VALUES_FOR_SIGMOID = 32
 
@@ -86,8 +89,6 @@ def _check_index_shape(
         return
     may_be_soft = definition.match is targets.classes
     if may_be_soft and target.shape == shape:
-        if not target.is_floating_point():
-            _check_one_hot(label, target)
         return
     ending = f" or class probabilities {tuple(shape)}" if may_be_soft else ""
     if target.shape == shape[:-1]:
@@ -99,16 +100,6 @@ def _check_index_shape(
         f"indices of shape {tuple(batch_and_positions)}{ending}. y has shape "
         f"{tuple(target.shape)}."
     )
-
-
-def _check_one_hot(label: str, target: torch.Tensor) -> None:
-    counts = target.to(torch.int64)
-    if bool(((counts < 0) | (counts > 1)).any()) or bool((counts.sum(1) != 1).any()):
-        raise ConfigurationError(
-            f"{label} got integer targets of the predictions' shape {tuple(target.shape)}, which "
-            "must then be one-hot along axis 1, but some rows don't have exactly one 1. For "
-            "several yes/no labels a sample write loss='bce_with_logits'."
-        )
 
 
 def _check_one_hot_shape(label: str, prediction: torch.Tensor, target: torch.Tensor) -> None:
@@ -128,11 +119,7 @@ def check_values(
         _check_probabilities(definition, label, prediction, target)
     elif definition.hint.takes == "log_probabilities":
         _check_log_probabilities(definition, label, prediction)
-    if definition.signs:
-        _check_signs(label, target)
-    class_count = count_classes(definition, prediction, target)
-    if class_count is not None:
-        check_label_range(target, class_count, definition.ignore_index, label)
+    check_labels(definition, label, target, count_classes(definition, prediction, target))
 
 
 def _check_probabilities(
@@ -176,11 +163,67 @@ def _check_log_probabilities(definition: Definition, label: str, prediction: tor
         )
 
 
+def check_labels(
+    definition: Definition, label: str, target: torch.Tensor, classes: int | None
+) -> None:
+    """Refuse targets, perhaps those of a whole data set, that can't be the loss's labels.
+
+    Args:
+        classes: the number of classes where the targets are class indices, else None.
+    """
+    if target.numel() == 0:
+        return
+    if classes is not None:
+        check_label_range(target, classes, definition.ignore_index, label)
+    elif definition.hint.task == "binary":
+        _check_yes_no(label, target)
+    elif definition.shares:
+        _check_shares(definition, label, target)
+    elif definition.signs:
+        _check_signs(label, target)
+
+
+def _check_yes_no(label: str, target: torch.Tensor) -> None:
+    low, high = _range(target)
+    if low >= -PROBABILITY_TOLERANCE and high <= 1.0 + PROBABILITY_TOLERANCE:
+        return
+    values = target.unique()
+    advice = "Pass 0 and 1, or numbers between them."
+    if len(values) <= 2 and (low, high) in REMEDIES_FOR_TWO_LABELS:
+        advice = f"Pass {REMEDIES_FOR_TWO_LABELS[low, high]}."
+    raise ConfigurationError(
+        f"{label} takes targets from 0 (no) to 1 (yes), but y reaches from {low:.4g} to "
+        f"{high:.4g}. {advice}"
+    )
+
+
+def _check_shares(definition: Definition, label: str, target: torch.Tensor) -> None:
+    axis = definition.hint.class_axis or -1
+    sums = target.sum(axis, dtype=torch.float32)
+    off = (sums - 1.0).abs()
+    low, _ = _range(target)
+    if low >= -PROBABILITY_TOLERANCE and not bool((off > ROW_SUM_TOLERANCE).any()):
+        return
+    fault = f"one reaches down to {low:.4g}"
+    if low >= -PROBABILITY_TOLERANCE:
+        fault = f"the sum of one is {sums.flatten()[off.argmax()].item():.4g}"
+    binary = "bce_with_logits" if definition.hint.takes == "logits" else "binary_crossentropy"
+    raise ConfigurationError(
+        f"{label} takes targets of the predictions' shape as one-hot rows, or as the classes' "
+        f"shares that sum to 1 along axis {axis}, but of y's rows (shape {tuple(target.shape)}) "
+        f"{fault}. For several yes/no labels a sample write loss={binary!r}; samples that "
+        "shall not count need a sample_weight of 0."
+    )
+
+
 def _check_signs(label: str, target: torch.Tensor) -> None:
-    if bool(((target == 0) | (target == 1)).all()) and bool((target == 0).any()):
-        raise ConfigurationError(
-            f"{label} takes labels -1 and 1, but the first batch's are 0 and 1. Pass 2 * y - 1."
-        )
+    if bool(((target == 1) | (target == -1)).all()):
+        return
+    low, high = _range(target)
+    advice = " Pass 2 * y - 1." if bool(((target == 0) | (target == 1)).all()) else ""
+    raise ConfigurationError(
+        f"{label} takes labels -1 and 1, but y has others, from {low:.4g} to {high:.4g}.{advice}"
+    )
 
 
 def check_label_range(
@@ -274,5 +317,57 @@ def suspicion(definition: Definition, label: str, prediction: torch.Tensor) -> s
 
 
 def _range(values: torch.Tensor) -> tuple[float, float]:
+    if values.dtype is torch.bool:
+        return float(values.all()), float(values.any())
     low, high = torch.aminmax(values.detach())
     return float(low), float(high)
+
+
+def explained(error: Exception, label: str, prediction: Any, target: Any) -> FitkitError | None:
+    """A clearer error for one that a loss of the user's met; None for what is the user's own.
+
+    Without a target that is any error; else one of torch's, about shapes and number types.
+    """
+    if target is None:
+        return ConfigurationError(
+            f"{label} failed without a target ({type(error).__name__}: {error}): y is "
+            "missing. Pass y, or give batches of (x, y)."
+        )
+    text = str(error)
+    of_torch = isinstance(error, (RuntimeError, IndexError)) or (
+        isinstance(error, ValueError) and raised_in_torch(error)
+    )
+    kinds = (SHAPE_ERRORS, DTYPE_ERRORS, PAIR_ERRORS)
+    if not of_torch or not any(kind.search(text) for kind in kinds):
+        return None
+    line = text.strip().splitlines()[0].strip().removesuffix(".")
+    return ConfigurationError(
+        f"{label} can't be computed: {_shapes_of(prediction, 'the prediction')}, "
+        f"{_shapes_of(target, 'the target')}. torch says: {line}. "
+        "Bring both to what it needs, inside it: for example target.reshape(prediction.shape)."
+    )
+
+
+def _shapes_of(tree: Any, name: str) -> str:
+    found = [
+        f"{name}{path} has shape {tuple(leaf.shape)} ({str(leaf.dtype).removeprefix('torch.')})"
+        if isinstance(leaf, torch.Tensor)
+        else f"{name}{path} is {describe(leaf)}"
+        for path, leaf in leaves_with_paths(tree)
+    ]
+    return ", ".join(found)
+
+
+def check_learns(label: str, loss: torch.Tensor) -> None:
+    """Refuse the first loss of a training that no parameter's gradient can come from.
+
+    Raises:
+        ConfigurationError: with what may have cut the gradient off.
+    """
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ConfigurationError(
+            f"{label} doesn't depend on any parameter that learns, so there is nothing to train. "
+            "Either every parameter that it depends on is frozen (requires_grad=False), or the "
+            "net or the loss cuts the gradient off: .detach(), .item(), argmax, NumPy, "
+            "torch.no_grad()."
+        )

@@ -6,28 +6,26 @@ Reference: the meaning of each name is in `names.py`, that of weights in `weight
 from __future__ import annotations
 
 import abc
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fitkit.arguments import describe
-from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.losses import guards, names
+from fitkit.callables import check_takes_pair
+from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError
+from fitkit.losses import guards
 from fitkit.losses.broadcasting import check_broadcast
 from fitkit.losses.definitions import Definition
-from fitkit.losses.modules import known_module, snake_case, unreduced
+from fitkit.losses.modules import known_module, unreduced
+from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS
+from fitkit.losses.targets import HALF_TYPES
+from fitkit.losses.weights import weighted_mean
+from fitkit.naming import callable_name, snake_case
 from fitkit.notices import warn
 from fitkit.outputs import LossHint
 from fitkit.trees import leaves
-
-_TARGET_NAMES = {"y_true", "y", "target", "targets", "label", "labels", "truth"}
-_PREDICTION_NAMES = {
-    "y_pred", "y_hat", "prediction", "predictions", "pred", "preds", "output", "outputs",
-    "input", "logits",
-}  # fmt: skip
 
 
 class Loss(abc.ABC):
@@ -57,6 +55,14 @@ class Loss(abc.ABC):
             ConfigurationError: the loss gives only its mean.
         """
 
+    def weighted(self, prediction: Any, target: Any, weight: torch.Tensor) -> torch.Tensor:
+        """The mean over the batch under sample weights (`weights.py`).
+
+        Raises:
+            ConfigurationError: the loss gives only its mean, or the weights' shape doesn't fit.
+        """
+        return weighted_mean(self.per_sample(prediction, target), weight)
+
     @abc.abstractmethod
     def check(self, prediction: Any, target: Any) -> None:
         """Refuse a first batch that this loss can't mean anything for.
@@ -69,9 +75,13 @@ class Loss(abc.ABC):
         """The number of classes where targets are class indices, else None."""
         return None
 
-    def check_labels(self, target: Any, classes: int) -> None:
-        """Refuse labels, perhaps those of a whole data set, that aren't below `classes`."""
-        return  # most losses take no class indices
+    def check_labels(self, target: Any, classes: int | None) -> None:
+        """Refuse targets, perhaps those of a whole data set, that are no labels for this loss.
+
+        Args:
+            classes: what `count_classes` gave.
+        """
+        return  # most losses take any number
 
     def to(self, device: torch.device | str) -> None:
         """Move class weights and other buffers, where it has some."""
@@ -94,6 +104,7 @@ class KnownLoss(Loss):
         self.name, self.label, self.hint = name, label, definition.hint
         self._definition = definition
         self._match, self._mean, self._each = definition.match, definition.mean, definition.each
+        self._counted = definition.counted
         self._module = module
         self._has_warned = False
 
@@ -104,6 +115,15 @@ class KnownLoss(Loss):
     def per_sample(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         prediction, target = self._match(prediction, target)
         return self._each(prediction, target)
+
+    def weighted(
+        self, prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        prediction, target = self._match(prediction, target)
+        values = self._each(prediction, target)
+        if self._counted is None or target.is_floating_point():
+            return weighted_mean(values, weight)
+        return weighted_mean(values, weight, self._counted(target))
 
     def check(self, prediction: Any, target: Any) -> None:
         guards.check_tensors(self.label, prediction, target)
@@ -122,10 +142,8 @@ class KnownLoss(Loss):
     def count_classes(self, prediction: Any, target: Any) -> int | None:
         return guards.count_classes(self._definition, prediction, target)
 
-    def check_labels(self, target: Any, classes: int) -> None:
-        guards.check_label_range(
-            torch.as_tensor(target), classes, self._definition.ignore_index, self.label
-        )
+    def check_labels(self, target: Any, classes: int | None) -> None:
+        guards.check_labels(self._definition, self.label, torch.as_tensor(target), classes)
 
     def to(self, device: torch.device | str) -> None:
         if self._module is not None:
@@ -137,13 +155,16 @@ class CustomLoss(Loss):
 
     It may give a scalar, or values per sample, whose mean is taken. A module with an attribute
     `reduction` gives values per sample, for weights, with that set to `"none"`.
+
+    A half-precision prediction beside a target of another floating type goes up to float32: some
+    of torch's losses have no gradient for a pair of two types.
     """
 
     takes_whole = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.hint = LossHint()
-        self.name = _name_of(function)
+        self.name = callable_name(function)
         self.label = f"The loss {self.name}"
         self._function = function
         self._each = function
@@ -151,7 +172,7 @@ class CustomLoss(Loss):
             getattr(function, "reduction", None), str
         ):
             self._each = unreduced(function)
-        _check_signature(self.label, function)
+        check_takes_pair(function, self.label, "loss")
 
     def __call__(self, prediction: Any, target: Any) -> torch.Tensor:
         result = self._call(self._function, prediction, target)
@@ -177,15 +198,17 @@ class CustomLoss(Loss):
             self._function.to(device)
 
     def _call(self, function: Callable[..., Any], prediction: Any, target: Any) -> torch.Tensor:
+        if isinstance(prediction, torch.Tensor) and prediction.dtype in HALF_TYPES:
+            prediction = _beside(prediction, target)
         try:
             result = function(prediction, target)
+        except FitkitError:
+            raise
         except Exception as error:
-            if target is not None:
+            explanation = guards.explained(error, self.label, prediction, target)
+            if explanation is None:
                 raise
-            raise ConfigurationError(
-                f"{self.label} failed without a target ({type(error).__name__}: {error}): y is "
-                "missing. Pass y, or give batches of (x, y)."
-            ) from error
+            raise explanation from error
         if not isinstance(result, torch.Tensor):
             raise ConfigurationError(
                 f"{self.label} returned {describe(result)}, but must return a tensor: the mean "
@@ -247,7 +270,7 @@ def resolve(loss: Any) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
-        return KnownLoss(names.find(loss), loss, f"loss={loss!r}")
+        return KnownLoss(LOSSES[loss], loss, f"loss={loss!r}")
     if isinstance(loss, type):
         raise ArgumentTypeError(
             f"loss={loss.__name__} is a class. Give an instance: loss={loss.__name__}()."
@@ -262,38 +285,17 @@ def resolve(loss: Any) -> Loss:
             f"loss={describe(loss)} must be a name, a torch.nn loss, or a callable "
             "(prediction, target); or a list or dict of these, one an output."
         )
-    function = names.torch_function(loss)
+    function = TORCH_FUNCTIONS.get(loss) if isinstance(loss, Hashable) else None
     if function is not None:
         return KnownLoss(function, loss.__name__, f"loss={loss.__name__}")
     return CustomLoss(loss)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "func", function)  # of a functools.partial
-    return getattr(inner, "__name__", None) or snake_case(type(inner).__name__)
-
-
-def _check_signature(label: str, function: Callable[..., Any]) -> None:
-    """Refuse a callable that can't take, or seems to swap, `(prediction, target)`."""
-    try:
-        signature = inspect.signature(
-            function.forward if isinstance(function, nn.Module) else function
-        )
-    except (TypeError, ValueError):  # builtins have none
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise ConfigurationError(
-            f"{label} takes {signature}, but a loss is called with (prediction, target). Wrap it "
-            "in a function of these two."
-        ) from None
-    first, second = [*signature.parameters, "", ""][:2]
-    if first in _TARGET_NAMES and second in _PREDICTION_NAMES:
-        raise ConfigurationError(
-            f"{label} takes ({first}, {second}), which is Keras's order. fitkit calls losses as "
-            "torch does, with (prediction, target): swap the parameters."
-        )
+def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:
+    """A half-precision prediction in float32 where its target has another floating type."""
+    if not isinstance(target, torch.Tensor) or not target.is_floating_point():
+        return prediction
+    return prediction if target.dtype is prediction.dtype else prediction.float()
 
 
 def _carried(prediction: Any) -> torch.Tensor | None:

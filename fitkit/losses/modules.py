@@ -54,13 +54,15 @@ def known_module(module: nn.Module) -> Definition | None:
         )
     each = unreduced(module)
     known = LOSSES[name]
-    counted = known.counted and CountedLabels(module.ignore_index, module)
+    counted = None
+    if isinstance(module, (nn.CrossEntropyLoss, nn.NLLLoss)) and reduction != "none":
+        counted = CountedLabels(module.ignore_index, module)
     return dataclasses.replace(
         known,
         mean=MeanOf(each) if reduction == "none" else module,
         each=SumPerSample(each) if reduction == "batchmean" else each,
         ignore_index=getattr(module, "ignore_index", known.ignore_index),
-        counted=None if reduction == "none" else counted,
+        counted=counted,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from fitkit.errors import ConfigurationError
 from fitkit.losses import functions, targets
 from fitkit.losses.definitions import Definition
-from fitkit.losses.functions import LossFunction, MeanOf, SumPerSample
+from fitkit.losses.functions import CountedLabels, LossFunction, MeanOf, SumPerSample
 from fitkit.losses.targets import Match
 from fitkit.outputs import LossHint
 from fitkit.registry import Registry
@@ -23,7 +24,6 @@ KERAS_LOGITS = LossHint("logits", "classes", class_axis=-1)
 KERAS_PROBABILITIES = LossHint("probabilities", "classes", class_axis=-1)
 BINARY_LOGITS = LossHint("logits", "binary")
 BINARY_PROBABILITIES = LossHint("probabilities", "binary")
-
 
 
 class LossNames(Registry[Definition]):
@@ -40,7 +40,10 @@ class LossNames(Registry[Definition]):
         self._spelling[name] = name
 
     def __contains__(self, name: str) -> bool:
-        return _spelled(name) in self._entries or super().__contains__(name)
+        spelled = _spelled(name)
+        return spelled not in _AMBIGUOUS and (
+            spelled in self._entries or super().__contains__(name)
+        )
 
     def __getitem__(self, name: str) -> Definition:
         """The loss called `name`.
@@ -132,30 +135,30 @@ TORCH_FUNCTIONS[F.binary_cross_entropy] = _BCE
 
 _torch(
     "cross_entropy", "cross_entropy_loss",
-    function=F.cross_entropy, match=targets.classes, hint=CLASS_LOGITS,
+    function=F.cross_entropy, match=targets.classes, hint=TORCH_LOGITS,
     twin="sparse_categorical_crossentropy", ignore_index=-100,
 )  # fmt: skip
 _torch(
     "nll", "nll_loss",
-    function=F.nll_loss, match=targets.indices, hint=CLASS_LOG_PROBABILITIES,
+    function=F.nll_loss, match=targets.indices, hint=TORCH_LOG_PROBABILITIES,
     twin="cross_entropy", ignore_index=-100,
 )  # fmt: skip
 _torch(
     "bce_with_logits", "bce_with_logits_loss", "binary_cross_entropy_with_logits",
     function=F.binary_cross_entropy_with_logits, hint=BINARY_LOGITS, twin="bce",
 )  # fmt: skip
-_torch("mse", "mse_loss", "mean_squared_error", function=F.mse_loss)  # fmt: skip
-_torch("l1", "l1_loss", "mae", "mean_absolute_error", function=F.l1_loss)  # fmt: skip
-_torch("huber", "huber_loss", function=F.huber_loss)  # fmt: skip
-_torch("smooth_l1", "smooth_l1_loss", function=F.smooth_l1_loss)  # fmt: skip
-_torch("poisson_nll", "poisson_nll_loss", function=F.poisson_nll_loss)  # fmt: skip
+_torch("mse", "mse_loss", "mean_squared_error", function=F.mse_loss)
+_torch("l1", "l1_loss", "mae", "mean_absolute_error", function=F.l1_loss)
+_torch("huber", "huber_loss", function=F.huber_loss)
+_torch("smooth_l1", "smooth_l1_loss", function=F.smooth_l1_loss)
+_torch("poisson_nll", "poisson_nll_loss", function=F.poisson_nll_loss)
 _torch(
     "soft_margin", "soft_margin_loss",
     function=F.soft_margin_loss, hint=UNKNOWN, signs=True,
 )  # fmt: skip
 _torch(
     "multi_margin", "multi_margin_loss",
-    function=F.multi_margin_loss, match=targets.indices, hint=CLASS_LOGITS,
+    function=F.multi_margin_loss, match=targets.indices, hint=TORCH_LOGITS,
 )  # fmt: skip
 _torch(
     "multilabel_margin", "multilabel_margin_loss",
@@ -177,24 +180,24 @@ LOSSES.add(
         partial(F.kl_div, reduction="batchmean"),
         SumPerSample(partial(F.kl_div, reduction="none")),
         targets.vectors,
-        CLASS_LOG_PROBABILITIES,
+        LossHint("log_probabilities", "classes"),
     ),
 )
 
 _keras(
     "sparse_categorical_crossentropy",
     function=functions.sparse_categorical_crossentropy, match=targets.last_axis_indices,
-    hint=CLASS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True,
+    hint=KERAS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True,
 )  # fmt: skip
 _keras(
     "categorical_crossentropy",
     function=functions.categorical_crossentropy, match=targets.vectors,
-    hint=CLASS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True,
+    hint=KERAS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True, shares=True,
 )  # fmt: skip
 _keras(
     "categorical_focal_crossentropy",
     function=functions.categorical_focal_crossentropy, match=targets.vectors,
-    hint=CLASS_PROBABILITIES, rows_sum_to_one=True,
+    hint=KERAS_PROBABILITIES, rows_sum_to_one=True, shares=True,
 )  # fmt: skip
 _keras(
     "binary_crossentropy",
@@ -216,12 +219,12 @@ _keras("log_cosh", function=functions.log_cosh)
 _keras("cosine_similarity", function=functions.cosine_similarity, match=targets.vectors)
 _keras(
     "kl_divergence", "kld", "kullback_leibler_divergence",
-    function=functions.kl_divergence, match=targets.vectors, hint=CLASS_PROBABILITIES,
+    function=functions.kl_divergence, match=targets.vectors, hint=KERAS_PROBABILITIES,
 )  # fmt: skip
 _keras("poisson", function=functions.poisson)
 _keras("hinge", function=functions.hinge, hint=UNKNOWN)
 _keras("squared_hinge", function=functions.squared_hinge, hint=UNKNOWN)
 _keras(
     "categorical_hinge",
-    function=functions.categorical_hinge, match=targets.vectors, hint=CLASS_LOGITS,
+    function=functions.categorical_hinge, match=targets.vectors, hint=KERAS_LOGITS, shares=True,
 )  # fmt: skip

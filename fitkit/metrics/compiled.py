@@ -7,7 +7,6 @@ from typing import Any
 from fitkit.metrics.given import Given
 from fitkit.metrics.meters import Meters
 from fitkit.metrics.names import LogKeys
-from fitkit.metrics.pending import MOST_BATCHES
 from fitkit.outputs import SINGLE
 
 
@@ -30,17 +29,13 @@ class CompiledMetrics:
     def __init__(self, metrics: Any = None, weighted_metrics: Any = None) -> None:
         self._given = (Given(metrics, "metrics"), Given(weighted_metrics, "weighted_metrics"))
 
-    def meters(self, most_batches: int = MOST_BATCHES) -> Meters:
+    def meters(self) -> Meters:
         """A fresh set of sums, for one call of fit or evaluate.
 
         The user's torchmetrics objects are copied, so that calls can nest; the objects
         themselves stay as they are.
-
-        Args:
-            most_batches: how many batches may wait before they are added up; 1 where the
-                net's next output overwrites the last one (CUDA graphs).
         """
-        return Meters(self._given, most_batches)
+        return Meters(self._given)
 
     @property
     def known_names(self) -> list[str]:
@@ -52,10 +47,6 @@ class CompiledMetrics:
             for entry in given.for_unnamed_output()
         ]
 
-    @property
-    def has_metrics(self) -> bool:
+    def __bool__(self) -> bool:
         """Whether there are any."""
         return any(self._given)
-
-    def __bool__(self) -> bool:
-        return self.has_metrics

@@ -110,7 +110,10 @@ class Mean:
     Attributes:
         totals: the sums.
         weighted: whether batches' weights count.
+        keeps_batches: whether what it was given is still there later; sums keep nothing.
     """
+
+    keeps_batches = False
 
     def __init__(
         self,

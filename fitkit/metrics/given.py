@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from fitkit.arguments import describe
+from fitkit.callables import check_takes_pair
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics.catalogue import NAMES, weightable_names
-from fitkit.metrics.names import callable_name, snake_case
 from fitkit.metrics.wrapped import is_torchmetric, refuse_aggregation
+from fitkit.naming import callable_name, snake_case
 from fitkit.outputs import SINGLE
-
-_TARGET_NAMES = ("y_true", "target", "targets", "true", "label", "labels", "y")
-_PREDICTION_NAMES = ("y_pred", "y_score", "prediction", "predictions", "pred", "preds", "y_hat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +41,10 @@ class Given:
         self._weighted = argument == "weighted_metrics"
         self._flat: list[Entry] = []
         self._lists: list[list[Entry]] | None = None
-        self._by_key: dict[str, list[Entry]] | None = None
+        self._by_key: dict[Hashable, list[Entry]] | None = None
         self._keys_may_be_names = False
         if isinstance(metrics, Mapping):
-            self._check_keys(metrics)
+            self._check_keys(metrics, outputs=True)
             self._by_key = {key: self._entries(value) for key, value in metrics.items()}
             self._keys_may_be_names = not any(_is_group(value) for value in metrics.values())
         elif isinstance(metrics, (list, tuple)) and any(_is_group(item) for item in metrics):
@@ -69,7 +64,7 @@ class Given:
         """The metrics of a net with a single output; none where they are for several."""
         return self._for_single(SINGLE) or []
 
-    def for_outputs(self, outputs: Sequence[str]) -> dict[str, list[Entry]]:
+    def for_outputs(self, outputs: Sequence[Any]) -> dict[Any, list[Entry]]:
         """The metrics of each output.
 
         Raises:
@@ -96,21 +91,22 @@ class Given:
             return dict(zip(outputs, self._lists, strict=True))
         return dict.fromkeys(outputs, self._flat)
 
-    def _for_single(self, output: str) -> list[Entry] | None:
+    def _for_single(self, output: Hashable) -> list[Entry] | None:
         """The metrics of a single output; None where what was given is for several."""
         if self._lists is not None:
             return self._lists[0] if len(self._lists) == 1 else None
         if self._by_key is None:
             return self._flat
         if self._keys_may_be_names:
-            return [e for key, found in self._by_key.items() for e in _renamed(found, key)]
+            return [e for key, found in self._by_key.items() for e in _renamed(found, str(key))]
         if len(self._by_key) == 1 and output == SINGLE:
             return next(iter(self._by_key.values()))
         return None
 
-    def _check_keys(self, metrics: Mapping[Any, Any]) -> None:
+    def _check_keys(self, metrics: Mapping[Any, Any], *, outputs: bool = False) -> None:
+        """Refuse keys that can't be names; a net may call its outputs by numbers too."""
         for key in metrics:
-            if not isinstance(key, str) or not key:
+            if key in (None, "") or not (outputs or isinstance(key, str)):
                 raise ArgumentTypeError(
                     f"{self.argument} has the key {describe(key)}: keys are names of outputs or "
                     "of metrics."
@@ -150,7 +146,7 @@ class Given:
                 raise self._not_weightable(type(metric).__name__)
             refuse_aggregation(metric, self.argument)
         elif callable(metric):
-            self._check_signature(metric)
+            check_takes_pair(metric, f"The metric {callable_name(metric)}", "metric")
         else:
             raise ArgumentTypeError(
                 f"{self.argument} has {describe(metric)}, but a metric is a name, a torchmetrics "
@@ -164,29 +160,6 @@ class Given:
             f"weighted: {', '.join(weightable_names())}, and callables (prediction, target) that "
             "give one value a sample."
         )
-
-    def _check_signature(self, function: Callable[..., Any]) -> None:
-        name = callable_name(function)
-        try:
-            signature = inspect.signature(
-                function.forward if isinstance(function, nn.Module) else function
-            )
-        except (TypeError, ValueError):  # some callables written in C have none to show
-            return
-        try:
-            signature.bind(None, None)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"{self.argument} has {name}{signature}, which can't be called with (prediction, "
-                f"target): {error}. Wrap it in a function of these two."
-            ) from None
-        first, second = [*signature.parameters, "", ""][:2]
-        if first in _TARGET_NAMES and second in _PREDICTION_NAMES:
-            raise ConfigurationError(
-                f"{self.argument} has {name}{signature}, which takes the target first, as Keras "
-                "and scikit-learn do. fitkit calls metrics as torch does, with (prediction, "
-                f"target): swap the parameters, or write lambda p, t: {name}(t, p)."
-            )
 
 
 def _default_name(metric: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from fitkit.metrics.given import Given
 from fitkit.metrics.merging import State, load_merged, state_of
 from fitkit.metrics.names import LogKeys
 from fitkit.metrics.output import OutputMeters
-from fitkit.metrics.pending import MOST_BATCHES
 from fitkit.metrics.task import FirstBatch
 from fitkit.outputs import LossHint, by_output, named_outputs
 
@@ -25,14 +24,11 @@ class Meters:
 
     Args:
         given: what compile was given.
-        most_batches: how many batches may wait before they are added up; 1 where the net's
-            next output overwrites the last one (CUDA graphs).
     """
 
-    def __init__(self, given: Iterable[Given], most_batches: int = MOST_BATCHES) -> None:
+    def __init__(self, given: Iterable[Given]) -> None:
         self._given = [one for one in given if one]
-        self._most_batches = most_batches
-        self._outputs: dict[str, OutputMeters] | None = None
+        self._outputs: dict[Hashable, OutputMeters] | None = None
         self._only: OutputMeters | None = None
 
     @property
@@ -40,7 +36,7 @@ class Meters:
         """Whether there are any."""
         return bool(self._given)
 
-    def start(self, prediction: Any, target: Any, hint: Callable[[str], LossHint]) -> None:
+    def start(self, prediction: Any, target: Any, hint: Callable[[Any], LossHint]) -> None:
         """Build the metrics by the first batch; later calls do nothing.
 
         Args:
@@ -54,11 +50,11 @@ class Meters:
         """
         if self._outputs is not None:
             return
-        outputs = named_outputs(prediction)
+        outputs: dict[Any, Any] = named_outputs(prediction)
         targets = _targets(target, list(outputs))
         keys = LogKeys(outputs)
         given_to = [(given, given.for_outputs(list(outputs))) for given in self._given]
-        started: dict[str, OutputMeters] = {}
+        started: dict[Hashable, OutputMeters] = {}
         for output in outputs:
             found = [
                 entry
@@ -70,7 +66,7 @@ class Meters:
                 entries = {keys.key(output, e.name, weighted=e.weighted): e for e in found}
                 first = FirstBatch(outputs[output], targets[output], hint(output))
                 with torch.inference_mode(False), torch.no_grad():
-                    started[output] = OutputMeters(entries, first, self._most_batches)
+                    started[output] = OutputMeters(entries, first)
         self._outputs = started
         if len(outputs) == 1:
             self._only = next(iter(started.values()), None)
@@ -79,8 +75,8 @@ class Meters:
         """Add a batch; call it without gradients.
 
         Args:
-            prediction: what the net gave; kept for some batches, so it must not be overwritten.
-            target: its targets; likewise.
+            prediction: what the net gave.
+            target: its targets.
             weight: one weight a sample, or a dict or list of them by output; None: 1 each.
         """
         only = self._only
@@ -97,7 +93,7 @@ class Meters:
     def _update_outputs(self, prediction: Any, target: Any, weight: Any) -> None:
         if self._outputs is None:
             raise RuntimeError("Meters.update() came before Meters.start()")
-        outputs = named_outputs(prediction)
+        outputs: dict[Any, Any] = named_outputs(prediction)
         names = list(outputs)
         targets = _targets(target, names)
         weights = {} if weight is None else _weights(weight, names)
@@ -116,20 +112,10 @@ class Meters:
     def _started(self) -> Iterable[OutputMeters]:
         return () if self._outputs is None else self._outputs.values()
 
-    @property
-    def names(self) -> list[str]:
-        """The metrics' names, in the order of the results; empty before start."""
-        return [name for meters in self._started() for name in meters.gauges]
-
     def reset(self) -> None:
         """Forget all samples; what the first batch told stays."""
         for meters in self._started():
             meters.reset()
-
-    def to(self, device: torch.device | str) -> None:
-        """Move all sums to a device."""
-        for meters in self._started():
-            meters.to(torch.device(device))
 
     def state(self) -> dict[str, State] | None:
         """What was summed up on this rank, as plain data by name; None before start."""
@@ -152,7 +138,7 @@ class Meters:
             yield from meters.gauges.items()
 
 
-def _has_target(given: Given, output: str, targets: Mapping[str, Any]) -> bool:
+def _has_target(given: Given, output: Hashable, targets: Mapping[Any, Any]) -> bool:
     """Whether an output has targets; metrics for every output go to those that have."""
     if output not in targets and given.is_by_output:
         raise ConfigurationError(
@@ -162,14 +148,14 @@ def _has_target(given: Given, output: str, targets: Mapping[str, Any]) -> bool:
     return output in targets
 
 
-def _targets(target: Any, outputs: list[str]) -> dict[str, Any]:
+def _targets(target: Any, outputs: list[Any]) -> dict[Any, Any]:
     """The targets by output; a net of one named output takes them without its name too."""
     if len(outputs) == 1 and isinstance(target, Tensor):
         return {outputs[0]: target}
     return by_output(target, outputs, "target")
 
 
-def _weights(weight: Any, outputs: list[str]) -> dict[str, Any]:
+def _weights(weight: Any, outputs: list[Any]) -> dict[Any, Any]:
     """The sample weights by output; one tensor counts for all."""
     if isinstance(weight, Tensor):
         return dict.fromkeys(outputs, weight)

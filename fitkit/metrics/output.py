@@ -25,13 +25,12 @@ class OutputMeters:
     Args:
         entries: the metrics by their final names.
         first: the output's first batch, by which they are built.
-        most_batches: how many batches may wait before they are added.
 
     Attributes:
         gauges: what sums up each metric, by name.
     """
 
-    def __init__(self, entries: dict[str, Entry], first: FirstBatch, most_batches: int) -> None:
+    def __init__(self, entries: dict[str, Entry], first: FirstBatch) -> None:
         self.gauges: dict[str, Mean | Call | Joined | Each] = {}
         for name, entry in entries.items():
             with _naming(name):
@@ -40,7 +39,7 @@ class OutputMeters:
         self._joining = {n: g for n, g in self.gauges.items() if isinstance(g, (Mean, Joined))}
         self._seeing_each = {n: g for n, g in self.gauges.items() if isinstance(g, (Call, Each))}
         self._needs_weight = any(g.weighted for g in self._joining.values())
-        self._pending = Pending(most_batches)
+        self._pending = Pending(keeps=any(g.keeps_batches for g in self._joining.values()))
         self._is_first = True
 
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
@@ -91,12 +90,6 @@ class OutputMeters:
         with _changeable():
             for gauge in self.gauges.values():
                 gauge.reset()
-
-    def to(self, device: torch.device) -> None:
-        """Move all sums to a device."""
-        self.flush()
-        for gauge in self.gauges.values():
-            gauge.to(device)
 
 
 def _build(entry: Entry, first: FirstBatch) -> Mean | Call | Joined | Each:

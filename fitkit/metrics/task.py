@@ -88,7 +88,7 @@ class FirstBatch:
     def shape_of_task(self, force: str = "") -> Task:
         """The task without a look at the targets' values where their shape tells enough."""
         prediction, target = self.prediction, self.target
-        axis = None if force == "entries" else class_axis(prediction.shape, target.shape)
+        axis = None if force == "entries" else self._class_axis()
         if axis is not None:
             return self._task("multiclass", prediction.shape[axis], axis)
         if not same_entries(prediction, target):
@@ -96,7 +96,8 @@ class FirstBatch:
         columns = prediction.shape[1] if prediction.ndim > 1 else 1
         if force == "entries":
             return self._task("binary")
-        if force == "classes" or (self.hint.task == "classes" and columns > 1):
+        several = prediction.ndim > 1 and prediction.shape[self._axes()[0]] > 1
+        if force == "classes" or (self.hint.task == "classes" and several):
             return self._one_hot_task()
         if self.hint.task != "binary":
             self._check_yes_or_no()
@@ -108,6 +109,14 @@ class FirstBatch:
             return self._task("multilabel", columns)
         return self._task("binary")
 
+    def _class_axis(self) -> int | None:
+        return class_axis(self.prediction.shape, self.target.shape, self._axes())
+
+    def _axes(self) -> tuple[int, int]:
+        """The two places of classes, the loss's first; torch's where it tells none."""
+        last = self.prediction.ndim - 1
+        return (last, 1) if self.hint.class_axis == -1 else (1, last)
+
     def _task(self, kind: str, columns: int = 1, axis: int = 1, one_hot: bool = False) -> Task:
         return Task(kind, columns, axis, one_hot, self.scale(kind))
 
@@ -118,9 +127,9 @@ class FirstBatch:
                 f"one column a class is needed, but the prediction is {_seen(self.prediction)} "
                 f"and the target {_seen(self.target)}."
             )
-        axis = 1
-        if not _sums_to_one(target, 1) and _sums_to_one(target, target.ndim - 1):
-            axis = target.ndim - 1
+        axis, other = self._axes()
+        if not _sums_to_one(target, axis) and _sums_to_one(target, other):
+            axis = other
         return self._task("multiclass", target.shape[axis], axis, one_hot=True)
 
     def scale(self, kind: str = "binary") -> str:
@@ -144,18 +153,19 @@ class FirstBatch:
             )
 
 
-def class_axis(prediction: torch.Size, target: torch.Size) -> int | None:
+def class_axis(prediction: torch.Size, target: torch.Size, axes: tuple[int, ...]) -> int | None:
     """The prediction's dimension of classes where the target has labels; None where none fits.
 
-    Torch's place, dimension 1, comes before the last. A target's dimension of one entry in
-    that place is no matter.
+    A target's dimension of one entry in that place is no matter.
+
+    Args:
+        axes: the places where the classes may be, the likeliest first.
 
     Shapes: prediction (N, C, ...) or (N, ..., C), target (N, ...), (N, 1, ...) or (N, ..., 1).
     """
     if len(prediction) < 2:
         return None
-    last = len(prediction) - 1
-    for axis in (1, last):
+    for axis in axes:
         without = prediction[:axis] + prediction[axis + 1 :]
         with_one = (*prediction[:axis], 1, *prediction[axis + 1 :])
         if prediction[axis] > 1 and target in (without, with_one):

@@ -16,6 +16,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.metrics.gauges import Batch
 from fitkit.metrics.readings import AsGiven, Choices, Matched, Reading, Scores
 from fitkit.metrics.task import FirstBatch, Task
+from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -45,6 +46,11 @@ class Wrapped:
         self.samples = 0
 
     @property
+    def keeps_batches(self) -> bool:
+        """Whether its state is a list, of the very tensors that it was given as a rule."""
+        return any(isinstance(state, list) for state in _inner(self.metric)._defaults.values())
+
+    @property
     def updated(self) -> bool:
         """Whether there is a result; torchmetrics warns where one is asked for too early."""
         return self.samples > 0
@@ -64,8 +70,15 @@ class Wrapped:
 class Each(Wrapped):
     """A metric that must see each batch as it came."""
 
+    def __init__(self, metric: Metric) -> None:
+        super().__init__(metric)
+        self._keeps_batches = self.keeps_batches
+
     def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
         """Add a batch of any structure; weights don't count."""
+        if self._keeps_batches:
+            # The caller may overwrite its memory with the next batch.
+            prediction, target = map_leaves(_copied, prediction), map_leaves(_copied, target)
         with torch.inference_mode(False), torch.no_grad():
             self.metric.update(prediction, target)
         self.samples += samples
@@ -115,6 +128,10 @@ class Joined(Wrapped):
             _adopt_state(self.metric, self.leader.metric)
         value = self.metric.compute()
         return value if self._finish is None else self._finish(value)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def share_states(gauges: Iterable[object]) -> None:

@@ -16,8 +16,9 @@ from fitkit.arguments import (
     check_number,
     describe,
 )
+from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.distributed.placement import older_spelling
-from fitkit.distributed.resolve import check_nodes, resolve_strategy
+from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import CompiledLoss
@@ -46,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "devices": "auto",
     "accelerator": "auto",
     "strategy": "auto",
-    "num_nodes": 1,
+    "num_nodes": None,
     "precision": "32-true",
     "accumulate_grad_batches": 1,
     "gradient_clip_val": None,
@@ -64,7 +65,10 @@ DEFAULTS: dict[str, Any] = {
 }
 """Every argument of `compile` but `gpus` (another spelling of two of these)."""
 
-LATER = ("auto_select_gpus", "log_gpu_memory", "steps_per_execution")
+HARDWARE = ("devices", "accelerator", "strategy", "precision", "num_nodes", "auto_select_gpus")
+"""Arguments that decide on a new strategy."""
+
+LATER = ("log_gpu_memory", "steps_per_execution")
 """Arguments of the contract whose only accepted value so far is the default."""
 
 
@@ -114,6 +118,11 @@ class Compilation:
         _check_combinations({**self.given, **given}, given)
         compilation = self._resolve({**self.given, **given}, self, given)
         compilation.optimizer.check_parameters(compilation.trainable(model))
+        if compilation.sync_batchnorm and compilation.strategy.world.size > 1:
+            raise ConfigurationError(
+                "sync_batchnorm=True isn't supported by this version of fitkit on several ranks; "
+                "leave it out: each rank normalises its own part of a batch."
+            )
         return compilation
 
     def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -154,11 +163,25 @@ class Compilation:
             if before is None or changed("metrics", "weighted_metrics")
             else before.metrics,
             strategy=resolve_strategy(
-                values["devices"], values["accelerator"], values["strategy"], values["precision"]
+                _selected(values),
+                values["accelerator"],
+                values["strategy"],
+                values["precision"],
+                values["num_nodes"],
             )
-            if before is None or changed("devices", "accelerator", "strategy", "precision")
+            if before is None or changed(*HARDWARE)
             else before.strategy,
         )
+
+
+def _selected(values: dict[str, Any]) -> Any:
+    """`devices`, or the free GPUs that `auto_select_gpus` chooses where it is a count."""
+    devices = values["devices"]
+    if not values["auto_select_gpus"] or isinstance(devices, (list, tuple)):
+        return devices
+    if isinstance(devices, str) and "," in devices:
+        return devices
+    return find_usable_cuda_devices(-1 if devices == "auto" else int(devices))
 
 
 def _expand_gpus(given: dict[str, Any]) -> None:
@@ -188,6 +211,7 @@ def _check_simple(given: dict[str, Any]) -> None:
         "benchmark": lambda name, value: check_flag(name, value, optional=True),
         "sync_batchnorm": check_flag,
         "replace_sampler": check_flag,
+        "auto_select_gpus": check_flag,
         "deterministic": _check_deterministic,
         "jit_compile": _check_jit_compile,
     }
@@ -199,8 +223,6 @@ def _check_simple(given: dict[str, Any]) -> None:
                 f"{name}={describe(value)} isn't supported by this version of fitkit; leave it "
                 f"out or write {name}={DEFAULTS[name]!r}."
             )
-    if "num_nodes" in given:
-        check_nodes(given["num_nodes"])
 
 
 def _is_default(name: str, value: Any) -> bool:

@@ -5,33 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError, FitkitError
+from fitkit.torch_errors import DTYPE_ERRORS, SHAPE_ERRORS, raised_in_torch
 
-SHAPE_ERRORS = re.compile(
-    r"shapes cannot be multiplied|size mismatch|to have \d+ channels|Given groups=|"
-    r"Expected .*\d+D|Given normalized_shape|must match the size of tensor|"
-    r"is invalid for input of size|input\.size\(-1\) must be equal|"
-    r"expected input's size|[Kk]ernel size can't be greater|"
-    r"(running_mean|weight|running_var) should contain \d+ elements|"
-    r"Calculated .* output size.* too small|must match except in dimension"
-)
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
-DTYPE_ERRORS = re.compile(
-    r"must have the same dtype|expected scalar type|Input type .* and (bias|weight) type|"
-    r"not implemented for '|expected m1 and m2 to have the same dtype|"
-    r"Expected tensor for argument .* to have one of the following scalar types|"
-    r"Found dtype .* but expected"
-)
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
 INDEX_ERRORS = re.compile(r"index out of range in self")
 LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
-TORCH = str(Path(torch.__file__).parent)
 CALL_ERRORS = re.compile(
     r"(forward|_forward_unimplemented)\(\) (got|missing|takes)|multiple values for argument"
 )
@@ -106,11 +91,7 @@ def explained(
 
 def _raised_by_torch(error: Exception) -> bool:
     """Whether torch raised it, or Python at a call of the net's; not a `raise` of the user's."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    file = "" if frame is None else frame.tb_frame.f_code.co_filename
-    return file.startswith(TORCH) or isinstance(error, (TypeError, AttributeError, IndexError))
+    return raised_in_torch(error) or isinstance(error, (TypeError, AttributeError, IndexError))
 
 
 def _layer(error: Exception, net: Callable[..., Any]) -> str:

@@ -82,9 +82,8 @@ class CompiledStep:
         prediction, loss, parts = self._compute(x, y, weight)
         samples = self.samples = self.total = samples_in(x, y)
         if share is not None:
-            self.total = share.total
-            if share.muted:
-                self.samples = 0
+            self.samples, self.total = share.count, share.total
+            if share.count == 0:
                 return loss
         logbook = self.logbook
         logbook.loss.add(loss.detach(), samples)

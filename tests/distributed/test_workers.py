@@ -453,3 +453,28 @@ def test_ctrl_c_ends_the_call_although_a_worker_hangs_in_it(tmp_path):
         _, err = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in err
     assert pids and gone(pids)
+
+
+def test_a_loader_without_batches_of_its_own_and_one_that_makes_two_views():
+    batches = cut(range(103), 8)
+
+    class Batches(Dataset):
+        def __len__(self):
+            return len(batches)
+
+        def __getitem__(self, index):
+            return batches[index]
+
+    model = compiled()
+    model.fit(DataLoader(Batches(), batch_size=None), epochs=2, verbose=0)
+    reference, _ = plain_training(lambda epoch: cut(range(103), 16))
+    assert_close(model.net, reference)
+
+    def two_views(rows):
+        x = torch.stack([torch.as_tensor(row[0]) for row in rows])
+        y = torch.tensor([row[1] for row in rows])
+        return torch.cat([x, x]), torch.cat([y, y])
+
+    model = compiled()
+    model.fit(DataLoader(Rows(), batch_size=8, collate_fn=two_views), epochs=2, verbose=0)
+    assert_close(model.net, reference)

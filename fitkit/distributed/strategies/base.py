@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import FullPrecision, Precision
@@ -34,6 +36,11 @@ class Strategy:
     """
 
     name = ""
+    starts = "here"
+    """How the ranks come to be where no launcher started them: `"here"` (there is one, the
+    caller's process), `"workers"` (worker processes) or `"script"` (the script again)."""
+    timeout: timedelta | None = None
+    """Bound of each exchange between ranks; None for torch's default."""
 
     def __init__(self) -> None:
         self.devices: tuple[torch.device, ...] = (torch.device("cpu"),)
@@ -45,9 +52,20 @@ class Strategy:
         self.reads_on_rank_zero = False
 
     def connect(
-        self, devices: tuple[torch.device, ...], ids: tuple[int, ...], precision: Precision
+        self,
+        devices: tuple[torch.device, ...],
+        ids: tuple[int, ...],
+        precision: Precision,
+        cluster: Cluster | None = None,
     ) -> Strategy:
         """Take the devices that this run has; returns self.
+
+        Args:
+            devices: of this node's ranks, in rank order.
+            ids: their indices.
+            precision: the number types of the run.
+            cluster: this process's place among the ranks that a launcher started; None where
+                the strategy starts them itself.
 
         Raises:
             ConfigurationError: devices that this strategy can't use.

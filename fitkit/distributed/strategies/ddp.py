@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,14 +16,18 @@ from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Solo
 from fitkit.distributed.launchers import InlineLauncher
+from fitkit.distributed.launchers.existing import ExistingLauncher
+from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import StepRouter
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.world import World, enter, leave
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.notices import warn
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -52,7 +57,6 @@ class DDP(Strategy):
 
     name = "ddp"
     starts = "script"
-    """How the ranks come to be where no launcher started them: `"script"` or `"workers"`."""
 
     def __init__(
         self,
@@ -97,14 +101,35 @@ class DDP(Strategy):
         return state
 
     def connect(
-        self, devices: tuple[torch.device, ...], ids: tuple[int, ...], precision: Precision
+        self,
+        devices: tuple[torch.device, ...],
+        ids: tuple[int, ...],
+        precision: Precision,
+        cluster: Cluster | None = None,
     ) -> Strategy:
-        super().connect(devices, ids, precision)
-        if len(devices) > 1:
-            self.world = World(0, len(devices))
-            self.launcher = WorkersLauncher(self, len(devices))
+        super().connect(devices, ids, precision, cluster)
+        self.world = World(0, len(devices)) if cluster is None else World.of(cluster)
+        self.reads_on_rank_zero = False
+        if self.world.size == 1:
+            self.launcher = InlineLauncher()
+        elif cluster is not None and cluster.launcher != "fitkit":
+            self.launcher = ExistingLauncher(self, cluster)
+        elif self.starts == "script" and self._finds_a_script():
+            self.launcher = ScriptLauncher(self, self.world.size)
+        else:
+            self.launcher = WorkersLauncher(self, self.world.size)
             self.reads_on_rank_zero = True
         return self
+
+    def _finds_a_script(self) -> bool:
+        """Whether there is a script to start again; says it where there is none."""
+        other = what_runs_instead_of_a_script()
+        if other is not None:
+            _warn_once(
+                f"strategy={self.name!r} starts the script again for each rank, but this is "
+                f"{other}: worker processes take part instead, as with strategy='ddp_spawn'."
+            )
+        return other is None
 
     # ------------------------------------------------------------------ the ranks
 
@@ -169,7 +194,11 @@ class DDP(Strategy):
         self.collectives.mean_gradients(parameters)
 
     def finish(self) -> None:
-        self._wrapped = None  # its reducer's hooks leave the parameters with it
+        wrapped, self._wrapped = self._wrapped, None  # its hooks leave the parameters with it
+        # Gloo closes its connections, by which the other ranks see that this one has left, only
+        # when nothing holds the group; and an exception's frames may hold the wrapper for long.
+        for name in ("reducer", "logger", "process_group"):
+            vars(wrapped).pop(name, None) if wrapped is not None else None
 
 
 class DDPSpawn(DDP):
@@ -206,3 +235,8 @@ class _Door:
         names = [learning[index] for index in indices if index < len(learning)]
         shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
         return f": {shown}" if names else ""
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)

@@ -139,7 +139,7 @@ def test_the_older_spelling():
 
 
 def test_one_device_resolves_to_a_strategy_on_it():
-    strategy = resolve_strategy([2], "gpu", "auto", 32, FOUR)
+    strategy = resolve_strategy([2], "gpu", "auto", 32, machine=FOUR)
     assert strategy.device == torch.device("cuda", 2)
     assert strategy.device_ids == (2,)
     assert device_for("cpu", 0) == torch.device("cpu")

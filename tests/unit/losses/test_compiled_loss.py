@@ -242,12 +242,59 @@ def test_weights_of_another_shape_are_refused_with_both(shape):
         CompiledLoss("cross_entropy")(LOGITS, INDICES, torch.ones(shape))
 
 
-def test_class_weights_of_a_module_divide_by_the_samples_under_sample_weights():
-    table = torch.tensor([1.0, 2.0, 3.0])
-    loss = CompiledLoss(nn.CrossEntropyLoss(weight=table))
-    assert torch.equal(loss(LOGITS, INDICES)[0], F.cross_entropy(LOGITS, INDICES, table))
-    expected = (WEIGHT * table[INDICES] * EACH_CROSS_ENTROPY).sum() / 4
+TABLE = torch.tensor([1.0, 2.0, 3.0])
+
+
+def test_class_weights_of_a_module_divide_as_torch_does_under_sample_weights_too():
+    loss = CompiledLoss(nn.CrossEntropyLoss(weight=TABLE))
+    assert torch.equal(loss(LOGITS, INDICES)[0], F.cross_entropy(LOGITS, INDICES, TABLE))
+    expected = (WEIGHT * TABLE[INDICES] * EACH_CROSS_ENTROPY).sum() / TABLE[INDICES].sum()
     assert loss(LOGITS, INDICES, WEIGHT)[0].item() == pytest.approx(expected.item())
+
+
+def test_ignored_labels_divide_as_torch_does_under_sample_weights_too():
+    target = torch.tensor([1, -100, 0, -100])
+    each = F.cross_entropy(LOGITS, target, reduction="none")
+    for given in ("cross_entropy", nn.CrossEntropyLoss(), F.cross_entropy):
+        total, _ = CompiledLoss(given)(LOGITS, target, WEIGHT)
+        assert total.item() == pytest.approx((WEIGHT * each).sum().item() / 2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "cross_entropy",
+        nn.CrossEntropyLoss(weight=TABLE),
+        nn.CrossEntropyLoss(weight=TABLE, ignore_index=2),
+        nn.CrossEntropyLoss(weight=TABLE, ignore_index=2, label_smoothing=0.2),
+        nn.CrossEntropyLoss(ignore_index=255, label_smoothing=0.2),
+        nn.CrossEntropyLoss(weight=TABLE, reduction="none"),
+        nn.NLLLoss(weight=TABLE, ignore_index=0),
+    ],
+)
+@pytest.mark.parametrize("positions", [(), (5,), (2, 3)])
+def test_sample_weights_of_one_change_no_loss(loss, positions):
+    prediction = torch.randn(6, 3, *positions).log_softmax(1)
+    target = torch.randint(3, (6, *positions))
+    target[0] = getattr(loss, "ignore_index", -100 if loss == "cross_entropy" else 1)
+    compiled = CompiledLoss(loss)
+    expected = compiled(prediction, target)[0].item()
+    for shape in {(6,), (6, *positions)}:
+        assert compiled(prediction, target, torch.ones(shape))[0].item() == pytest.approx(expected)
+
+
+def test_class_weights_beside_soft_targets_divide_by_the_samples_as_in_torch():
+    target, module = LOGITS.softmax(1), nn.CrossEntropyLoss(weight=TABLE)
+    total, _ = CompiledLoss(module)(LOGITS, target, torch.ones(4))
+    assert total.item() == pytest.approx(module(LOGITS, target).item())
+
+
+def test_positions_that_are_ignored_do_not_divide_a_weighted_sum():
+    prediction, target = torch.randn(2, 3, 4), torch.randint(3, (2, 4))
+    target[0, 1:] = -100
+    each = F.cross_entropy(prediction, target, reduction="none")
+    total, _ = CompiledLoss("cross_entropy")(prediction, target, torch.tensor([2.0, 0.5]))
+    assert total.item() == pytest.approx((2 * each[0].sum() + 0.5 * each[1].sum()).item() / 5)
 
 
 def test_weights_need_values_per_sample():
@@ -353,7 +400,8 @@ def test_labels_that_are_no_indices_are_not_checked():
     ):
         loss = CompiledLoss(name)
         loss.check(prediction, target)
-        loss.check_labels(target * 50)
+        loss.check_labels(target)
+    CompiledLoss("mse").check_labels(TRUTHS * 50)
 
 
 def test_to_moves_class_weights():
@@ -394,3 +442,67 @@ def test_outputs_without_the_loss_s_are_reported_in_later_batches_too():
     loss.check(*KINDS["dict"][1:3])
     with pytest.raises(ConfigurationError, match=r"loss has 2 entries, but the net has one"):
         loss({"kind": LOGITS}, {"kind": INDICES})
+
+
+def test_outputs_may_have_names_that_are_no_strings():
+    prediction, target = {0: LOGITS, (1, 2): NUMBERS}, {(1, 2): TRUTHS, 0: INDICES}
+    for given in ({0: "cross_entropy", (1, 2): "mse"}, ["cross_entropy", "mse"]):
+        loss = CompiledLoss(given, [2.0, 1.0])
+        loss.check(prediction, target)
+        total, parts = loss(prediction, target)
+        assert total.item() == pytest.approx((2 * CROSS_ENTROPY + MSE).item())
+        assert list(parts) == loss.part_names == ["0_loss", "(1, 2)_loss"]
+        assert loss.hint(0).task == "classes"
+    with pytest.raises(ConfigurationError, match="Output 0: loss='cross_entropy' takes labels"):
+        loss.check(prediction, {**target, 0: INDICES + 1})
+    scaled = CompiledLoss({0: "cross_entropy", (1, 2): "mse"}, {0: 3.0})
+    total, _ = scaled(prediction, target, {0: WEIGHT})
+    weighted = (WEIGHT * EACH_CROSS_ENTROPY).mean()
+    assert total.item() == pytest.approx((3 * weighted + MSE).item())
+
+
+def test_a_dict_of_loss_and_logits_is_as_an_object_of_both():
+    own = torch.tensor(2.5, requires_grad=True)
+    for prediction in (
+        {"loss": own, "logits": LOGITS},
+        {"logits": LOGITS, "loss": None},
+        {"loss": own, "logits": LOGITS, "hidden_states": (NUMBERS, NUMBERS)},
+        {"logits": LOGITS},
+        ModelOutput(own, LOGITS),
+    ):
+        loss = CompiledLoss("cross_entropy")
+        loss.check(prediction, INDICES)
+        assert torch.equal(loss(prediction, INDICES)[0], CROSS_ENTROPY)
+        assert loss.hint(SINGLE).task == "classes"
+
+
+def test_logits_beside_another_output_stay_one_of_two():
+    loss = CompiledLoss({"logits": "cross_entropy", "size": "mse"})
+    prediction, target = {"logits": LOGITS, "size": NUMBERS}, {"logits": INDICES, "size": TRUTHS}
+    loss.check(prediction, target)
+    assert list(loss(prediction, target)[1]) == ["logits_loss", "size_loss"]
+
+
+def test_a_loss_begun_anew_remembers_nothing_and_changes_nothing():
+    compiled = CompiledLoss(KINDS["dict"][0])
+    outer, inner = compiled.begin(), compiled.begin()
+    outer.check(*KINDS["dict"][1:3])
+    assert outer.part_names == ["kind_loss", "size_loss"]
+    assert compiled.part_names == inner.part_names == outer.begin().part_names == []
+    assert outer.hint("size").task == "regression"
+    total, _ = outer(*KINDS["dict"][1:3])
+    assert total.item() == pytest.approx((CROSS_ENTROPY + MSE).item())
+
+
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [("mse", "loss='mse'"), (None, "The net's own loss"), (["mse"], "The loss"),
+     (lambda prediction, target: prediction.mean(), "The loss lambda")],
+)  # fmt: skip
+def test_a_loss_that_no_parameter_can_learn_from_is_refused(loss, label):
+    compiled = CompiledLoss(loss)
+    with pytest.raises(ConfigurationError, match=f"^{label} doesn't depend on any parameter"):
+        compiled.check_learns(torch.tensor(1.0))
+    compiled.check_learns(torch.tensor(1.0, requires_grad=True))
+    with torch.no_grad():
+        compiled.check_learns(torch.tensor(1.0))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitkit.errors import ConfigurationError
-from fitkit.losses import resolve
+from fitkit.losses import CompiledLoss, resolve
 from fitkit.losses.guards import check_label_range
 
 LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3], [4.0, 0.0, -1.0], [0.0, 0.0, 2.0]])
@@ -198,7 +198,75 @@ def test_classes_in_the_last_axis_are_told_to_move():
 def test_yes_no_labels_for_several_classes_are_no_one_hot_rows():
     text = message("cross_entropy", LOGITS, torch.tensor([[1, 1, 0]] * 4))
     assert "loss='bce_with_logits'" in text
-    passes_silently("cross_entropy", LOGITS, torch.tensor([[0.5, 0.5, 1.0]] * 4))
+    passes_silently("cross_entropy", LOGITS, torch.tensor([[0.5, 0.25, 0.25]] * 4))
+
+
+TWO_LABELS = {(1.0, 2.0): "y - 1", (-1.0, 1.0): "(y + 1) / 2", (0.0, 255.0): "y / 255"}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    ["bce", "bce_with_logits", "binary_crossentropy", "binary_focal_crossentropy",
+     "multilabel_soft_margin", nn.BCELoss(), nn.BCEWithLogitsLoss(), F.binary_cross_entropy],
+)  # fmt: skip
+@pytest.mark.parametrize("labels", TWO_LABELS)
+def test_targets_outside_0_and_1_are_refused_by_losses_of_yes_or_no(loss, labels):
+    prediction = torch.linspace(0.1, 0.9, 6)[:, None]
+    target = torch.tensor(labels * 3)[:, None]
+    text = message(loss, prediction, target)
+    assert f"from {labels[0]:g} to {labels[1]:g}. Pass {TWO_LABELS[labels]}." in text
+    assert "0, or" not in text
+    message(loss, prediction, target.long())
+    assert "Pass 0 and 1" in message(loss, prediction, torch.arange(6.0)[:, None])
+    passes_silently(loss, prediction, torch.tensor([0.0, 1.0, 0.3, 1.0 + 1e-6, 0.0, 0.5])[:, None])
+    passes_silently(loss, prediction, torch.tensor([True, False] * 3)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("loss", "other"),
+    [("categorical_crossentropy", "binary_crossentropy"),
+     ("categorical_focal_crossentropy", "binary_crossentropy"),
+     ("categorical_hinge", "bce_with_logits"), ("cross_entropy", "bce_with_logits"),
+     (nn.CrossEntropyLoss(), "bce_with_logits")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [([1.0, 1.0, 0.0], "the sum of one is 2"), ([0.0, 0.0, 0.0], "the sum of one is 0"),
+     ([0.5, 0.2, 0.2], "the sum of one is 0.9"), ([1.5, -0.5, 0.0], "down to -0.5")],
+)  # fmt: skip
+def test_target_rows_that_do_not_sum_to_1_are_refused(loss, other, row, words):
+    takes_shares = resolve(loss).hint.takes == "probabilities"
+    prediction = LOGITS.softmax(1) if takes_shares else LOGITS
+    target = torch.tensor([[1.0, 0.0, 0.0], row, [0.3, 0.3, 0.4], [0.0, 0.0, 1.0]])
+    text = message(loss, prediction, target)
+    assert words in text
+    assert f"loss={other!r}" in text
+    passes_silently(loss, prediction, target[[0, 2, 3, 0]])
+
+
+def test_target_rows_are_summed_along_the_loss_s_axis_of_classes():
+    scores, rows = torch.randn(2, 3, 5), torch.rand(2, 3, 5).softmax(1)
+    passes_silently("cross_entropy", scores, rows)
+    passes_silently("categorical_crossentropy", scores.softmax(-1), rows.softmax(-1))
+    assert "axis 1" in message("cross_entropy", scores, rows.softmax(-1))
+    assert "axis -1" in message("categorical_crossentropy", scores.softmax(-1), rows)
+
+
+@pytest.mark.parametrize(
+    ("loss", "good", "bad"),
+    [
+        ("bce_with_logits", torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 2, 0])),
+        ("cross_entropy", F.one_hot(INDICES), F.one_hot(INDICES) * 2),
+        ("categorical_hinge", F.one_hot(INDICES), torch.zeros(4, 3)),
+        ("soft_margin", torch.tensor([1, -1, 1, 1]), torch.tensor([1, 0, 1, 1])),
+    ],
+)
+def test_the_targets_of_a_whole_data_set_are_checked_too(loss, good, bad):
+    compiled = CompiledLoss(loss)
+    compiled.check(LOGITS if good.ndim == 2 else LOGITS[:, 0], good)
+    compiled.check_labels(good.repeat(3, *[1] * (good.ndim - 1)))
+    with pytest.raises(ConfigurationError, match="y|labels"):
+        compiled.check_labels(torch.cat([good, bad]))
 
 
 @pytest.mark.parametrize("loss", ["soft_margin", "hinge_embedding", nn.SoftMarginLoss()])

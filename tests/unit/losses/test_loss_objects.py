@@ -11,7 +11,8 @@ from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import resolve
-from fitkit.losses.modules import KNOWN, snake_case
+from fitkit.losses.modules import KNOWN
+from fitkit.naming import snake_case
 
 LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3], [4.0, 0.0, -1.0], [0.0, 0.0, 2.0]])
 INDICES = torch.tensor([1, 0, 0, 2])
@@ -46,6 +47,8 @@ def batch_for(module_class):
         return LOGITS.log_softmax(1), INDICES
     if module_class in (nn.BCELoss, nn.KLDivLoss):
         return (LOGITS.sigmoid() if module_class is nn.BCELoss else LOGITS.log_softmax(1)), SHARES
+    if module_class in (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss):
+        return LOGITS, SHARES.round()
     return LOGITS, 2 * SHARES.round() - 1
 
 
@@ -302,3 +305,94 @@ def test_what_a_function_raises_in_the_early_evaluation_is_left_to_the_real_one(
     loss.check(torch.rand(4, 1), torch.rand(4))
     with pytest.raises(RuntimeError, match="its own message"):
         loss(torch.rand(4, 1), torch.rand(4))
+
+
+def unequal(prediction, target):
+    return ((prediction - target) ** 2).mean()
+
+
+def wrong_type(prediction, target):
+    return F.cross_entropy(prediction, target.int())
+
+
+def wrong_axis(prediction, target):
+    return prediction.softmax(5).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (unequal, RuntimeError),
+        (wrong_type, RuntimeError),
+        (wrong_axis, IndexError),
+        (lambda prediction, target: F.binary_cross_entropy(prediction, target), ValueError),
+        (lambda prediction, target: F.cross_entropy(prediction, target[:3]), ValueError),
+        (lambda prediction, target: prediction @ target, RuntimeError),
+        (lambda prediction, target: torch.stack([prediction, target]).mean(), RuntimeError),
+        (Scaled(), RuntimeError),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_torch_s_errors_about_shapes_and_types_name_the_loss_and_both_shapes(loss, kind):
+    prediction, target = torch.rand(4, 3), torch.tensor([0, 1, 2, 0])
+    resolved = resolve(loss)
+    for call in (resolved, resolved.per_sample):
+        with pytest.raises(ConfigurationError) as caught:
+            call(prediction, target)
+        text = str(caught.value)
+        assert text.startswith(f"The loss {resolved.name} can't be computed: ")
+        assert "the prediction has shape (4, 3) (float32)" in text
+        assert "the target has shape (4,) (int64)" in text
+        assert isinstance(caught.value.__cause__, kind)
+
+
+def test_shapes_in_structures_are_named_by_their_places():
+    def both(prediction, target):
+        return (prediction["a"] - target[0]).mean()
+
+    text = r"prediction\['a'\] has shape \(4, 3\).*target\[0\]"
+    with pytest.raises(ConfigurationError, match=text):
+        resolve(both)({"a": torch.rand(4, 3)}, [torch.rand(4, 2)])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("my own"), ValueError("size mismatch"), KeyError("a"), ZeroDivisionError(),
+     ConfigurationError("size mismatch"), torch.OutOfMemoryError("out of memory")],
+)  # fmt: skip
+def test_a_loss_s_other_errors_pass_untouched(error):
+    def fails(prediction, target):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        resolve(fails)(torch.rand(4, 1), torch.rand(4))
+    assert caught.value is error
+
+
+def test_a_function_of_a_half_precision_prediction_and_a_float32_target_has_a_gradient():
+    prediction = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    loss = resolve(lambda prediction, target: F.huber_loss(prediction, target, delta=1000.0))
+    value = loss(prediction, torch.full((2, 1), 257.0))
+    value.backward()
+    assert value.item() == 66049 / 2
+    assert prediction.grad.dtype is torch.bfloat16
+    seen = []
+    own = resolve(lambda prediction, target: seen.append(prediction.dtype) or prediction.mean())
+    own(prediction, torch.zeros(2, 1, dtype=torch.bfloat16))
+    own(prediction, torch.zeros(2, dtype=torch.int64))
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_values_in_half_precision_meet_their_weights_in_float32():
+    loss = resolve(lambda prediction, target: prediction[:, 0])
+    prediction = torch.full((3, 1), 1.0, dtype=torch.bfloat16)
+    weight = torch.tensor([1.001, 1.001, 1.001])
+    total = loss.weighted(prediction, torch.zeros(3, dtype=torch.int64), weight)
+    assert total.dtype is torch.float32
+    assert total.item() == pytest.approx(1.001)
+
+
+def test_lambdas_and_partials_of_partials_have_names_to_log():
+    assert resolve(lambda prediction, target: prediction.mean()).name == "lambda"
+    twice = functools.partial(functools.partial(squared))
+    assert resolve(twice).name == "squared"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fitkit.errors import ConfigurationError
 from fitkit.losses import resolve
-from fitkit.losses.names import LOSSES, find
+from fitkit.losses.names import LOSSES
 
 EPSILON = 1e-7
 ROWS = np.array([[0.1, 0.7, 0.2], [0.5, 0.25, 0.25], [0.0, 0.01, 0.99], [1.0, 0.0, 0.0]])
@@ -152,7 +152,7 @@ def test_a_torch_name_is_torch_s_function_bit_for_bit(name):
 
 
 def test_every_name_was_compared_with_numpy_or_torch():
-    compared = {id(find(name)) for name in [*KERAS, *TORCH, "kl_div"]}
+    compared = {id(LOSSES[name]) for name in [*KERAS, *TORCH, "kl_div"]}
     assert {name for name in LOSSES if id(LOSSES[name]) not in compared} == set()
 
 
@@ -198,6 +198,28 @@ def test_keras_s_bce_and_torch_s_differ_where_a_probability_is_zero():
 def test_a_name_that_keras_resolves_by_shape_is_refused_with_its_candidates(name):
     with pytest.raises(ConfigurationError, match=r"'cross_entropy'.*'binary_crossentropy'"):
         resolve(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["binary_cross_entropy", "Binary Cross Entropy", "binary-cross-entropy", "BCE"]
+)
+def test_torch_s_binary_cross_entropy_is_meant_however_its_words_are_parted(name):
+    assert LOSSES[name] is LOSSES["bce"]
+    assert name in LOSSES
+
+
+@pytest.mark.parametrize(
+    "name", ["binary_crossentropy", "BinaryCrossentropy", "binary crossentropy"]
+)
+def test_keras_s_binary_crossentropy_is_one_word_in_the_end(name):
+    assert LOSSES[name] is LOSSES["binarycrossentropy"] is not LOSSES["bce"]
+
+
+def test_every_name_is_listed_and_resolves_to_what_is_registered_under_it():
+    assert {"binary_cross_entropy", "binary_crossentropy", "cross_entropy"} <= set(LOSSES)
+    assert "ce" not in LOSSES
+    with pytest.raises(ConfigurationError, match="'binary_cross_entropy'.*'binary_crossentropy'"):
+        resolve("no_such_loss")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
@@ -290,9 +312,42 @@ def test_a_half_precision_prediction_is_compared_in_float32(name):
     assert value.item() == pytest.approx(resolve(name)(prediction.float(), target).item())
 
 
-def test_a_large_integer_target_is_not_rounded_by_a_half_precision_net():
-    prediction, target = torch.tensor([[256.0]]).bfloat16(), torch.tensor([[257]])
-    assert resolve("mse")(prediction, target).item() == 1.0
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("target", [torch.tensor([[257]]), torch.tensor([257.0])])
+@pytest.mark.parametrize("half", HALVES)
+def test_a_large_target_is_not_rounded_beside_a_half_precision_net(half, target):
+    prediction = torch.zeros(1, 1, dtype=half, requires_grad=True)
+    value = resolve("mse")(prediction, target)
+    assert value.item() == 66049.0
+    value.backward()
+    assert prediction.grad.dtype is half
+    weighted = resolve("mse").weighted(prediction, target, torch.tensor([1.001]))
+    assert weighted.item() == pytest.approx(66049 * 1.001)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", [*KERAS, *TORCH, "kl_div"])
+def test_every_loss_of_a_half_precision_prediction_is_that_of_the_same_numbers_in_float32(
+    name, half
+):
+    rows, truths = KERAS[name][:2] if name in KERAS else (TORCH.get(name) or (0, LOGITS, SOFT))[1:]
+    prediction, target = (torch.as_tensor(part.copy() if name in KERAS else part) for part in
+                          (rows, truths))  # fmt: skip
+    prediction = prediction.to(half)
+    target = target.float() if target.is_floating_point() else target
+    loss = resolve(name)
+    assert torch.equal(loss(prediction, target), loss(prediction.float(), target))
+    assert loss(prediction, target).dtype is torch.float32
+    each = loss.per_sample(prediction, target)
+    assert torch.equal(each, loss.per_sample(prediction.float(), target))
+
+
+def test_a_module_s_class_weights_meet_half_precision_logits():
+    module = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    logits = LOGITS.bfloat16()
+    assert torch.equal(resolve(module)(logits, INDICES), module(logits.float(), INDICES))
 
 
 @pytest.mark.parametrize("name", ["bce", "binary_crossentropy", "cross_entropy", "mse"])

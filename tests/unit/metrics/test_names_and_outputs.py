@@ -8,8 +8,9 @@ import torchmetrics
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
 
 from fitkit.errors import ConfigurationError
+from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics.names import snake_case
+from fitkit.naming import snake_case
 from fitkit.outputs import LossHint
 
 A = torch.rand(6, 3)
@@ -20,8 +21,7 @@ def started(metrics, prediction, target, weighted=None, hint=None):
     meters = CompiledMetrics(metrics, weighted).meters()
     meters.start(prediction, target, lambda _: hint or LossHint())
     meters.update(prediction, target)
-    assert list(meters.results()) == meters.names
-    return meters.names
+    return list(meters.results())
 
 
 def brier(prediction, target):
@@ -107,7 +107,6 @@ def test_no_metrics_are_falsy_and_without_results(nothing):
     compiled = CompiledMetrics(nothing, nothing)
     meters = compiled.meters()
     assert not compiled
-    assert not compiled.has_metrics
     assert not meters.has_metrics
     assert compiled.known_names == []
     meters.start(A, LABELS, lambda _: LossHint())
@@ -206,3 +205,39 @@ def test_an_object_with_logits_is_a_single_output():
 def test_metrics_for_other_outputs_are_refused(metrics, message):
     with pytest.raises(ConfigurationError, match=message):
         started(metrics, {"a": A, "b": A}, {"a": A, "b": A})
+
+
+def test_outputs_may_have_names_that_are_no_strings():
+    prediction, target = {0: A, 1: A[:, 0]}, {0: LABELS, 1: A[:, 1]}
+    assert started({0: "acc", 1: ["mae", "mse"]}, prediction, target) == ["0_acc", "1_mae", "1_mse"]
+    assert started(["mae"], {0: A, 1: A}, {0: A, 1: A}) == ["0_mae", "1_mae"]
+    with pytest.raises(ConfigurationError, match=r"\[2\].*\[0, 1\]"):
+        started({2: "mae"}, prediction, target)
+
+
+def test_a_dict_of_loss_and_logits_is_a_single_output():
+    for prediction in ({"logits": A}, {"loss": None, "logits": A}, {"loss": A.mean(), "logits": A}):
+        assert started("acc", prediction, LABELS) == ["acc"]
+        assert started({"logits": ["acc"]}, prediction, LABELS) == ["acc"]
+    assert started("mae", {"logits": A, "b": A}, {"logits": A, "b": A}) == ["logits_mae", "b_mae"]
+
+
+def test_loss_and_accuracy_read_the_same_axis_of_classes_where_both_would_fit():
+    generator = torch.Generator().manual_seed(16)
+    target = torch.randint(4, (3, 4), generator=generator)
+    shares = torch.nn.functional.one_hot(target, 4) * 0.9 + 0.025  # right along the last axis
+    one_hot = torch.eye(4)[target]
+    for name, right, labels in (
+        ("sparse_categorical_crossentropy", shares, target),
+        ("categorical_crossentropy", shares, one_hot),
+        ("cross_entropy", shares.movedim(-1, 1) * 9, target),
+    ):
+        loss = CompiledLoss(name)
+        loss.check(right, labels)
+        metrics = ["accuracy", "cross_entropy", MulticlassAccuracy(4, average="micro")]
+        meters = CompiledMetrics(metrics).meters()
+        meters.start(right, labels, loss.hint)
+        meters.update(right, labels)
+        found = meters.results()
+        assert found["accuracy"] == found["multiclass_accuracy"] == 1.0
+        assert found["cross_entropy"] == pytest.approx(loss(right, labels)[0].item(), 1e-5)

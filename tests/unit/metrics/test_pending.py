@@ -1,7 +1,9 @@
 """Batches wait and are joined; no value changes by that."""
 
+import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
@@ -25,8 +27,9 @@ def batches(count, size=4, classes=3):
 
 
 def summed(metrics, data, most_batches=MOST_BATCHES, each_step=None):
-    meters = CompiledMetrics(metrics).meters(most_batches)
-    with torch.no_grad():
+    meters = CompiledMetrics(metrics).meters()
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_BATCHES", most_batches)
         for prediction, target in data:
             meters.start(prediction, target, lambda _: CLASSES)
             meters.update(prediction, target)
@@ -95,8 +98,9 @@ def test_sizes_that_change_from_batch_to_batch_are_not_joined():
     assert found["accuracy"] == pytest.approx(right / sum(t.numel() for _, t in data))
 
 
-def test_so_many_batches_wait_and_no_more():
-    pending = Pending(3)
+def test_so_many_batches_wait_and_no_more(monkeypatch):
+    monkeypatch.setattr(module, "MOST_BATCHES", 3)
+    pending = Pending()
     prediction, target = batches(1)[0]
     assert [pending.add(prediction, target, None) for _ in range(3)] == [False, False, True]
     (batch,) = pending.take()
@@ -104,15 +108,91 @@ def test_so_many_batches_wait_and_no_more():
     assert list(pending.take()) == []
 
 
-def test_large_batches_do_not_wait(monkeypatch):
+def test_large_batches_do_not_wait_and_are_not_copied(monkeypatch):
     monkeypatch.setattr(module, "MOST_ELEMENTS", 12)
-    assert Pending().add(*batches(1)[0], None)
+    pending, (prediction, target) = Pending(), batches(1)[0]
+    assert pending.add(prediction, target, None)
+    (batch,) = pending.take()
+    assert batch.prediction is prediction
+    assert batch.target is target
+
+
+def refilled(data, way):
+    """The batches in buffers that are filled anew for each, as a generator may do."""
+    if way == "numpy":
+        arrays = [np.empty_like(part.numpy()) for part in data[0]]
+        for batch in data:
+            for array, part in zip(arrays, batch, strict=True):
+                array[...] = part.numpy()
+            yield tuple(torch.from_numpy(array) for array in arrays)
+    elif way == "numpy of torch's":
+        tensors = [part.clone() for part in data[0]]
+        arrays = [tensor.numpy() for tensor in tensors]
+        for batch in data:
+            for array, part in zip(arrays, batch, strict=True):
+                array[...] = part.numpy()
+            yield tuple(tensors)
+    elif way == "two buffers":  # as they were made, at first
+        buffers = [tuple(part.clone() for part in batch) for batch in data[:2]]
+        yield from buffers
+        for index, batch in enumerate(data[2:]):
+            for tensor, part in zip(buffers[index % 2], batch, strict=True):
+                tensor.copy_(part)
+            yield buffers[index % 2]
+    else:
+        buffer = tuple(torch.empty_like(part) for part in data[0])
+        for batch in data:
+            for tensor, part in zip(buffer, batch, strict=True):
+                (tensor.data if way == "data" else tensor).copy_(part)
+            yield tuple(tensor[:] for tensor in buffer) if way == "views" else buffer
+
+
+class KeepsWhatItSees(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("labels", default=[], dist_reduce_fx="cat")
+
+    def update(self, preds, target):
+        self.labels.append(target)
+
+    def compute(self):
+        return torch.cat(self.labels).float().mean()
+
+
+@pytest.mark.parametrize(
+    "way", ["numpy", "numpy of torch's", "two buffers", "in place", "views", "data"]
+)
+@pytest.mark.parametrize("largest", [2**18, 12, 30])
+def test_a_generator_may_refill_its_own_buffers(monkeypatch, way, largest):
+    # With an identity for a net, predictions are in the generator's memory too.
+    metrics = [*METRICS, MulticlassAccuracy(3), KeepsWhatItSees()]
+    expected = summed(metrics, batches(23))
+    monkeypatch.setattr(module, "MOST_ELEMENTS", largest)
+    assert summed(metrics, refilled(batches(23), way)) == pytest.approx(expected)
+    data = [(prediction[:, 0], target.float()) for prediction, target in batches(23)]
+    regression = ["mae", "spearman", SpearmanCorrCoef()]
+    assert summed(regression, refilled(data, way)) == pytest.approx(summed(regression, data))
+
+
+def test_weights_may_be_refilled_too():
+    buffer, data = torch.empty(4), batches(23)
+    weights = torch.rand(23, 4)
+    found, expected = (CompiledMetrics(weighted_metrics="accuracy").meters() for _ in range(2))
+    with torch.no_grad():
+        for (prediction, target), weight in zip(data, weights, strict=True):
+            for meters in (found, expected):
+                meters.start(prediction, target, lambda _: CLASSES)
+            found.update(prediction, target, buffer.copy_(weight))
+            expected.update(prediction, target, weight)
+    assert found.results() == expected.results()
 
 
 def test_what_waits_holds_no_graph():
     pending = Pending()
     weight = torch.randn(4, 3, requires_grad=True)
-    pending.add(weight * 2, torch.zeros(4), None)
+    prediction = weight * 2
+    with torch.no_grad():
+        pending.add(prediction, torch.zeros(4), None)
     assert not next(pending.take()).prediction.requires_grad
 
 

@@ -55,12 +55,27 @@ def test_shapes_and_loss_tell_the_task(prediction, target, hint, kind, columns):
     assert (task.kind, task.columns) == (kind, columns)
 
 
-def test_the_axis_of_classes_is_torchs_before_the_last():
-    assert class_axis(torch.Size([8, 3, 5]), torch.Size([8, 5])) == 1
-    assert class_axis(torch.Size([8, 5, 3]), torch.Size([8, 5])) == 2
-    assert class_axis(torch.Size([8, 5, 5]), torch.Size([8, 5])) == 1
-    assert class_axis(torch.Size([8, 1]), torch.Size([8])) is None
-    assert class_axis(torch.Size([8]), torch.Size([8])) is None
+def test_the_axis_of_classes_is_the_first_place_that_fits():
+    assert class_axis(torch.Size([8, 3, 5]), torch.Size([8, 5]), (1, 2)) == 1
+    assert class_axis(torch.Size([8, 5, 3]), torch.Size([8, 5]), (1, 2)) == 2
+    assert class_axis(torch.Size([8, 5, 5]), torch.Size([8, 5]), (1, 2)) == 1
+    assert class_axis(torch.Size([8, 1]), torch.Size([8]), (1, 1)) is None
+    assert class_axis(torch.Size([8]), torch.Size([8]), (1, 0)) is None
+
+
+@pytest.mark.parametrize("target", [labels(8, 5), labels(8, 5, 1)])
+def test_the_axis_of_classes_is_the_loss_s_where_both_fit(target):
+    prediction = torch.randn(8, 5, 5)
+    for hinted, axis in ((1, 1), (-1, 2), (None, 1)):
+        hint = LossHint("logits", "classes", hinted)
+        if target.ndim == 2:
+            assert FirstBatch(prediction, target, hint).task().axis == axis
+        else:
+            assert FirstBatch(prediction, target, hint).task().axis == 2
+    one_hot = torch.eye(5).expand(8, 5, 5)  # sums to 1 along either
+    for hinted, axis in ((1, 1), (-1, 2), (None, 1)):
+        task = FirstBatch(prediction, one_hot, LossHint("logits", "classes", hinted)).task()
+        assert (task.axis, task.one_hot) == (axis, True)
 
 
 def test_classes_in_the_last_axis_give_the_same_values(measure):

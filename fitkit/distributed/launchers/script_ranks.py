@@ -1,0 +1,319 @@
+"""The processes that run a script again, one for each rank but 0, seen from both sides.
+
+Rank 0 (the process that the user started) makes the others at the first call that needs them.
+They run the script from its beginning and come to the same call. They end with their script, with
+rank 0's (at most `EXIT_S` later), and with rank 0's process, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from typing import IO
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from fitkit.distributed.launchers.cores import share_of_cores
+from fitkit.distributed.launchers.watch import Failure
+from fitkit.errors import ConfigurationError, WorkerError
+
+EXIT_S = 10.0
+"""How long the other ranks' scripts may go on after rank 0's has ended."""
+EXIT_AFTER_FAILURE_S = 2.0
+PARENT_S = 1.0
+"""How often a rank looks whether rank 0's process is still there."""
+HOST = "127.0.0.1"
+
+try:
+    STARTED_IN = os.getcwd()
+    """Where the script was started, or was when it imported fitkit: its path is relative to it."""
+except FileNotFoundError:
+    STARTED_IN = os.path.sep
+
+
+class ScriptRanks:
+    """The ranks of this script, as one of them sees them.
+
+    Attributes:
+        rank, size: of this process.
+        failed: whether a call has failed here.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store) -> None:
+        self.rank = rank
+        self.size = size
+        self.failed = False
+        self._store = store
+        self._calls = 0
+
+    def next_room(self) -> Store:
+        """The part of the store for the next call; each rank counts its calls."""
+        self._calls += 1
+        try:
+            self._store.set(f"rank/{self.rank}", str(self._calls))
+        except DistError as error:
+            raise WorkerError("Rank 0's process has ended.") from error
+        return PrefixStore(f"call/{self._calls}", self._store)
+
+    def lost(self) -> Failure | None:
+        """The failure of a rank that has ended, as far as this one can know."""
+        if self._store.check(["over"]):
+            return Failure(0, "Rank 0's script has ended.")
+        return None
+
+    def end(self) -> None:
+        """End the other ranks; rank 0 alone can."""
+
+
+class StartedRanks(ScriptRanks):
+    """Rank 0's side.
+
+    Args:
+        size: how many ranks there are, this one included.
+    """
+
+    def __init__(self, size: int) -> None:
+        server = _serve()
+        super().__init__(0, size, server)
+        self._owner = os.getpid()
+        self._variables = {
+            "FITKIT_LAUNCHED": "1",
+            "FITKIT_PARENT": str(self._owner),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(server.port),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "NODE_RANK": "0",
+        }
+        self._children = [_Child(rank, size, self._variables) for rank in range(1, size)]
+        os.environ.update({**self._variables, "RANK": "0", "LOCAL_RANK": "0"})
+        atexit.register(self.finish)
+
+    def lost(self) -> Failure | None:
+        for child in self._children:
+            if child.process.poll() is not None:
+                return child.failure()
+        return None
+
+    def end(self) -> None:
+        for child in self._children:
+            child.end()
+
+    def finish(self) -> None:
+        """At the end of rank 0's script: let the others come to their end, too."""
+        if os.getpid() != self._owner:
+            return
+        failed = self.failed or getattr(sys, "last_value", None) is not None
+        with contextlib.suppress(DistError):
+            self._store.set("over", "")
+        deadline = time.monotonic() + (EXIT_AFTER_FAILURE_S if failed else EXIT_S)
+        late = [child for child in self._children if not child.ends_before(deadline)]
+        self.end()
+        if failed:
+            return
+        for child in late:
+            print(
+                f"fitkit: rank {child.rank}'s script was still running {EXIT_S:g} s after rank "
+                "0's had ended, and was ended.",
+                file=sys.stderr,
+            )
+        broken = [child for child in self._children if child not in late and child.broke()]
+        for child in broken:
+            failure = child.failure()
+            print(f"fitkit: {failure.what}\n{failure.text}", file=sys.stderr)
+        if broken:
+            # A script that failed on some rank hasn't succeeded.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class JoinedRanks(ScriptRanks):
+    """The side of a rank that was started by rank 0."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        port = int(environment["MASTER_PORT"])
+        try:
+            store = TCPStore(HOST, port, None, False, wait_for_workers=False)
+        except DistError as error:
+            raise WorkerError("Rank 0's process has ended.") from error
+        super().__init__(int(environment["RANK"]), int(environment["WORLD_SIZE"]), store)
+
+
+class _Child:
+    """One of the other ranks' processes."""
+
+    def __init__(self, rank: int, size: int, variables: Mapping[str, str]) -> None:
+        self.rank = rank
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the rank
+        self.process = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            cwd=STARTED_IN,
+            env={
+                "OMP_NUM_THREADS": str(share_of_cores(size)),
+                **os.environ,
+                **variables,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # rank 0 prints; the others would repeat it
+            stderr=self._said,
+            start_new_session=True,  # Ctrl-C goes to the whole group; rank 0 alone handles it
+        )
+
+    def ends_before(self, deadline: float) -> bool:
+        try:
+            self.process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # Its own session: DataLoader workers go with it.
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def broke(self) -> bool:
+        """Whether it ended by a signal or an exception; other statuses are the script's own."""
+        code = self.process.returncode
+        return code is not None and (code < 0 or (code > 0 and "Traceback (most" in self._words()))
+
+    def failure(self) -> Failure:
+        """How it ended, with the end of what it wrote to its standard error."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            how = f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        else:
+            how = f"ended with status {code}"
+        return Failure(self.rank, f"Rank {self.rank} {how}.", self._words())
+
+    def _words(self) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            length = self._said.seek(0, os.SEEK_END)
+            self._said.seek(max(length - 4000, 0))
+            return self._said.read().decode(errors="replace")
+        return ""
+
+
+def _serve() -> TCPStore:
+    """Rank 0's store, on this machine's own address only."""
+    wanted = os.environ.get("MASTER_PORT", "").strip()
+    try:
+        listening = socket.create_server((HOST, int(wanted or 0)))
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"MASTER_PORT={wanted!r} can't be used ({error}). Unset it, and a free port is found."
+        ) from error
+    port = listening.getsockname()[1]
+    # Multi-tenant: a group that the script makes by `env://` finds this server and shares it.
+    return TCPStore(
+        HOST,
+        port,
+        None,
+        True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
+
+
+_ranks: ScriptRanks | None = None
+
+
+def ranks_of_script(size: int) -> ScriptRanks:
+    """This script's ranks; started, where they aren't yet.
+
+    Raises:
+        ConfigurationError: there are others than `size`.
+    """
+    global _ranks
+    if _ranks is None:
+        joined = is_script_rank(os.environ)
+        _ranks = JoinedRanks(os.environ) if joined else StartedRanks(size)
+    check_script_size(_ranks.size, size)
+    return _ranks
+
+
+def check_script_size(started: int, asked: int) -> None:
+    """Refuse another number of ranks than the script has already.
+
+    Raises:
+        ConfigurationError: with both numbers.
+    """
+    if started != asked:
+        raise ConfigurationError(
+            f"devices asks for {asked} ranks, but this script runs on {started} already, and a "
+            "script can't be started again in the middle. Give all models with strategy='ddp' "
+            f"{started} devices, or write strategy='ddp_spawn'."
+        )
+
+
+def is_script_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of a script's ranks, not only started by one of them."""
+    if not environment.get("FITKIT_LAUNCHED"):
+        return False
+    parent = environment.get("FITKIT_PARENT", "")
+    if environment.get("RANK") == "0":
+        return parent == str(os.getpid())
+    return parent == str(os.getppid())
+
+
+def _follow_parent() -> None:
+    """End this rank as soon as rank 0's process has gone, even by `kill -9`."""
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        _end_own_session()
+
+    threading.Thread(target=follow, name="fitkit-parent", daemon=True).start()
+
+
+def _end_own_session() -> None:
+    """End this process and what it started."""
+    if os.getsid(0) == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _is_orphan(environment: Mapping[str, str]) -> bool:
+    """Whether this is a rank whose rank 0 ended before it came here.
+
+    What a rank starts has its variables, too, but belongs to the rank's session.
+    """
+    parent = environment.get("FITKIT_PARENT", "")
+    if not (environment.get("FITKIT_LAUNCHED") and parent.isdigit()):
+        return False
+    if environment.get("RANK") == "0" or os.getsid(0) != os.getpid():
+        return False
+    try:
+        os.kill(int(parent), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+if is_script_rank(os.environ) and os.environ.get("RANK") != "0":
+    _follow_parent()
+elif _is_orphan(os.environ):
+    _end_own_session()

@@ -1,0 +1,226 @@
+"""How ranks tell each other why an exchange broke off: through a store, beside their work.
+
+A rank that fails leaves the process group, and every other rank then gets an error about its
+connection. What the user needs is the first rank's own error. So a failing rank writes it down
+before it leaves, and the others read it there. Where nobody wrote anything, the ranks that are
+left find out who is missing, and where it is.
+
+All this is done by a thread with a connection of its own, because calls into a store can't be
+interrupted: the rank's main thread waits for that thread, and not longer than it wants to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+PERIOD_S = 0.5
+"""Between two looks while all is well."""
+HURRY_S = 0.05
+"""Between two looks while the cause of a failure is sought."""
+TELL_S = 3.0
+"""How long a rank tries to write down its failure before it leaves."""
+SILENCE_S = 3.0
+"""How long a rank waits for the word of one that failed."""
+ANSWER_S = 2.0
+"""How long a rank may take to say where it is."""
+GRACE_S = 3.0
+"""How long after another's failure a rank may stay in an exchange before that is broken off."""
+LAST_RESORT_S = 30.0
+"""How long after another's failure a rank may stay in the call before its process is ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What happened to a rank.
+
+    Attributes:
+        rank: which.
+        what: a sentence.
+        text: its traceback, its stack or its last words.
+        raised: whether it is an exception, whose traceback the rank prints itself.
+    """
+
+    rank: int
+    what: str
+    text: str = ""
+    raised: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        line = "".join(traceback.format_exception_only(error)).strip()
+        return cls(
+            rank, f"Rank {rank} failed: {line}", "".join(traceback.format_exception(error)), True
+        )
+
+    def as_json(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+
+class Watch:
+    """Watches the other ranks for the length of a call.
+
+    Args:
+        store: this call's own part of a store.
+        rank, size: of this process.
+        lost: gives the failure of a rank that has ended, where this process can know that.
+        break_off: ends this process's exchanges, where that is possible.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        lost: Callable[[], Failure | None],
+        break_off: Callable[[], None],
+    ) -> None:
+        self.failure: Failure | None = None
+        self.broken_off = False
+        self._store = store.clone()  # type: ignore[attr-defined]
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._lost = lost
+        self._break_off = break_off
+        self._caller = threading.get_ident()
+        self._own: Failure | None = None
+        self._error = ""  # of an exchange that broke off here
+        self._error_at = self._failure_at = 0.0
+        self._asked = self._answered = False
+        self._told, self._settled = threading.Event(), threading.Event()
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fitkit-watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._wake.set()
+        self._thread.join(TELL_S)
+
+    # ------------------------------------------------------------------ for the caller
+
+    def tell(self, failure: Failure) -> None:
+        """Write down this rank's failure for the others; the first one stays."""
+        self._own = failure
+        self._wake.set()
+        self._told.wait(TELL_S)
+
+    def cause(self, error: BaseException) -> Failure | None:
+        """Why an exchange broke off; None where all ranks are there and none knows."""
+        self._error = _first_line(error)
+        self._wake.set()
+        self._settled.wait(SILENCE_S + ANSWER_S + TELL_S)
+        return self.failure
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._wake.wait(HURRY_S if self._error or self._own else PERIOD_S)
+            self._wake.clear()
+            try:
+                self._look()
+            except DistError:
+                self._found(
+                    Failure(
+                        0, "The store where the ranks meet has gone, and so has the process that "
+                        "serves it: rank 0, or the launcher."
+                    )
+                )  # fmt: skip
+            if self.failure is not None and self._own is None and not self._over.is_set():
+                self._hurry(self.failure)
+
+    def _look(self) -> None:
+        if self._own is not None and not self._told.is_set():
+            self._store.compare_set("failed", "", self._own.as_json())
+            self._told.set()
+        if self.failure is None and self._store.check(["failed"]):
+            self._found(Failure(*json.loads(self._store.get("failed"))))
+        lost = None if self.failure is not None else self._lost()
+        if lost is not None:
+            first = self._store.compare_set("failed", "", lost.as_json())
+            self._found(Failure(*json.loads(first)))
+        if not self._answered and self._store.check(["where"]):
+            self._store.set(f"stack/{self._rank}", self._stack())
+            self._answered = True
+        if self._error and self.failure is None and not self._settled.is_set():
+            self._seek()
+
+    def _found(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure, self._failure_at = failure, time.monotonic()
+        self._told.set()
+        self._settled.set()
+
+    def _seek(self) -> None:
+        """Nobody has said anything yet: after a while, see who is missing."""
+        now = time.monotonic()
+        if not self._error_at:
+            self._error_at = now
+            self._store.set(f"broke/{self._rank}", "")
+        elif not self._asked and now - self._error_at > SILENCE_S:
+            self._store.set("where", "")
+            self._asked = True
+        elif self._asked and now - self._error_at > SILENCE_S + ANSWER_S:
+            missing = [r for r in self._others if not self._store.check([f"broke/{r}"])]
+            if missing:
+                self._found(self._missing(missing))
+            self._settled.set()
+
+    def _missing(self, ranks: list[int]) -> Failure:
+        """The failure of ranks that neither failed nor saw an exchange fail."""
+        stacks = {
+            rank: self._store.get(f"stack/{rank}").decode()
+            for rank in ranks
+            if self._store.check([f"stack/{rank}"])
+        }
+        silent = [rank for rank in ranks if rank not in stacks]
+        if silent:
+            return Failure(
+                silent[0],
+                f"Rank {silent[0]} broke off without a word and does not answer: it has ended, or "
+                f"its process is stopped ({self._error}).",
+            )
+        told = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
+        what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
+        return Failure(ranks[0], what, told)
+
+    def _hurry(self, failure: Failure) -> None:
+        """Another rank has failed: this one must come out of the call."""
+        waited = time.monotonic() - self._failure_at
+        if waited > GRACE_S and not self.broken_off and not self._error:
+            self.broken_off = True
+            with contextlib.suppress(Exception):
+                self._break_off()
+        if waited > LAST_RESORT_S:
+            # Python can't raise in a thread that waits in C++, and nobody will answer it.
+            message = f"fitkit: rank {self._rank} is ended, because another failed. {failure.what}"
+            print(f"{message}\n{failure.text}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _stack(self) -> str:
+        frame: Any = sys._current_frames().get(self._caller)
+        return "".join(traceback.format_stack(frame)) if frame else "nowhere: its thread has ended"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,0 +1,153 @@
+"""Shares of several ranks, with threads in place of processes."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fitkit.data.sharding import Share, sharded
+from fitkit.data.sources import Elsewhere, make_source
+
+
+class Rooms:
+    """Collectives of ranks that are threads of this process: what they say meets in a list."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size, timeout=10)
+        self.values = [None] * size
+
+    def rank(self, rank):
+        rooms = self
+
+        class Exchange:
+            def __init__(self):
+                self.rank, self.world_size = rank, len(rooms.values)
+
+            def gather(self, value):
+                rooms.values[rank] = value
+                rooms.barrier.wait()
+                found = list(rooms.values)
+                rooms.barrier.wait()
+                return found
+
+            def broadcast(self, value):
+                return self.gather(value)[0]
+
+            def scatter(self, values):
+                return self.gather(values)[0][rank]
+
+        return Exchange()
+
+
+def on_ranks(size, function):
+    """What `function(exchange)` gives on each of `size` ranks."""
+    rooms, results, errors = Rooms(size), [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = function(rooms.rank(rank))
+        except BaseException as error:
+            errors.append(error)
+            rooms.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def shares(data, size, *, training, scatter=False, batch_size=4):
+    def read(exchange):
+        source = data(exchange) if callable(data) else data
+        source = make_source(source, batch_size=batch_size)
+        shard = sharded(
+            source, exchange, training=training, replace_sampler=True, scatter=scatter
+        )
+        found = list(shard.batches(0))
+        return [
+            (one.batch[0].tolist(), one.count, one.total) if isinstance(one, Share)
+            else one[0].tolist()
+            for one in found
+        ]
+
+    return on_ranks(size, read)
+
+
+X = torch.arange(11.0)
+
+KINDS = {
+    "arrays": lambda exchange: X,
+    "loader": lambda exchange: DataLoader(TensorDataset(X), batch_size=4),
+    "list": lambda exchange: [(part,) for part in X.split(4)],
+    "scattered": lambda exchange: (
+        ((part,) for part in X.split(4)) if exchange.rank == 0 else Elsewhere(None)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_in_training_all_ranks_make_equal_steps_over_each_sample_once(kind, size):
+    found = shares(KINDS[kind], size, training=True, scatter=kind == "scattered")
+    assert len({len(steps) for steps in found}) == 1
+    for step in zip(*found, strict=True):
+        assert sum(count for _, count, _ in step) == step[0][2]
+        assert len({total for _, _, total in step}) == 1
+    counted = [value for steps in found for values, count, _ in steps for value in values[:count]]
+    assert sorted(counted) == X.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_in_evaluation_the_batches_of_one_process_are_dealt_out_in_turn(kind, size):
+    found = shares(KINDS[kind], size, training=False, scatter=kind == "scattered")
+    whole = [None] * sum(map(len, found))
+    for rank, part in enumerate(found):
+        whole[rank::size] = part
+    assert whole == [part.tolist() for part in X.split(4)]
+
+
+def test_a_last_step_that_is_not_full_is_dealt_out_evenly():
+    assert shares(lambda exchange: X, 2, training=True) == [
+        [([0, 1, 2, 3], 4, 8), ([8], 1, 3)],
+        [([4, 5, 6, 7], 4, 8), ([9, 10], 2, 3)],
+    ]
+
+
+def test_a_rank_without_samples_repeats_one_that_counts_for_nothing():
+    found = shares(lambda exchange: X[:9], 2, training=True)
+    assert found[0][-1] == ([8], 0, 1)
+    assert found[1][-1] == ([8], 1, 1)
+
+
+def test_drop_last_leaves_out_a_step_that_is_not_full():
+    loader = lambda exchange: DataLoader(TensorDataset(X), batch_size=4, drop_last=True)  # noqa: E731
+    counts = [[count for _, count, _ in steps] for steps in shares(loader, 2, training=True)]
+    assert counts == [[4], [4]]
+    assert shares(loader, 3, training=True) == [[], [], []]
+
+
+def test_a_stream_with_other_lengths_on_each_rank_ends_together():
+    class Own(torch.utils.data.IterableDataset):
+        shards_itself = True
+
+        def __init__(self, count):
+            self.count = count
+
+        def __iter__(self):
+            return iter([(torch.tensor([float(i)]),) for i in range(self.count)])
+
+    found = shares(
+        lambda exchange: DataLoader(Own(4 + 8 * exchange.rank), batch_size=4), 2, training=True
+    )
+    assert [[(count, total) for _, count, total in steps] for steps in found] == [
+        [(4, 8), (0, 4), (0, 4)],
+        [(4, 8), (4, 4), (4, 4)],
+    ]
