@@ -37,7 +37,7 @@ def compiled_step(
         door,
         caller_of(model),
         transfer_of(model, strategy),
-        compilation.loss,
+        compilation.loss.begin(),
         Logbook(compilation.metrics.meters()),
         class_weights,
         all_targets,

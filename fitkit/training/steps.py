@@ -106,13 +106,16 @@ class CompiledStep:
     def _compute(
         self, x: Any, y: Any, weight: Any
     ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
-        if not self.checked:
+        is_first = not self.checked
+        if is_first:
             check_batch(x, weight, self.name)
         try:
             prediction = self.caller(self.door, x)
-            if not self.checked:
+            if is_first:
                 self._check(prediction, x, y)
             loss, parts = self.loss(prediction, y, weight)
+            if is_first:
+                self.loss.check_learns(loss)
         except FitkitError:
             raise
         except Exception as error:
