@@ -32,6 +32,7 @@ LAYERS = {
     "model": 7,
     "strategies": 8,
     "__init__": 9,
+    "__main__": 10,
 }
 """The layer of each module or folder; what isn't named here fails the test."""
 

@@ -26,14 +26,14 @@ def resolve_strategy(
     accelerator: Any,
     strategy: Any,
     precision: Any,
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     machine: Machine | None = None,
     environment: Environment | None = None,
 ) -> Strategy:
     """What `compile`'s words mean on a machine, in the processes that a launcher started.
 
     Args:
-        num_nodes: how many machines take part.
+        num_nodes: how many machines take part; None for as many as were started.
         machine: the machine's facts; None for this one.
         environment: the variables that tell what a launcher started; None for this process's.
 
@@ -119,5 +119,3 @@ def _strategy(strategy: Any) -> Strategy:
     raise ArgumentTypeError(
         f"strategy={describe(strategy)} must be a name or a fitkit.strategies.Strategy."
     )
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -82,6 +83,9 @@ def enter(
         return ProcessGroup(device), False
     if world.size == 1 and store is None:
         return Solo(), False
+    # Its functions have the group of the moment of their import as default (torch 2.13), and would
+    # keep this one, and gloo's connections, for ever. DDP imports it.
+    importlib.import_module("torch.distributed.nn")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(
         chosen, store=store, rank=world.rank, world_size=world.size, timeout=timeout

@@ -101,3 +101,13 @@ def test_an_error_that_names_an_extra_names_one_that_brings_the_package():
     for file, package, extra in missing_package_calls():
         assert extra in extras(), f"{file} names the extra {extra!r}"
         assert package in {requirement.name for requirement in extras()[extra]}, file
+
+
+def test_the_doctor_tells_what_fitkit_sees(capsys):
+    import fitkit
+    from fitkit.__main__ import main
+
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert f"fitkit          {fitkit.__version__}" in printed
+    assert "torch" in printed and "devices='auto'" in printed

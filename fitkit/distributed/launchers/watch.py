@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ TELL_S = 3.0
 """How long a rank tries to write down its failure before it leaves."""
 SILENCE_S = 3.0
 """How long a rank waits for the word of one that failed."""
-ANSWER_S = 2.0
+ANSWER_S = 1.5
 """How long a rank may take to say where it is."""
 GRACE_S = 3.0
 """How long after another's failure a rank may stay in an exchange before that is broken off."""
@@ -223,4 +224,6 @@ class Watch:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+    """What torch says, without the place in its C++ source."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).rstrip(".")
