@@ -511,6 +511,30 @@ class Model(nn.Module):
         """How many ranks there are."""
         return self.compilation.strategy.world.size
 
+    def all_gather(self, value: Any) -> Any:
+        """Every rank's tensors, one below the other; for a loss over all ranks' samples, say.
+
+        Args:
+            value: a tensor, or a tuple, list or dict of them.
+
+        Shapes: (N_r, ...) on each rank r, where the N_r may differ, gives (sum of N_r, ...) on
+            all; a number gives (world size,).
+
+        Returns:
+            The same structure. Gradients flow through it to the rank that each row comes from.
+
+        Ranks:
+            Collective: call it on every rank, in a forward or a callback.
+        """
+        collectives = self.compilation.strategy.collectives
+
+        def join(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return collectives.join_rows(leaf if leaf.ndim else leaf.reshape(1))
+
+        return trees.map_leaves(join, value)
+
     @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""

@@ -35,6 +35,9 @@ class Collectives(Protocol):
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Replace gradients by their mean over the ranks."""
 
+    def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's rows (N_r, ...) one below the other: (sum of N_r, ...), with gradients."""
+
 
 class Solo:
     """The collectives of a run with one rank: nothing is exchanged."""
@@ -60,6 +63,9 @@ class Solo:
 
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         pass
+
+    def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
 class ProcessGroup:
@@ -121,3 +127,30 @@ class ProcessGroup:
             parts = packed.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        joined: torch.Tensor = _JoinRows.apply(tensor, self.gather(len(tensor)), self.rank)
+        return joined
+
+
+class _JoinRows(torch.autograd.Function):
+    """Rows of all ranks; their gradients are summed over the ranks on the way back.
+
+    torch's own functions for this are deprecated in 2.13, in favour of private ones.
+    """
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
+        context.rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        most = max(sizes)
+        padded = tensor.new_zeros(most, *tensor.shape[1:])  # the exchange needs equal shapes
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        whole = gradients[0].contiguous().clone()
+        dist.all_reduce(whole)
+        return whole[context.rows], None, None

@@ -478,3 +478,32 @@ def test_a_loader_without_batches_of_its_own_and_one_that_makes_two_views():
     model = compiled()
     model.fit(DataLoader(Rows(), batch_size=8, collate_fn=two_views), epochs=2, verbose=0)
     assert_close(model.net, reference)
+
+
+def test_gathered_rows_of_all_ranks_carry_gradients():
+    """A loss over the whole batch, though each rank computes a part of it, 52 and 51 rows."""
+
+    class Contrast(fitkit.Model):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(6, 4)
+
+        def forward(self, x):
+            rows = self.layer(x)
+            everyone = self.all_gather({"rows": rows, "one": rows.sum().detach()})
+            assert everyone["one"].shape == (self.world_size,)
+            return everyone["rows"]
+
+    def spread(rows, target):
+        return (rows - rows.mean(0)).square().mean()
+
+    model = Contrast()
+    model.compile("sgd", spread, learning_rate=0.5, accelerator="cpu", devices=2)
+    model.fit(X, X, batch_size=52, shuffle=False, verbose=0)
+    reference = Contrast()
+    rows = reference.layer(X)
+    spread(rows, None).backward()
+    # Both ranks compute the same loss of all rows, and DDP takes the mean of both gradients.
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(one, two - 0.5 * two.grad, atol=1e-5)
