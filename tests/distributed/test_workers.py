@@ -38,7 +38,7 @@ def nothing_left_behind():
         ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True
     ).stdout
     assert "launchers.worker" not in children
-    assert [thread for thread in threading.enumerate() if "watch" in thread.name] == []
+    assert [thread for thread in threading.enumerate() if "fitkit" in thread.name] == []
 
 
 def small_net():

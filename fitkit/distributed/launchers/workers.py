@@ -15,16 +15,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from fitkit.distributed.launchers.cores import share_of_cores, threads_shared
+from fitkit.distributed.launchers.interrupts import ended_by_interrupt
 from fitkit.distributed.launchers.payload import Payload
 from fitkit.distributed.launchers.worker import FILES_AT_A_TIME, Call, Report, is_collateral
 from fitkit.errors import WorkerError
@@ -38,8 +39,6 @@ START_TIMEOUT_S = 120.0
 """A worker imports torch first, which takes long on a busy machine."""
 REPORT_TIMEOUT_S = 5.0
 """How long rank 0 waits for the word of a rank that broke off an exchange."""
-GRACE_S = 2.0
-"""How long after Ctrl-C an exchange may go on before the workers are ended."""
 START = (
     "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
     "from fitkit.distributed.launchers.worker import main; main({}, {})"
@@ -73,7 +72,7 @@ class WorkersLauncher:
             store = TCPStore("127.0.0.1", 0, self.size, True, wait_for_workers=False)
             pool.begin(payload, store.port, self.size)
         try:
-            with pool.watched(), _threads(self.size):
+            with ended_by_interrupt(pool.end), threads_shared(self.size):
                 self.strategy.join(PrefixStore(f"call{pool.number}", store))
                 result = function(*arguments)
                 self.strategy.leave()
@@ -147,7 +146,7 @@ class Pool:
             worker.send(
                 Call(
                     number=self.number, rank=worker.rank, size=size, port=port,
-                    seed=seed + worker.rank, threads=_share_of_cores(size), data=payload.data,
+                    seed=seed + worker.rank, threads=share_of_cores(size), data=payload.data,
                     file_count=len(payload.files), folder=os.getcwd(), path=list(sys.path),
                 )
             )  # fmt: skip
@@ -234,37 +233,6 @@ class Pool:
             f"Rank {rank} did not take part in an exchange in time ({error}).\n{told}", rank, told
         )
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """End the workers where Ctrl-C finds rank 0 inside an exchange.
-
-        Python runs no handler while C++ waits; ended workers break the exchange off.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        reading, writing = socket.socketpair()
-        writing.setblocking(False)
-        over = threading.Event()
-
-        def watch() -> None:
-            with contextlib.suppress(OSError):
-                while byte := reading.recv(1):
-                    if byte[0] == signal.SIGINT and not over.wait(GRACE_S):
-                        self.end()
-
-        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            signal.set_wakeup_fd(before)
-            writing.close()
-            thread.join(GRACE_S)
-            reading.close()
-
     def end(self) -> None:
         """End the workers now."""
         workers, self._workers = self._workers, []
@@ -280,7 +248,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         self._files, their_files = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
-        threads = str(_share_of_cores(2))
+        threads = str(share_of_cores(2))
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -366,19 +334,3 @@ def end_workers() -> None:
 
 
 atexit.register(end_workers)
-
-
-def _share_of_cores(ranks: int) -> int:
-    """Threads for each of several ranks on this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
-
-
-@contextlib.contextmanager
-def _threads(ranks: int) -> Iterator[None]:
-    """Give rank 0 its share of the cores for the length of a call."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, _share_of_cores(ranks)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
