@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -87,9 +88,12 @@ def enter(
     # keep this one, and gloo's connections, for ever. DDP imports it.
     importlib.import_module("torch.distributed.nn")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    hook = sys.excepthook
     dist.init_process_group(
         chosen, store=store, rank=world.rank, world_size=world.size, timeout=timeout
     )
+    if getattr(hook, "__name__", "") == "_distributed_excepthook":
+        sys.excepthook = hook  # Else each group adds another "[rank0]: " to each line of an error.
     _own_group = dist.group.WORLD
     return ProcessGroup(device), True
 
