@@ -214,7 +214,9 @@ class _Child:
 
 def _serve() -> TCPStore:
     """Rank 0's store, on this machine's own address only."""
-    wanted = os.environ.get("MASTER_PORT", "").strip()
+    # A script that a rank of another script started has that script's port.
+    inherited = bool(os.environ.get("FITKIT_LAUNCHED"))
+    wanted = "" if inherited else os.environ.get("MASTER_PORT", "").strip()
     try:
         listening = socket.create_server((HOST, int(wanted or 0)))
     except (OSError, ValueError, OverflowError) as error:
