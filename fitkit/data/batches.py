@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from fitkit import trees
 from fitkit.errors import ConfigurationError
 
 
@@ -30,3 +33,16 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
             "(x, y, sample_weight); put several inputs into one tuple or dict: ((a, b), y)."
         )
     return batch, None, None
+
+
+def samples_in(x: Any, y: Any) -> int:
+    """The number of samples in a batch: its targets', where there are any."""
+    if isinstance(y, torch.Tensor) and y.ndim:
+        return y.shape[0]
+    return trees.sample_count(x if y is None else y)
+
+
+def samples_of(batch: Any) -> int:
+    """The number of samples in a batch that isn't taken apart yet."""
+    x, y, _ = unpack(batch)
+    return samples_in(x, y)

@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fitkit import trees
 from fitkit.data.arrays import ArraySource
+from fitkit.data.batches import samples_of
 from fitkit.data.sources import IterableSource, LoaderSource, Source
 from fitkit.notices import warn
 
@@ -87,8 +87,6 @@ def _has_indices(loader: DataLoader[Any]) -> bool:
 class _Shard:
     """What all shards share: sizes, and the steps that the ranks make together."""
 
-    repeatable = True
-
     def __init__(self, source: Any, exchange: Exchange, training: bool) -> None:
         self.source = source
         self.exchange = exchange
@@ -125,7 +123,7 @@ class _Shard:
         while True:
             batch = next(batches, None)
             last = self._seen if last is None else last  # another rank's fills a place as well
-            count = 0 if batch is None else trees.sample_count(batch)
+            count = 0 if batch is None else samples_of(batch)
             told = self.exchange.gather((count, batch is None and last is None))
             total = sum(count for count, _ in told)
             if total == 0:
@@ -268,7 +266,7 @@ class _Scattered(_Shard):
             return None
         size = self.exchange.world_size
         found = [batch for _, batch in zip(range(size), batches, strict=False)]
-        counts = [trees.sample_count(batch) for batch in found]
+        counts = [samples_of(batch) for batch in found]
         if not found:
             return [(None, 0, 0)] * size
         fill = [(found[0], 0, sum(counts))] * (size - len(found))

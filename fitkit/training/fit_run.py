@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fitkit.callbacks import CallbackList, History
-from fitkit.callbacks.base import overrides
+from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.stream import Stream
 from fitkit.errors import ConfigurationError
@@ -27,12 +27,7 @@ if TYPE_CHECKING:
     from fitkit.model import Model
     from fitkit.training.compilation import Compilation
 
-BATCH_HOOKS = (
-    "on_train_batch_begin",
-    "on_train_batch_end",
-    "on_batch_begin",
-    "on_batch_end",
-)
+BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback may stop an epoch."""
 
 

@@ -16,6 +16,7 @@ from fitkit.arguments import (
     describe,
 )
 from fitkit.callbacks.collection import CallbackList
+from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.arrays import check_alike
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import (
@@ -27,9 +28,7 @@ from fitkit.data.sources import (
     validation_parts,
 )
 from fitkit.data.stream import check_readable
-from fitkit.errors import ArgumentTypeError, ConfigurationError
-
-VERBOSE = ("auto", 0, 1, 2)
+from fitkit.errors import ConfigurationError
 
 
 @dataclasses.dataclass
@@ -67,7 +66,7 @@ class FitJob:
         check_count("validation_steps", self.validation_steps, optional=True)
         check_count("validation_batch_size", self.validation_batch_size, optional=True)
         check_number("validation_split", self.validation_split, minimum=0, below=1)
-        check_verbose(self.verbose)
+        chosen_verbose(self.verbose)
         check_choice("shuffle", self.shuffle, (True, False, "batch"))
         self._check_validation_freq()
         if self.resume_from is not None:
@@ -172,7 +171,7 @@ class PassJob:
         check_data_type(self.x)
         check_count("batch_size", self.batch_size)
         check_count("steps", self.steps, optional=True)
-        check_verbose(self.verbose)
+        chosen_verbose(self.verbose)
         self.callback_list = CallbackList(self.callbacks)
         self.source: Source | None = None
 
@@ -188,16 +187,3 @@ class PassJob:
         job.x = job.y = job.sample_weight = job.callbacks = None
         job.source = for_other_ranks(self.source)
         return job
-
-
-def check_verbose(verbose: Any) -> None:
-    """Refuse what isn't one of the amounts of output.
-
-    Raises:
-        ConfigurationError, ArgumentTypeError: with the accepted ones.
-    """
-    if isinstance(verbose, bool):
-        return  # Keras users write True and False
-    if not isinstance(verbose, (int, str)):
-        raise ArgumentTypeError(f"verbose={describe(verbose)} must be one of {VERBOSE}.")
-    check_choice("verbose", verbose, VERBOSE)

@@ -87,7 +87,7 @@ def with_own(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackL
     """The user's callbacks, then fitkit's: they see what the user's have added to the logs."""
     added: list[Callback] = list(own)
     if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
-        added.append(ProgressBar(verbose=int(verbose) if isinstance(verbose, bool) else verbose))
+        added.append(ProgressBar(verbose=verbose))
     return CallbackList([*callbacks.callbacks, *added])
 
 

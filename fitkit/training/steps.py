@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fitkit import trees
-from fitkit.data.batches import unpack
+from fitkit.data.batches import samples_in, unpack
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
 from fitkit.data.transfer import LABEL_KEYS, Transfer
@@ -74,11 +74,7 @@ class CompiledStep:
                 of what the user passed; torch's own error is its cause.
         """
         share = batch if type(batch) is Share else None
-        x, y, weight = unpack(self.transfer(batch if share is None else share.batch))
-        if y is None:
-            y = labels_inside(x)
-        if self.class_weights is not None:
-            weight = self.class_weights(y, weight)
+        x, y, weight = self._opened(batch if share is None else share.batch)
         prediction, loss, parts = self._compute(x, y, weight)
         samples = self.samples = self.total = samples_in(x, y)
         if share is not None:
@@ -96,12 +92,16 @@ class CompiledStep:
 
     def again(self, batch: Any) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        x, y, weight = unpack(self.transfer(batch.batch if type(batch) is Share else batch))
+        return self._compute(*self._opened(batch.batch if type(batch) is Share else batch))[1]
+
+    def _opened(self, batch: Any) -> tuple[Any, Any, Any]:
+        """The batch's inputs, targets and weights, on the device."""
+        x, y, weight = unpack(self.transfer(batch))
         if y is None:
             y = labels_inside(x)
         if self.class_weights is not None:
             weight = self.class_weights(y, weight)
-        return self._compute(x, y, weight)[1]
+        return x, y, weight
 
     def _compute(
         self, x: Any, y: Any, weight: Any
@@ -144,13 +144,6 @@ def labels_inside(x: Any) -> Any:
             if key in x:
                 return x[key]
     return None
-
-
-def samples_in(x: Any, y: Any) -> int:
-    """The number of samples in a batch: its targets', where there are any."""
-    if isinstance(y, torch.Tensor) and y.ndim:
-        return y.shape[0]
-    return trees.sample_count(x if y is None else y)
 
 
 def check_batch(x: Any, weight: Any, name: str) -> None:

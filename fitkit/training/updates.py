@@ -143,8 +143,7 @@ class Updater:
         self._count_update()
 
     def _update(self) -> None:
-        if self._clip_value is not None:
-            self._clip()
+        self._clip()
         self.optimizer.step()
         self._count_update()
 

@@ -151,3 +151,16 @@ def test_a_stream_with_other_lengths_on_each_rank_ends_together():
         [(4, 8), (0, 4), (0, 4)],
         [(4, 8), (4, 4), (4, 4)],
     ]
+
+
+def test_samples_are_counted_by_their_targets_on_every_rank():
+    def batches(exchange):
+        rows = [({"table": torch.zeros(7, 1), "x": part}, part) for part in X.split(4)]
+        return rows if exchange.rank == 0 else Elsewhere(3)
+
+    def read(exchange):
+        source = make_source(batches(exchange))
+        shard = sharded(source, exchange, training=True, replace_sampler=True, scatter=True)
+        return [(share.count, share.total) for share in shard.batches(0)]
+
+    assert on_ranks(2, read) == [[(4, 8), (3, 3)], [(4, 8), (0, 3)]]
