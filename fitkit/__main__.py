@@ -1,4 +1,4 @@
-"""The command line: `python -m fitkit doctor`."""
+"""The command line: `python -m fitkit doctor`, `python -m fitkit inspect FILE`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import fitkit
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
+from fitkit.errors import FitkitError
 
 PACKAGES = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle")
 
@@ -53,8 +54,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fitkit {fitkit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="print what fitkit sees on this machine")
-    parser.parse_args(arguments)
+    inspection = commands.add_parser(
+        "inspect", help="print what a checkpoint or weights file holds"
+    )
+    inspection.add_argument("file", help="a .h5, .safetensors, .pt or .pth file")
+    given = parser.parse_args(arguments)
+    if given.command == "inspect":
+        return inspect(given.file)
     print(doctor())
+    return 0
+
+
+def inspect(file: str) -> int:
+    """Print what a file holds, or why it can't be read; the exit status."""
+    from rich.console import Console
+
+    from fitkit.checkpoint.inspection import print_inspection
+
+    try:
+        print_inspection(file, Console())
+    except FileNotFoundError:
+        print(f"There is no file {file}.", file=sys.stderr)
+        return 1
+    except FitkitError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
     return 0
 
 

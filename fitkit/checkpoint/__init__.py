@@ -1,14 +1,37 @@
-"""Files: weights in HDF5, written whole or not at all."""
+"""Files: weights and whole checkpoints, written whole or not at all, and never unpickled."""
 
+from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.checkpoint.comparison import LoadedWeights
 from fitkit.checkpoint.container import Reader, read_container, write_container
-from fitkit.checkpoint.weights import load_weights, save_weights
+from fitkit.checkpoint.optimizer_state import check_optimizer_state
+from fitkit.checkpoint.weights import (
+    FittingWeights,
+    fitting_weights,
+    load_weights,
+    save_weights,
+)
+from fitkit.checkpoint.whole import (
+    Checkpoint,
+    open_checkpoint,
+    read_state,
+    save_checkpoint,
+    write_state,
+)
 
 __all__ = [
+    "Checkpoint",
+    "FittingWeights",
     "LoadedWeights",
     "Reader",
+    "check_optimizer_state",
+    "fitting_weights",
     "load_weights",
+    "open_checkpoint",
     "read_container",
+    "read_state",
+    "remove_abandoned",
+    "save_checkpoint",
     "save_weights",
     "write_container",
+    "write_state",
 ]

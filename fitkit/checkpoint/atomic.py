@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -17,10 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing tells a living writer's file from a dead one's
+    fcntl = None  # type: ignore[assignment]
+
 from fitkit.errors import CheckpointError
 
 #: How the names of unfinished files end; a killed process leaves one behind.
 UNFINISHED_SUFFIX = ".fitkit-unfinished"
+
+# At most 160 bytes of UTF-8, so that the name of an unfinished file stays below 255 bytes.
+_NAME_CHARACTERS = 40
+_UNFINISHED = re.compile(rf"\.(.+)\.[0-9a-f]{{12}}{re.escape(UNFINISHED_SUFFIX)}", re.DOTALL)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -32,7 +42,8 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
 
     Until then `path` is untouched, and after any error nothing of the new file is left. A
     symbolic link is kept; the file that it points to is replaced. An existing file's permissions
-    are kept; a new one gets the process's default ones.
+    are kept; a new one gets the process's default ones. What killed processes left unfinished for
+    this path is removed first.
 
     Args:
         path: the file to create or to replace.
@@ -44,12 +55,17 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     target = Path(os.path.realpath(path))
     try:
         existing = _check_target(path, target)
+        remove_abandoned(target.parent, target.name)
         temporary = target.with_name(_unfinished_name(target.name))
         try:
             with _create(temporary, existing) as file:
                 yield file
                 _finish(file, temporary, existing)
-            os.replace(temporary, target)
+                if fcntl is not None:
+                    # Before it is closed: closing gives up the lock that says it isn't abandoned.
+                    os.replace(temporary, target)
+            if fcntl is None:  # Windows renames no open file
+                os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -91,8 +107,37 @@ def _check_target(path: str | os.PathLike[str], target: Path) -> os.stat_result 
 
 
 def _unfinished_name(name: str) -> str:
-    # 40 characters: at most 160 bytes of UTF-8, so that the whole stays below 255 bytes.
-    return f".{name[:40]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
+    return f".{name[:_NAME_CHARACTERS]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
+
+
+def remove_abandoned(folder: str | os.PathLike[str], name: str = "") -> None:
+    """Remove the unfinished files in a folder that no living process writes.
+
+    Whoever writes one holds a lock on it, which the system takes from a process that dies. Where
+    there are no such locks, and on Windows, nothing is removed; nor is an error raised.
+
+    Args:
+        folder: where to look; not below it.
+        name: only unfinished files for this name are removed. Default: all.
+    """
+    if fcntl is None:
+        return
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            found = _UNFINISHED.fullmatch(entry.name)
+            if found and name[:_NAME_CHARACTERS] in ("", found[1]):
+                _remove_unless_locked(entry.path)
+
+
+def _remove_unless_locked(path: str) -> None:
+    # Without the right to write or to lock, it may be another's, and stays.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -102,7 +147,7 @@ def _create(temporary: Path, existing: os.stat_result | None) -> Iterator[Binary
     # Beside an existing file, which may be private, nobody else reads it before it is finished.
     mode = 0o666 if existing is None else 0o600
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(temporary, flags, mode), "w+b")
+    file = os.fdopen(_locked(temporary, flags, mode), "w+b")
     try:
         yield file
     except BaseException:
@@ -111,6 +156,20 @@ def _create(temporary: Path, existing: os.stat_result | None) -> Iterator[Binary
             file.close()
         raise
     file.close()
+
+
+def _locked(temporary: Path, flags: int, mode: int) -> int:
+    """A new file, locked; its descriptor."""
+    while True:
+        descriptor = os.open(temporary, flags, mode)
+        if fcntl is None:
+            return descriptor
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Another saver may have taken it for abandoned before it was locked.
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
 
 
 def _finish(file: BinaryIO, temporary: Path, existing: os.stat_result | None) -> None:

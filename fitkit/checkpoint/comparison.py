@@ -59,12 +59,12 @@ class Comparison:
         problems = []
         remedies = []
         if strict and (self.missing or self.unexpected):
-            problems.append(_listing("missing in the file", self.missing))
-            problems.append(_listing("in the file only", self.unexpected))
+            problems.append(listing("missing in the file", self.missing))
+            problems.append(listing("in the file only", self.unexpected))
             remedies.append("strict=False to load what both have")
         if self.mismatched and not skip_mismatch:
             lines = [f"{name}: {what}" for name, what in self.mismatched.items()]
-            problems.append(_listing("of another shape or kind", lines))
+            problems.append(listing("of another shape or kind", lines))
             remedies.append("skip_mismatch=True to leave out what differs")
         if problems:
             raise CheckpointError(
@@ -88,7 +88,7 @@ class Comparison:
     def describe_skipped(self, path: str) -> str:
         """The warning for what `skip_mismatch` leaves out."""
         lines = [f"{name}: {what}" for name, what in self.mismatched.items()]
-        return f"{path}: the module keeps its own values{_listing('for', lines)}"
+        return f"{path}: the module keeps its own values{listing('for', lines)}"
 
 
 def compare(source: WeightSource, expected: Mapping[str, Any]) -> Comparison:
@@ -133,7 +133,8 @@ def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{dtype_name(dtype)} {shape}"
 
 
-def _listing(title: str, lines: tuple[str, ...] | list[str]) -> str:
+def listing(title: str, lines: tuple[str, ...] | list[str]) -> str:
+    """The lines under a title with their number, indented; nothing where there are none."""
     if not lines:
         return ""
     more = [f"… and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []

@@ -1,7 +1,7 @@
 """One HDF5 file with a JSON document and numbered arrays: the form of all our HDF5 files.
 
 ```
-bytes 0 to 511    header: version, length, SHA-256 of all that follows (header.py)
+bytes 0 to 511    header: version, length, digest of all that follows (header.py)
 /document         the JSON document, as bytes (document.py)
 /arrays/0 …       the arrays, each in one piece, without filters (dtypes.py)
 ```
@@ -14,32 +14,45 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 
 from fitkit.checkpoint.atomic import replacing
+from fitkit.checkpoint.digest import BLOCK_BYTES, BodyDigest
 from fitkit.checkpoint.document import (
     LARGEST_DOCUMENT,
     ArrayDescription,
     decode_document,
     encode_document,
 )
-from fitkit.checkpoint.dtypes import empty_stored, file_dtype, from_stored, storable, to_stored
-from fitkit.checkpoint.header import HEADER_SIZE, Verified, seal, verify
+from fitkit.checkpoint.dtypes import (
+    file_dtype,
+    storable,
+    stored_shape,
+    to_stored,
+)
+from fitkit.checkpoint.header import HEADER_SIZE, Verified, open_verified, seal
 from fitkit.checkpoint.interrupts import HeldInterrupts
+from fitkit.checkpoint.stored_arrays import StoredArrays, bytes_of
 from fitkit.checkpoint.structure import check_count, check_numbers, open_dataset, open_group
 from fitkit.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
-    import h5py
     from h5py.h5d import DatasetID
     from h5py.h5g import GroupID
+    from h5py.h5p import PropDCID
 
 # One form of HDF5, whatever the installed library's default is; readable since HDF5 1.8 (2008).
 _LIBRARY_VERSIONS = ("v108", "v108")
 _BYTE = np.dtype("u1")
+# Larger arrays begin at multiples of a cache line, so that a mapped file can be used as it is.
+_ALIGNED_BYTES = 1024
+_ALIGNMENT = 64
+# What is written before hashing is told that there is more.
+_PIECE_BYTES = 8 << 20
 
 
 def write_container(
@@ -66,8 +79,14 @@ def write_container(
     text = encode_document(document, tensors)
     size_bytes = len(text) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
-        _write_body(file, text, tensors, interrupts)
-        seal(file)
+        offsets = _lay_out(file, text, tensors)
+        file.flush()
+        with BodyDigest(file, HEADER_SIZE, size_bytes) as digest:
+            # In the file's order, so that what is behind is complete and can be hashed.
+            for index in sorted(offsets, key=lambda index: offsets[index]):
+                _write_numbers(file, offsets[index], to_stored(tensors[index]), digest)
+                interrupts.deliver()
+            seal(file, digest)
         interrupts.deliver()
 
 
@@ -78,31 +97,72 @@ def _storable(index: int, array: object) -> torch.Tensor:
         raise type(error)(f"Array {index}: {error}") from None
 
 
-def _write_body(
-    file: BinaryIO, text: bytes, tensors: list[torch.Tensor], interrupts: HeldInterrupts
-) -> None:
+def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Write a file that lacks nothing but the arrays' numbers; says where those belong.
+
+    libhdf5 only makes the structure. Written past it, in the file's order, numbers cost one copy,
+    and can be hashed at the same time.
+
+    Returns:
+        The place in the file of each array that has any numbers.
+    """
     import h5py
 
     # Through the Python file, errors come back as Python raised them, and libhdf5 lets go of the
     # file; given a path, it can fail to close on a full disk, and keeps file and space.
-    with h5py.File(file, "w", userblock_size=HEADER_SIZE, libver=_LIBRARY_VERSIONS) as hdf5:
-        _write_numbers(hdf5.id, "document", _BYTE, np.frombuffer(text, _BYTE))
+    with h5py.File(
+        file,
+        "w",
+        userblock_size=HEADER_SIZE,
+        libver=_LIBRARY_VERSIONS,
+        alignment_threshold=_ALIGNED_BYTES,
+        alignment_interval=_ALIGNMENT,
+    ) as hdf5:
+        properties = _in_one_piece()
+        document = _create(hdf5.id, "document", _BYTE, (len(text),), properties)
+        document.write(_all(), _all(), np.frombuffer(text, _BYTE))
         arrays = hdf5.create_group("arrays").id
+        offsets = {}
         for index, tensor in enumerate(tensors):
-            _write_numbers(arrays, str(index), file_dtype(tensor.dtype), to_stored(tensor))
-            interrupts.deliver()
+            shape = stored_shape(tensor.dtype, tuple(tensor.shape))
+            dtype = file_dtype(tensor.dtype)
+            dataset = _create(arrays, str(index), dtype, shape, properties)
+            if tensor.numel():
+                offsets[index] = dataset.get_offset()
+    return offsets
 
 
-def _write_numbers(
-    group: GroupID, name: str, dtype: np.dtype[Any], numbers: np.ndarray[Any, Any]
-) -> None:
+def _create(
+    group: GroupID, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], properties: PropDCID
+) -> DatasetID:
     from h5py import h5d, h5s, h5t
 
     # h5py's create_dataset does the same, but takes a third of a save of many small tensors.
-    space = h5s.create_simple(numbers.shape) if numbers.shape else h5s.create(h5s.SCALAR)
-    dataset = h5d.create(group, name.encode("ascii"), h5t.py_create(dtype), space)
-    if numbers.size:
-        dataset.write(h5s.ALL, h5s.ALL, numbers)
+    space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+    return h5d.create(group, name.encode("ascii"), h5t.py_create(dtype), space, properties)
+
+
+def _in_one_piece() -> PropDCID:
+    """The properties of a dataset whose place is known at once, and which nothing fills."""
+    from h5py import h5d, h5p
+
+    properties = h5p.create(h5p.DATASET_CREATE)
+    properties.set_layout(h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5d.FILL_TIME_NEVER)
+    return properties
+
+
+def _write_numbers(
+    file: BinaryIO, offset: int, numbers: np.ndarray[Any, Any], digest: BodyDigest
+) -> None:
+    content = bytes_of(numbers)
+    file.seek(offset)
+    for start in range(0, len(content), _PIECE_BYTES):
+        file.write(content[start : start + _PIECE_BYTES])
+        if len(content) >= BLOCK_BYTES:
+            file.flush()
+            digest.reached(file.tell())
 
 
 class Reader:
@@ -110,22 +170,18 @@ class Reader:
 
     Attributes:
         document: what was given to `write_container`.
-        digest: the SHA-256 of the file's content, in hexadecimal digits.
+        version: the version of the file's format.
+        digest: the digest of the file's content, in hexadecimal digits.
     """
 
-    def __init__(
-        self,
-        path: str,
-        digest: str,
-        document: dict[str, Any],
-        descriptions: list[ArrayDescription],
-        datasets: list[DatasetID],
-    ) -> None:
-        self.document = document
-        self.digest = digest
+    def __init__(self, path: str, verified: Verified, structure: _Structure) -> None:
+        self.document = structure.document
+        self.version = verified.version
+        self.digest = verified.digest
         self._path = path
-        self._descriptions = descriptions
-        self._datasets = datasets
+        self._arrays = StoredArrays(verified.file)
+        self._descriptions = structure.descriptions
+        self._offsets = structure.offsets
 
     def __len__(self) -> int:
         return len(self._descriptions)
@@ -140,12 +196,19 @@ class Reader:
         Raises:
             CheckpointError: it can't be read.
         """
-        description = self._descriptions[index]
-        stored = empty_stored(description.dtype, description.shape)
-        with _refusals(self._path):
-            if stored.numel():
-                self._datasets[index].read(_all(), _all(), stored.numpy())
-            return from_stored(stored, description.dtype)
+        with refusals(self._path):
+            return self._arrays.read(self._offsets[index], *self.describe(index))
+
+    def view(self, index: int) -> torch.Tensor:
+        """Array `index` without a copy where that can be: its memory is the file itself.
+
+        To be copied before anything else may write to the file. Changing it changes no file.
+
+        Raises:
+            CheckpointError: it can't be read.
+        """
+        with refusals(self._path):
+            return self._arrays.view(self._offsets[index], *self.describe(index))
 
     def read_into(self, index: int, tensor: torch.Tensor) -> None:
         """Copy array `index` into `tensor`, which has its shape, on any device.
@@ -160,7 +223,7 @@ class Reader:
                 f"array {index} has shape {shape} and {dtype}, the tensor "
                 f"{tuple(tensor.shape)} and {tensor.dtype}"
             )
-        values = self.read(index)
+        values = self.view(index)
         with torch.no_grad():
             tensor.copy_(values)
 
@@ -177,45 +240,51 @@ def read_container(path: str | os.PathLike[str]) -> Iterator[Reader]:
         CheckpointError: it isn't a file of ours, was damaged, or holds what ours never hold.
     """
     name = os.fspath(path)
-    verified = verify(path)
-    with contextlib.ExitStack() as stack:
-        with _refusals(name):
-            hdf5 = stack.enter_context(_open_hdf5(name, verified))
-            reader = _checked_reader(name, verified, hdf5)
-        yield reader
+    with open_verified(path) as verified:
+        with refusals(name):
+            structure = _checked_structure(verified)
+        yield Reader(name, verified, structure)
 
 
-@contextlib.contextmanager
-def _open_hdf5(name: str, verified: Verified) -> Iterator[h5py.File]:
+@dataclass(frozen=True)
+class _Structure:
+    """What libhdf5 says of a file: its document, and where each array's numbers begin."""
+
+    document: dict[str, Any]
+    descriptions: list[ArrayDescription]
+    offsets: list[int]
+
+
+def _checked_structure(verified: Verified) -> _Structure:
     import h5py
-
-    # Files are never changed once they have their name, so no lock is needed; network file
-    # systems often can't lock.
-    with h5py.File(name, "r", locking=False) as hdf5:
-        # Another process may have put a new file there since the digest was checked.
-        if not verified.is_still(os.stat(name)):
-            raise CheckpointError(f"{name} was replaced while it was read. Read it again.")
-        yield hdf5
-
-
-def _checked_reader(name: str, verified: Verified, hdf5: h5py.File) -> Reader:
     from h5py import h5g
 
-    if hdf5.userblock_size != HEADER_SIZE:
-        raise ValueError("its HDF5 part doesn't begin after the header")
-    root = h5g.open(hdf5.id, b"/")
-    check_count(root, "/", 2)
-    text = _read_document(root, verified.size_bytes)
-    document, descriptions = decode_document(text)
-    total = len(text) + sum(description.size_bytes for description in descriptions)
-    if total > verified.size_bytes:
-        raise ValueError(f"its arrays declare {total} bytes, more than the file has")
-    arrays = open_group(root, "arrays", len(descriptions))
-    datasets = [open_dataset(arrays, str(index)) for index in range(len(descriptions))]
-    for index, (dataset, description) in enumerate(zip(datasets, descriptions, strict=True)):
-        dtype, shape = file_dtype(description.dtype), description.stored_shape
-        check_numbers(dataset, str(index), dtype, shape, verified.size_bytes)
-    return Reader(name, verified.digest, document, descriptions, datasets)
+    # libhdf5 reads the very file that was checked, by our open file and not by its path.
+    with h5py.File(verified.file, "r") as hdf5:
+        if hdf5.userblock_size != HEADER_SIZE:
+            raise ValueError("its HDF5 part doesn't begin after the header")
+        root = h5g.open(hdf5.id, b"/")
+        check_count(root, "/", 2)
+        text = _read_document(root, verified.size_bytes)
+        document, descriptions = decode_document(text)
+        total = len(text) + sum(description.size_bytes for description in descriptions)
+        if total > verified.size_bytes:
+            raise ValueError(f"its arrays declare {total} bytes, more than the file has")
+        arrays = open_group(root, "arrays", len(descriptions))
+        offsets = [
+            _checked_offset(arrays, str(index), description, verified.size_bytes)
+            for index, description in enumerate(descriptions)
+        ]
+    return _Structure(document, descriptions, offsets)
+
+
+def _checked_offset(
+    arrays: GroupID, name: str, description: ArrayDescription, file_bytes: int
+) -> int:
+    dataset = open_dataset(arrays, name)
+    dtype, shape = file_dtype(description.dtype), description.stored_shape
+    check_numbers(dataset, name, dtype, shape, file_bytes)
+    return int(dataset.get_offset() or 0)
 
 
 def _read_document(root: GroupID, file_bytes: int) -> bytes:
@@ -238,7 +307,7 @@ def _all() -> Any:
 
 
 @contextlib.contextmanager
-def _refusals(name: str) -> Iterator[None]:
+def refusals(name: str) -> Iterator[None]:
     """Turn what our checks and h5py raise into one kind of error, with the file's name."""
     try:
         yield

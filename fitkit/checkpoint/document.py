@@ -106,7 +106,7 @@ def decode_document(text: bytes) -> tuple[dict[str, Any], list[ArrayDescription]
         ValueError: the document isn't one that `encode_document` could have made.
     """
     try:
-        document = json.loads(text, object_pairs_hook=_without_repetition)
+        document = json.loads(text, object_pairs_hook=without_repetition)
     except RecursionError:
         raise ValueError("its document is nested too deeply") from None
     except ValueError as error:
@@ -119,7 +119,8 @@ def decode_document(text: bytes) -> tuple[dict[str, Any], list[ArrayDescription]
     return document["content"], [_description(index, item) for index, item in enumerate(arrays)]
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object that JSON gives by `pairs`; ValueError where a name stands in it twice."""
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise ValueError("a name stands in it twice")

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fitkit.checkpoint.hdf5 import HDF5
+from fitkit.checkpoint.hdf5 import HDF5, SUFFIXES
+from fitkit.checkpoint.safetensors_file import SafeTensors
+from fitkit.checkpoint.torch_file import TorchFile
 from fitkit.registry import Registry, unknown_name
 
 
@@ -37,6 +39,10 @@ class WeightSource(Protocol):
     """An open and checked file of weights."""
 
     @property
+    def foreign(self) -> bool:
+        """Whether other programs write such files too, with names as a wrapper gives them."""
+
+    @property
     def extra(self) -> Mapping[str, Any]:
         """The entries that aren't tensors."""
 
@@ -48,7 +54,7 @@ class WeightSource(Protocol):
         """The shape and dtype of each tensor, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU."""
+        """The tensor of that name, on the CPU; it may lie in the file itself, so copy it."""
 
 
 class WeightFormat(Protocol):
@@ -62,7 +68,9 @@ class WeightFormat(Protocol):
 
 
 FORMATS: Registry[WeightFormat] = Registry("suffix")
-FORMATS.add(".h5", HDF5(), ".hdf5")
+FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])
+FORMATS.add(".safetensors", SafeTensors())
+FORMATS.add(".pt", TorchFile(), ".pth")
 
 
 def format_of(path: str | os.PathLike[str]) -> WeightFormat:

@@ -11,14 +11,18 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.numbering import Numbering
 from fitkit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch
-
     from fitkit.checkpoint.formats import Weights
+
+
+#: How the names of our HDF5 files end.
+SUFFIXES = (".h5", ".hdf5")
 
 
 class HDF5:
@@ -27,7 +31,11 @@ class HDF5:
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a file with nothing but `weights`."""
         numbering = Numbering()
-        content = {"kind": "weights", "weights": encode_weights(weights, numbering)}
+        content = {
+            "kind": "weights",
+            "software": software(),
+            "weights": encode_weights(weights, numbering),
+        }
         write_container(path, content, numbering.arrays)
 
     @contextlib.contextmanager
@@ -35,6 +43,13 @@ class HDF5:
         """The weights in a checked file."""
         with read_container(path) as reader:
             yield HDF5Weights(os.fspath(path), reader)
+
+
+def software() -> dict[str, str]:
+    """The versions that a file is written with, for whoever looks into it."""
+    from fitkit import __version__
+
+    return {"fitkit": __version__, "torch": str(torch.__version__)}
 
 
 def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:
@@ -52,7 +67,10 @@ class HDF5Weights:
     Attributes:
         extra: the entries of the state dict that aren't tensors.
         versions: the version of each submodule's state, by the submodule's name.
+        foreign: whether other programs write such files too.
     """
+
+    foreign = False
 
     def __init__(self, path: str, reader: Reader) -> None:
         part = reader.document.get("weights")
@@ -76,10 +94,10 @@ class HDF5Weights:
         return {name: self._reader.describe(number) for name, number in self._numbers.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU; tied names get one tensor."""
+        """The tensor of that name, on the CPU, to be copied; tied names get one tensor."""
         number = self._numbers[name]
         if number not in self._read:
-            self._read[number] = self._reader.read(number)
+            self._read[number] = self._reader.view(number)
         return self._read[number]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fitkit.checkpoint.comparison import Comparison, LoadedWeights, compare
 from fitkit.checkpoint.document import check_plain_data
 from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
+from fitkit.checkpoint.wrappers import without_wrapper
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fitkit.notices import warn
 
@@ -41,16 +43,20 @@ def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) ->
         save_weights("digits.h5", net.state_dict())
         ```
     """
-    file_format = format_of(path)
+    format_of(path).write(path, collect_weights(state_dict))
+
+
+def collect_weights(state_dict: Mapping[str, Any]) -> Weights:
+    """What a file of weights holds for `state_dict`.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: as `save_weights`.
+    """
     if not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(
             f"state_dict={describe(state_dict)} must be a dict of tensors: "
             "pass what module.state_dict() returns."
         )
-    file_format.write(path, _collect(state_dict))
-
-
-def _collect(state_dict: Mapping[str, Any]) -> Weights:
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -92,9 +98,14 @@ def load_weights(
     floating dtype, as `Tensor.copy_` does (so float32 to float16 rounds, and overflows to inf);
     complex ones likewise. Other dtypes must be the same: no integer becomes a float or a boolean.
 
-    Before anything is assigned, all of the file is checked and read; in memory, a second copy of
-    the weights is needed for that. Then `module.load_state_dict` assigns them, so the module's own
-    hooks, parametrizations and `set_extra_state` work.
+    Before anything is assigned, all of the file is checked. Where the system can map files, the
+    weights are copied from there, so loading takes no more memory than the module has. Then
+    `module.load_state_dict` assigns them, so the module's own hooks, parametrizations and
+    `set_extra_state` work.
+
+    Files of `.pt`, `.pth` and `.safetensors` that other programs wrote are read too. Where all
+    names in one begin with what a wrapper puts before them (`module.`, `_orig_mod.`, `net.`,
+    `model.`) and fit without it, it is left out, with a warning.
 
     Args:
         path: a file that `save_weights` wrote.
@@ -117,21 +128,74 @@ def load_weights(
     check_flag("strict", strict)
     check_flag("skip_mismatch", skip_mismatch)
     file_format = format_of(path)
-    expected = _expected(module)
+    _check_module(module)
     with file_format.open(path) as source:
-        comparison = compare(source, expected)
-        comparison.check(os.fspath(path), module, strict=strict, skip_mismatch=skip_mismatch)
-        state = _read(source, comparison)
+        return fitting_weights(
+            source, os.fspath(path), module, strict=strict, skip_mismatch=skip_mismatch
+        ).assign()
+
+
+@dataclass(frozen=True)
+class FittingWeights:
+    """Weights of an open file that fit a module, checked and ready to be assigned.
+
+    Attributes:
+        outcome: what is left out.
+    """
+
+    outcome: LoadedWeights
+    _path: str
+    _module: torch.nn.Module
+    _state: OrderedDict[str, Any]
+
+    def assign(self) -> LoadedWeights:
+        """Give the module its weights, while the file is still open.
+
+        Raises:
+            CheckpointError: the module's own `load_state_dict` failed.
+        """
+        _assign(self._path, self._module, self._state)
+        return self.outcome
+
+
+def fitting_weights(
+    source: WeightSource,
+    path: str,
+    module: torch.nn.Module,
+    *,
+    strict: bool = True,
+    skip_mismatch: bool = False,
+) -> FittingWeights:
+    """Compare the weights of an open file with a module, which isn't changed.
+
+    Args:
+        source: the open file's weights, such as `Checkpoint.weights`.
+        path: what the file is called in messages.
+        module, strict, skip_mismatch: as for `load_weights`.
+
+    Raises:
+        CheckpointError: they don't fit; the message lists all names that don't.
+        ConfigurationError: the module has parameters without values.
+    """
+    expected = _expected(module)
+    if source.foreign:
+        source = without_wrapper(source, expected, path)
+    comparison = compare(source, expected)
+    comparison.check(path, module, strict=strict, skip_mismatch=skip_mismatch)
+    state = _read(source, comparison)
     if comparison.mismatched:
-        warn(comparison.describe_skipped(os.fspath(path)))
-    _assign(os.fspath(path), module, state)
-    return comparison.outcome()
+        warn(comparison.describe_skipped(path))
+    return FittingWeights(comparison.outcome(), path, module, state)
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(f"module={describe(module)} must be a torch.nn.Module.")
 
 
 def _expected(module: torch.nn.Module) -> dict[str, Any]:
     """The module's state dict, where all of it has values that can be replaced."""
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentTypeError(f"module={describe(module)} must be a torch.nn.Module.")
+    _check_module(module)
     state = dict(module.state_dict())
     for name, value in state.items():
         if torch.nn.parameter.is_lazy(value):

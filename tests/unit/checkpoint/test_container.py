@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 
 import h5py
 import numpy as np
@@ -123,16 +124,76 @@ def test_the_same_content_gives_the_same_bytes(tmp_path):
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
 
-def test_hashlib_alone_can_check_the_digest(path):
-    write_container(path, {"x": 1}, [torch.arange(1000)])
+def by_blocks(body):
+    """The digest of version 2, as docs/checkpoint-format.md says it."""
+    blocks = [body[start : start + 2**20] for start in range(0, len(body), 2**20)]
+    digests = "".join(hashlib.sha256(block).hexdigest() for block in blocks)
+    return hashlib.sha256(digests.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("count", [1000, 3_000_000], ids=["small", "on several threads"])
+def test_hashlib_alone_can_check_the_digest(path, count):
+    write_container(path, {"x": 1}, [torch.arange(count), torch.ones(7)])
     content = path.read_bytes()
     lines = content[:512].split(b"\n")
-    assert lines[0] == b"fitkit container 1"
+    assert lines[0] == b"fitkit container 2"
     assert lines[1] == b"body %020d" % (len(content) - 512)
-    assert lines[2] == b"sha256 " + hashlib.sha256(content[512:]).hexdigest().encode()
+    assert lines[2] == b"blocks-sha256 " + by_blocks(content[512:]).encode()
     assert lines[3] == bytes(512 - sum(len(line) + 1 for line in lines[:3]))
     with read_container(path) as reader:
-        assert reader.digest == hashlib.sha256(content[512:]).hexdigest()
+        assert reader.digest == by_blocks(content[512:])
+        assert reader.version == 2
+
+
+def as_version_1(path):
+    """Give a file the header that fitkit wrote before version 2."""
+    body = path.read_bytes()[512:]
+    header = b"fitkit container 1\nbody %020d\nsha256 " % len(body)
+    header += hashlib.sha256(body).hexdigest().encode() + b"\n"
+    path.write_bytes(header.ljust(512, b"\0") + body)
+
+
+def test_a_file_of_version_1_is_still_read(path):
+    write_container(path, {"x": 1}, [torch.arange(1000)])
+    as_version_1(path)
+    with read_container(path) as reader:
+        assert reader.version == 1
+        assert reader.read(0).tolist() == list(range(1000))
+    damaged = bytearray(path.read_bytes())
+    damaged[-5] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="doesn't match its digest"), read_container(path):
+        pass
+
+
+def test_a_version_with_the_digest_of_another_is_refused(path):
+    write_container(path, {}, [])
+    as_version_1(path)
+    path.write_bytes(path.read_bytes().replace(b"container 1", b"container 2"))
+    with pytest.raises(CheckpointError, match="header is incomplete or was changed"):
+        read_container(path).__enter__()
+
+
+def test_a_file_is_written_and_checked_where_no_thread_can_be_started(path, monkeypatch):
+    def refuse(self, *arguments):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
+    (read,) = write_and_read(path, [torch.arange(3_000_000)])
+    assert torch.equal(read, torch.arange(3_000_000))
+
+
+def test_a_view_of_an_array_lies_in_the_file_and_can_be_changed_without_changing_it(path):
+    given = [torch.arange(5000.0), torch.ones(3), torch.randn(600, dtype=torch.complex64)]
+    write_container(path, {}, given)
+    content = path.read_bytes()
+    with read_container(path) as reader:
+        views = [reader.view(index) for index in range(3)]
+        assert all(torch.equal(*pair) for pair in zip(views, given, strict=True))
+        views[0].zero_()
+        assert torch.equal(reader.read(0), given[0])
+    assert path.read_bytes() == content
+    assert torch.equal(views[2], given[2])  # also after the file was closed
 
 
 def test_plain_h5py_can_read_the_arrays(path):
@@ -176,20 +237,20 @@ def test_reading_needs_no_right_to_write(path, tmp_path):
         assert reader.read(0).tolist() == [1, 1]
 
 
-def test_a_file_replaced_between_check_and_reading_is_refused(path, monkeypatch):
-    from fitkit.checkpoint import container
+def test_a_file_replaced_after_its_check_is_read_as_it_was_checked(path):
+    write_container(path, {}, [torch.ones(2), torch.ones(1000)])
+    with read_container(path) as reader:
+        write_container(path, {}, [torch.zeros(2), torch.zeros(1000)])
+        assert reader.read(0).tolist() == [1, 1]
+        assert reader.view(1).sum() == 1000
 
-    write_container(path, {}, [torch.ones(2)])
-    check = container.verify
 
-    def verify_then_replace(name):
-        verified = check(name)
-        write_container(path, {}, [torch.zeros(2)])
-        return verified
-
-    monkeypatch.setattr(container, "verify", verify_then_replace)
-    with pytest.raises(CheckpointError, match="replaced while it was read"), read_container(path):
-        pass
+def test_a_file_cut_after_its_check_is_refused(path):
+    write_container(path, {}, [torch.ones(1000)])
+    with read_container(path) as reader:
+        os.truncate(path, 1000)
+        with pytest.raises(CheckpointError, match="became shorter"):
+            reader.read(0)
 
 
 @pytest.mark.parametrize(

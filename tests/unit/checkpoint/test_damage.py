@@ -5,7 +5,15 @@ import random
 import pytest
 import torch
 
-from fitkit.checkpoint import load_weights
+from fitkit.checkpoint import (
+    check_optimizer_state,
+    fitting_weights,
+    load_weights,
+    open_checkpoint,
+    save_checkpoint,
+    save_weights,
+)
+from fitkit.checkpoint.header import seal
 from fitkit.errors import CheckpointError
 
 
@@ -75,3 +83,112 @@ def test_two_files_mixed_never_load(tmp_path, weights, check):
     mixed = content[: len(content) // 2] + other.read_bytes()[len(content) // 2 :]
     assert len(mixed) == len(content)
     check(mixed, "the end of another file")
+
+
+def small_net():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def write(path, seed):
+    """A file of its suffix's kind, and what loading it does to a module."""
+    torch.manual_seed(seed)
+    net = small_net()
+    if path.suffix != ".h5":
+        save_weights(path, net.state_dict())
+        return net, load_weights
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "epoch": seed}
+    save_checkpoint(path, net.state_dict(), {**state, "random": random.Random(seed).getstate()})
+    return net, load_checkpoint
+
+
+def load_checkpoint(path, module):
+    with open_checkpoint(path) as checkpoint:
+        assert set(checkpoint.state) == {"optimizer", "epoch", "random"}
+        fitting_weights(checkpoint.weights, checkpoint.path, module).assign()
+
+
+def damaged(content, other, generator):
+    """`content` after one of the things that happen to files."""
+    place = generator.randrange(len(content))
+    length = generator.randrange(1, 1 + len(content) // 4)
+    kind = generator.randrange(6)
+    changed = bytearray(content)
+    if kind == 0:
+        return bytes(changed[:place])
+    if kind == 1:
+        for _ in range(generator.choice([1, 1, 2, 20])):
+            changed[generator.randrange(len(changed))] ^= 1 << generator.randrange(8)
+    elif kind == 2:
+        changed[place : place + length] = other[place : place + length]
+    elif kind == 3:
+        changed[place : place + length] = bytes(len(changed[place : place + length]))
+    elif kind == 4:
+        start = generator.randrange(len(content))
+        changed[place:place] = content[start : start + length]
+    else:
+        del changed[place : place + length]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".safetensors", ".pt"])
+@pytest.mark.timeout(100)
+def test_a_thousand_damaged_files_change_no_module(tmp_path, suffix):
+    path, other = tmp_path / f"w{suffix}", tmp_path / f"other{suffix}"
+    net, load = write(path, 1)
+    write(other, 2)
+    content, splice = path.read_bytes(), other.read_bytes()
+    whole = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    module = small_net()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    generator = random.Random(3)
+    refused = 0
+    for attempt in range(1000):
+        changed = damaged(content, splice, generator)
+        path.write_bytes(changed)
+        try:
+            load(path, module)
+        except CheckpointError:
+            refused += 1
+            expected = before
+        else:
+            # A change that changes nothing, or a byte of a zip archive that means nothing.
+            expected = whole
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(tensor, expected[name]), attempt
+        module.load_state_dict(before)
+    assert refused > 850
+
+
+@pytest.mark.timeout(100)
+def test_documents_changed_at_random_with_a_right_digest_are_refused_or_read(tmp_path):
+    path = tmp_path / "w.h5"
+    write(path, 1)
+    content = path.read_bytes()
+    start, end = content.index(b'{"arrays"'), content.rindex(b"}}") + 2
+    generator = random.Random(4)
+    module = small_net()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    refused = 0
+    for _ in range(500):
+        changed = bytearray(content)
+        for _ in range(generator.choice([1, 2, 5])):
+            changed[generator.randrange(start, end)] = generator.choice(b'0123456789[]{}",:-.eNtx ')
+        path.write_bytes(changed)
+        with open(path, "r+b") as file:
+            seal(file)
+        try:
+            with open_checkpoint(path) as checkpoint:
+                ready = fitting_weights(checkpoint.weights, checkpoint.path, module)
+                check_optimizer_state(
+                    torch.optim.Adam(module.parameters()), checkpoint.state.get("optimizer")
+                )
+        except CheckpointError:
+            refused += 1
+            assert all(torch.equal(before[key], item) for key, item in module.state_dict().items())
+            continue
+        ready.assign()
+        module.load_state_dict(before)
+    assert 100 < refused < 500

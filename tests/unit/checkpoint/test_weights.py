@@ -57,6 +57,8 @@ def test_a_modules_weights_come_back(weights, module, path):
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4)], ids=str)
 def test_every_format_keeps_every_dtype_and_shape(tmp_path, suffix, dtype, shape):
+    if (suffix, dtype) == (".safetensors", torch.complex128):
+        pytest.skip("the format has no complex128")
     path = tmp_path / f"weights{suffix.upper()}"
     given = torch.randint(0, 2, shape).to(dtype)
     save_weights(path, {"a": given})

@@ -1,0 +1,185 @@
+"""What is in a file of weights or a checkpoint, as lines and tables for people."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from fitkit.arguments import describe
+from fitkit.checkpoint.container import Reader, read_container
+from fitkit.checkpoint.dtypes import dtype_name
+from fitkit.checkpoint.formats import WeightSource, format_of
+from fitkit.checkpoint.hdf5 import SUFFIXES, HDF5Weights
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.tree import Tree
+
+# More than these of one list or dict are counted.
+_SHOWN = 12
+_MOST_LEVELS = 6
+
+
+def print_inspection(path: str | os.PathLike[str], console: Console) -> None:
+    """Print what a file holds: its kind, versions, weights and, abbreviated, its state.
+
+    All of the file is checked first, as when it is loaded; no array is read.
+
+    Raises:
+        FileNotFoundError, CheckpointError, ConfigurationError: as `load_weights`.
+    """
+    # Complete before anything is printed: a refusal is one line and nothing else.
+    for part in list(_parts(path)):
+        console.print(part)
+
+
+def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
+    name = os.fspath(path)
+    size = _size(os.path.getsize(path))
+    if PurePath(path).suffix.lower() in SUFFIXES:
+        with read_container(path) as reader:
+            yield from _container(name, size, reader)
+        return
+    with format_of(path).open(path) as source:
+        yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
+        yield from _weights(source)
+
+
+def _container(name: str, size: str, reader: Reader) -> Iterator[RenderableType]:
+    document = reader.document
+    software = document.get("software")
+    if not isinstance(software, dict):
+        software = {}
+    facts = {
+        "kind": str(document.get("kind")),
+        "size": size,
+        "format": f"version {reader.version}",
+        **{key: str(item) for key, item in software.items()},
+        "digest": reader.digest,
+    }
+    yield _heading(name, facts)
+    if "weights" in document:
+        yield from _weights(HDF5Weights(name, reader))
+    if "state" in document:
+        yield _state(document["state"], reader)
+
+
+def _clean(text: str) -> str:
+    """Text from a file without what a terminal would obey."""
+    return text if text.isprintable() else repr(text)
+
+
+def _heading(name: str, facts: Mapping[str, str]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_row("file", Text(name, "bold"))
+    for key, value in facts.items():
+        table.add_row(Text(_clean(key)), Text(_clean(value)))
+    return table
+
+
+def _weights(source: WeightSource) -> Iterator[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
+    found = source.describe()
+    table = Table("weights", "shape", "dtype", "size")
+    table.columns[3].justify = "right"
+    numbers = total = 0
+    for name, (shape, dtype) in found.items():
+        count = 1
+        for length in shape:
+            count *= length
+        numbers, total = numbers + count, total + count * dtype.itemsize
+        table.add_row(
+            Text(_clean(name)), str(shape), dtype_name(dtype), _size(count * dtype.itemsize)
+        )
+    for name, value in source.extra.items():
+        table.add_row(Text(_clean(name)), "", "extra state", Text(describe(value)))
+    yield table
+    yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
+
+
+def _state(encoded: object, reader: Reader) -> Tree:
+    from rich.tree import Tree
+
+    tree = Tree("state")
+    _grow(tree, encoded, reader, 0)
+    return tree
+
+
+def _grow(tree: Tree, encoded: object, reader: Reader, level: int) -> None:
+    from rich.text import Text
+
+    items = _items(encoded)
+    for index, (key, item) in enumerate(items):
+        if index == _SHOWN:
+            tree.add(f"… and {len(items) - _SHOWN} more")
+            return
+        branch = tree.add(Text(f"{_clean(key)}: {_words(item, reader)}"))
+        if level < _MOST_LEVELS and not _is_short(item):
+            _grow(branch, item, reader, level + 1)
+
+
+def _items(encoded: object) -> list[tuple[str, object]]:
+    """The keys and values of what is encoded, where it has any."""
+    if isinstance(encoded, list):
+        return [(str(index), item) for index, item in enumerate(encoded)]
+    if not isinstance(encoded, dict) or len(encoded) != 1:
+        return []
+    ((kind, part),) = encoded.items()
+    if kind == "dict" and isinstance(part, dict):
+        return list(part.items())
+    if kind in ("deque", "defaultdict") and isinstance(part, list) and len(part) == 2:
+        kind, part = ("items" if kind == "defaultdict" else "tuple"), part[1]
+    if kind in ("items", "Counter") and isinstance(part, list):
+        return [(_plain(pair[0]), pair[1]) for pair in part if _is_pair(pair)]
+    return _items(part) if kind in ("tuple", "set", "frozenset") else []
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _is_short(encoded: object) -> bool:
+    """Whether it is shown on one line: a value, or a few of them."""
+    items = _items(encoded)
+    return all(not _items(item) for _, item in items) and (
+        isinstance(encoded, list) or (isinstance(encoded, dict) and "tuple" in encoded)
+    )
+
+
+def _words(encoded: object, reader: Reader) -> str:
+    """One line for a part of the state."""
+    if isinstance(encoded, dict) and len(encoded) == 1:
+        ((kind, part),) = encoded.items()
+        number = part[1] if kind == "array" and _is_pair(part) else part
+        if kind in ("tensor", "array") and type(number) is int and 0 <= number < len(reader):
+            shape, dtype = reader.describe(number)
+            return f"{kind} {dtype_name(dtype)} {shape}"
+    items = _items(encoded)
+    if not items:
+        return _plain(encoded)
+    if not _is_short(encoded):
+        return f"{len(items)} entries" if len(items) > 1 else "1 entry"
+    shown = ", ".join(_words(item, reader) for _, item in items[:_SHOWN])
+    return f"[{shown}]" if len(items) <= _SHOWN else f"[{shown}, … {len(items)} in all]"
+
+
+def _plain(encoded: object) -> str:
+    if isinstance(encoded, dict) and len(encoded) == 1:
+        ((kind, part),) = encoded.items()
+        return f"{kind} {describe(part)}" if part else f"empty {kind}"
+    return describe(encoded)
+
+
+def _size(size_bytes: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.1f} {unit}" if unit != "B" else f"{size_bytes} B"
+        size_bytes /= 1000  # type: ignore[assignment]
+    return f"{size_bytes:.2f} GB"

@@ -1,0 +1,201 @@
+"""Weights as `torch.save` writes a state dict: `.pt`, `.pth`.
+
+Such a file is a zip archive with a pickle in it. torch reads it with `weights_only=True`, which
+makes nothing but tensors and plain data. torch itself checks no checksum, so ours comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import stat
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from fitkit.checkpoint.atomic import replacing
+from fitkit.checkpoint.dtypes import storable
+from fitkit.checkpoint.header import damaged
+from fitkit.checkpoint.interrupts import HeldInterrupts
+from fitkit.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from fitkit.checkpoint.formats import Weights
+
+_ZIP = b"PK\x03\x04"
+# Under which name programs put the weights where they save more than these.
+_NESTED = ("state_dict", "model_state_dict")
+
+
+class TorchFile:
+    """The format of `.pt` files: what `torch.load(path)` gives to `load_state_dict`."""
+
+    def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
+        """Write a state dict, whole or not at all."""
+        state: OrderedDict[str, Any] = OrderedDict({**weights.tensors, **weights.extra})
+        versions = {name: {"version": value} for name, value in weights.versions.items()}
+        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+        size_bytes = sum(item.numel() * item.element_size() for item in weights.tensors.values())
+        with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
+            output = _Output(file)
+            torch.save(state, output)  # type: ignore[arg-type]
+            output.check()
+            interrupts.deliver()
+
+    @contextlib.contextmanager
+    def open(self, path: str | os.PathLike[str]) -> Iterator[TorchFileWeights]:
+        """The weights in a file whose checksums are right."""
+        name = os.fspath(path)
+        is_zip = _check(name)
+        try:
+            content = torch.load(name, map_location="cpu", weights_only=True, mmap=is_zip)
+        except Exception as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise CheckpointError(
+                f"{name} can't be read as a file of weights: {reason} ({type(error).__name__}). "
+                "It is damaged, or holds objects that only a pickle which may run code could "
+                "make; save the state dict alone: torch.save(net.state_dict(), path)."
+            ) from error
+        yield TorchFileWeights(name, content)
+
+
+class _Output(io.RawIOBase):
+    """A file for torch to write to, which keeps an error until torch is done.
+
+    An exception that goes through torch's writer is raised again when that is destroyed.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._error: BaseException | None = None
+
+    def writable(self) -> bool:
+        """Yes: torch asks."""
+        return True
+
+    def write(self, content: Any) -> int:
+        """Write, or do nothing after a failure."""
+        if self._error is None:
+            try:
+                self._file.write(content)
+            except BaseException as error:
+                self._error = error
+        return len(content)
+
+    def check(self) -> None:
+        """Raise what stopped the writing."""
+        if self._error is not None:
+            raise self._error
+
+
+def _check(name: str) -> bool:
+    """Check what can be checked before torch sees the file; whether it is a zip archive.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it isn't an ordinary file, or is damaged.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(name).st_mode):
+            raise CheckpointError(f"{name} can't be read: it isn't a file. Give the path of one.")
+        with open(name, "rb") as file:
+            start = file.read(len(_ZIP))
+            if not start:
+                raise damaged(name, "it is empty")
+            if start == _ZIP:
+                _check_archive(name, file)
+            return start == _ZIP
+    except (FileNotFoundError, CheckpointError):
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} can't be read: {error.strerror or error}. Check the path and its rights."
+        ) from error
+
+
+def _check_archive(name: str, file: BinaryIO) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise damaged(name, "it is compressed, which torch never does")
+            if sum(member.file_size for member in members) > os.fstat(file.fileno()).st_size:
+                raise damaged(name, "its parts declare more bytes than the file has")
+            # torch.serialization.set_crc32_options(False) leaves out all checksums.
+            with_checksums = any(member.CRC for member in members)
+            wrong = archive.testzip() if with_checksums else None
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile has many ways to fail on bytes that were changed
+        raise damaged(name, f"its zip archive is broken ({error})") from error
+    if wrong is not None:
+        raise damaged(name, f"the checksum of its part {wrong!r} is wrong")
+
+
+class TorchFileWeights:
+    """The weights that a file had.
+
+    Attributes:
+        extra: the entries of the state dict that aren't tensors.
+        versions: the version of each submodule's state, by the submodule's name.
+        foreign: other programs write such files too.
+    """
+
+    foreign = True
+
+    def __init__(self, path: str, content: object) -> None:
+        state = _state_dict(path, content)
+        self.extra = {
+            name: value for name, value in state.items() if not isinstance(value, torch.Tensor)
+        }
+        self.versions = _versions(state)
+        self._tensors = {
+            name: _plain(path, name, value)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each tensor, by name."""
+        return {name: (tuple(item.shape), item.dtype) for name, item in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name, on the CPU, to be copied: its memory is the file."""
+        return self._tensors[name]
+
+
+def _state_dict(path: str, content: object) -> Mapping[str, Any]:
+    if isinstance(content, Mapping):
+        for key in _NESTED:
+            if isinstance(content.get(key), Mapping):
+                content = content[key]
+                break
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise CheckpointError(
+            f"{path} has no weights in it: it holds a {type(content).__name__} instead of a state "
+            "dict. Save one with torch.save(net.state_dict(), path)."
+        )
+    return content
+
+
+def _versions(state: Mapping[str, Any]) -> dict[str, int]:
+    metadata = getattr(state, "_metadata", None)
+    items = metadata.items() if isinstance(metadata, Mapping) else ()
+    return {
+        name: entry["version"]
+        for name, entry in items
+        if isinstance(name, str)
+        and isinstance(entry, Mapping)
+        and isinstance(entry.get("version"), int)
+    }
+
+
+def _plain(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return storable(tensor)
+    except ConfigurationError as error:
+        raise CheckpointError(f"{path}: {name!r} can't be loaded: {error}") from None

@@ -1,0 +1,177 @@
+"""Whole checkpoints and other states of a run, in our HDF5 container.
+
+A checkpoint is a file of weights with a `state` beside them, so `load_weights` reads it too.
+`encoding.py` says what a state may hold. Only what is checked is handed out, so a caller can read
+and compare everything before anything is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from fitkit.arguments import describe
+from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
+from fitkit.checkpoint.decoding import decode_state
+from fitkit.checkpoint.encoding import encode_state
+from fitkit.checkpoint.formats import WeightSource
+from fitkit.checkpoint.hdf5 import SUFFIXES, HDF5Weights, encode_weights, software
+from fitkit.checkpoint.numbering import Numbering
+from fitkit.checkpoint.weights import collect_weights
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+
+_CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint, all of which is checked.
+
+    Attributes:
+        path: the file, as it was given.
+        weights: its weights; `fitting_weights` compares them with a module. Their
+            tensors may lie in the file itself: copy them while it is open.
+        state: what `save_checkpoint` was given, with all tensors on the CPU, in memory of their
+            own.
+        software: the versions of fitkit and torch that wrote it, as text.
+    """
+
+    path: str
+    weights: WeightSource
+    state: dict[str, Any]
+    software: Mapping[str, str]
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], state_dict: Mapping[str, Any], state: dict[str, Any]
+) -> None:
+    """Write weights and the state of a run to one file, whole or not at all.
+
+    Args:
+        path: the file; its name ends in `.h5` or `.hdf5`. An existing one is replaced.
+        state_dict: what `module.state_dict()` returned, as in `save_weights`.
+        state: all else, of the kinds that `encode_state` lists. Tensors that share all of their
+            memory, with each other or with weights, are written once.
+
+    Raises:
+        ArgumentTypeError: `state_dict` or `state` isn't a dict.
+        ConfigurationError: something can't be written to a file; the message names its place.
+        CheckpointError: the file can't be written; what was at `path` is still there.
+    """
+    _check_suffix(path)
+    _check_state(state)
+    numbering = Numbering()
+    content = {
+        "kind": _CHECKPOINT,
+        "software": software(),
+        "weights": encode_weights(collect_weights(state_dict), numbering),
+        "state": encode_state(state, numbering),
+    }
+    write_container(path, content, numbering.arrays)
+
+
+@contextlib.contextmanager
+def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[Checkpoint]:
+    """Open a checkpoint after checking all of it; nothing is changed by that.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigurationError: the file's name doesn't end as a checkpoint's.
+        CheckpointError: the file is damaged, is none of fitkit's, or isn't a checkpoint.
+    """
+    _check_suffix(path)
+    name = os.fspath(path)
+    with read_container(path) as reader:
+        kind = reader.document.get("kind")
+        if kind == "weights":
+            raise CheckpointError(
+                f"{name} has weights only; use load_weights. Only save() writes the optimizer and "
+                "the progress that a checkpoint needs."
+            )
+        _check_kind(name, kind, _CHECKPOINT)
+        weights = HDF5Weights(name, reader)
+        state = _decode(name, reader)
+        yield Checkpoint(name, weights, state, _software(reader))
+
+
+def write_state(path: str | os.PathLike[str], kind: str, content: dict[str, Any]) -> None:
+    """Write a state without weights to a file, whole or not at all.
+
+    Args:
+        path: the file to create or to replace; its name ends in `.h5` or `.hdf5`.
+        kind: what the file is, for whoever reads it; anything but "weights" and "checkpoint".
+        content: data of the kinds that `encode_state` lists.
+
+    Raises:
+        ConfigurationError: something in it can't be written; the message names its place.
+        CheckpointError: the file can't be written; what was at `path` is still there.
+    """
+    _check_suffix(path)
+    if not isinstance(kind, str) or kind in ("weights", _CHECKPOINT):
+        raise ConfigurationError(f"kind={describe(kind)} must be a name of your own.")
+    _check_state(content)
+    numbering = Numbering()
+    encoded = encode_state(content, numbering)
+    write_container(
+        path, {"kind": kind, "software": software(), "state": encoded}, numbering.arrays
+    )
+
+
+def read_state(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """What `write_state` was given for a file of this kind; tensors are on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, is none of fitkit's, or is of another kind.
+    """
+    name = os.fspath(path)
+    with read_container(path) as reader:
+        _check_kind(name, reader.document.get("kind"), kind)
+        return _decode(name, reader)
+
+
+def _decode(name: str, reader: Reader) -> dict[str, Any]:
+    def read(number: int) -> torch.Tensor:
+        if number >= len(reader):
+            raise ValueError("its state names arrays that it doesn't have")
+        return reader.read(number)
+
+    with refusals(name):
+        state = decode_state(reader.document.get("state"), read)
+        if type(state) is not dict:
+            raise ValueError("its state isn't a dict")
+    return state
+
+
+def _software(reader: Reader) -> dict[str, str]:
+    found = reader.document.get("software")
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in items if isinstance(value, str)}
+
+
+def _check_kind(name: str, found: object, wanted: str) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            f"{name} holds {str(found)[:40]!r}, not {wanted!r}. Give the path of another file."
+        )
+
+
+def _check_state(state: object) -> None:
+    if type(state) is not dict:
+        raise ArgumentTypeError(f"state={describe(state)} must be a dict.")
+
+
+def _check_suffix(path: str | os.PathLike[str]) -> None:
+    suffix = PurePath(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ConfigurationError(
+            f"{os.fspath(path)!r} can't be a checkpoint: checkpoints end in "
+            f"{' or '.join(SUFFIXES)}. Files that end in {suffix or 'nothing'!r} hold weights at "
+            "most; use save_weights and load_weights for these."
+        )

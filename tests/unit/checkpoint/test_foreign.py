@@ -1,0 +1,352 @@
+"""Files that other programs read and write: `.safetensors`, `.pt`, `.pth`."""
+
+import json
+import os
+import pickle
+import resource
+import signal
+import zipfile
+
+import pytest
+import torch
+
+from fitkit.checkpoint import load_weights, safetensors_file, save_weights
+from fitkit.errors import CheckpointError, ConfigurationError
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(30, 30)
+        self.b = torch.nn.Linear(30, 30)
+        self.b.weight = self.a.weight
+
+
+class Stateful(torch.nn.Module):
+    state = None
+
+    def get_extra_state(self):
+        return {"count": 3}
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def assert_same_weights(module, other):
+    assert list(module.state_dict()) == list(other.state_dict())
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+SUFFIXES = [".safetensors", ".pt", ".pth"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("make", [net, Tied])
+def test_weights_come_back_and_tied_ones_are_written_once(tmp_path, suffix, make):
+    path, module, other = tmp_path / f"w{suffix}", make(), make()
+    save_weights(path, module.state_dict())
+    load_weights(path, other)
+    assert_same_weights(module, other)
+    if make is Tied:
+        assert path.stat().st_size < 1.7 * module.a.weight.nbytes
+        assert other.a.weight is other.b.weight
+
+
+def test_torch_reads_what_is_written_as_its_own(tmp_path):
+    module = net()
+    save_weights(tmp_path / "w.pt", module.state_dict())
+    state = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert state._metadata[""] == module.state_dict()._metadata[""]
+    other = net()
+    other.load_state_dict(state)
+    assert_same_weights(module, other)
+
+
+def test_the_safetensors_package_reads_what_is_written_and_is_read(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "w.safetensors"
+    tensors = {
+        "odd": torch.ones(3, dtype=torch.uint8),
+        "single": torch.randn(2, 3),
+        "0-d": torch.tensor(2, dtype=torch.int64),
+        "empty": torch.zeros(0, 2, dtype=torch.bfloat16),
+        "float8": torch.ones(5).to(torch.float8_e4m3fn),
+        "pairs": torch.randn(2, dtype=torch.complex64),
+        "transposed": torch.randn(4, 5).t(),
+    }
+    save_weights(path, tensors)
+    found = safetensors.load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].tolist() == tensor.tolist()
+
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name.replace("0-d", "zero"), torch.zeros_like(tensor))
+    state = {name.replace("0-d", "zero"): item.contiguous() for name, item in tensors.items()}
+    safetensors.save_file(state, path)
+    load_weights(path, module)
+    for name, tensor in module.state_dict().items():
+        assert tensor.tolist() == state[name].tolist()
+
+
+def test_tied_weights_pass_to_and_from_the_safetensors_package(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path, module = tmp_path / "w.safetensors", Tied()
+    save_weights(path, module.state_dict())
+    other = Tied()
+    assert safetensors.load_model(other, path) == (set(), [])
+    assert_same_weights(module, other)
+    safetensors.save_model(module, path)
+    other = Tied()
+    load_weights(path, other)
+    assert_same_weights(module, other)
+
+
+def test_extra_state_goes_into_pt_and_is_named_for_safetensors(tmp_path):
+    save_weights(tmp_path / "w.pt", Stateful().state_dict())
+    module = Stateful()
+    load_weights(tmp_path / "w.pt", module)
+    assert module.state == {"count": 3}
+    with pytest.raises(ConfigurationError, match="'_extra_state'.*isn't a tensor.*ends in .h5"):
+        save_weights(tmp_path / "w.safetensors", Stateful().state_dict())
+    assert os.listdir(tmp_path) == ["w.pt"]
+
+
+def test_a_dtype_that_safetensors_lacks_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"'a'.*complex128.*ends in \.h5"):
+        save_weights(tmp_path / "w.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[:2])
+def test_a_file_that_does_not_fit_gets_the_same_message_as_an_h5_file(tmp_path, suffix):
+    messages = []
+    for ending in (suffix, ".h5"):
+        path, module = tmp_path / f"w{ending}", net()
+        save_weights(path, {"0.weight": torch.ones(2, 2), "more": torch.ones(1)})
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        with pytest.raises(CheckpointError) as caught:
+            load_weights(path, module)
+        messages.append(str(caught.value).replace(ending, ""))
+        assert all(torch.equal(before[name], item) for name, item in module.state_dict().items())
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "net.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "as Lightning nests it"])
+def test_a_wrappers_prefix_is_left_out_with_a_warning(tmp_path, prefix, nested):
+    path, module, other = tmp_path / "w.pt", net(), net()
+    state = {prefix + name: tensor for name, tensor in module.state_dict().items()}
+    content = {"state_dict": state, "epoch": 3, "hyper_parameters": {"a": 1}} if nested else state
+    torch.save(content, path)
+    with pytest.warns(UserWarning, match=f"all names begin with '{prefix}'"):
+        load_weights(path, other)
+    assert_same_weights(module, other)
+
+
+def test_a_prefix_that_does_not_make_the_names_fit_stays(tmp_path):
+    path = tmp_path / "w.pt"
+    torch.save({"module.a": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match=r"in the file only \(1\):\s+module\.a"):
+        load_weights(path, net())
+
+
+def test_the_prefix_is_left_out_of_the_versions_too(tmp_path):
+    path, module = tmp_path / "w.pt", torch.nn.Sequential(net())
+    save_weights(path, torch.nn.ModuleDict({"module": module}).state_dict())
+    seen = []
+    other = torch.nn.Sequential(net())
+    other[0][1].register_load_state_dict_pre_hook(
+        lambda module, state, prefix, metadata, *rest: seen.append(metadata)
+    )
+    with pytest.warns(UserWarning, match="all names begin with 'module.'"):
+        load_weights(path, other)
+    assert seen == [{"version": 2}]
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_pickle_that_would_run_code_runs_nothing(tmp_path, zipped):
+    path, trap = tmp_path / "w.pt", tmp_path / "trap"
+    torch.save({"0.weight": Trap(trap)}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="can't be read as a file of weights"):
+        load_weights(path, net())
+    assert not trap.exists()
+    path.write_bytes(pickle.dumps(Trap(trap)))
+    with pytest.raises(CheckpointError):
+        load_weights(path, net())
+    assert not trap.exists()
+
+
+def test_files_of_old_torch_and_without_checksums_are_read(tmp_path):
+    path, module = tmp_path / "w.pt", net()
+    torch.save(module.state_dict(), path, _use_new_zipfile_serialization=False)
+    other = net()
+    load_weights(path, other)
+    assert_same_weights(module, other)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(module.state_dict(), path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    other = net()
+    load_weights(path, other)
+    assert_same_weights(module, other)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (torch.ones(2), "holds a Tensor instead of a state dict"),
+        ([1], "holds a list"),
+        ({1: torch.ones(1)}, "holds a dict instead"),
+        ({"a": torch.eye(2).to_sparse()}, "'a' can't be loaded: .*to_dense"),
+    ],
+    ids=range(4),
+)
+def test_a_pt_file_of_other_things_says_what_it_holds(tmp_path, content, reason):
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=reason):
+        load_weights(tmp_path / "w.pt", net())
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
+    with zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("w/data.pkl", bytes(10**7))
+    with pytest.raises(CheckpointError, match="it is compressed"):
+        load_weights(tmp_path / "w.pt", net())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[:2])
+@pytest.mark.timeout(10)
+def test_what_is_no_such_file_is_a_clear_error(tmp_path, suffix):
+    path = tmp_path / f"w{suffix}"
+    with pytest.raises(FileNotFoundError, match=path.name):
+        load_weights(path, net())
+    for content in (b"", b"x", b"hello, this is text", bytes(100), b"\xff" * 100):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=path.name):
+            load_weights(path, net())
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="isn't a file"):
+        load_weights(path, net())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[:2])
+def test_a_full_disk_at_any_byte_keeps_the_old_file(tmp_path, suffix):
+    path = tmp_path / f"w{suffix}"
+    save_weights(path, {"a": torch.ones(9000), "b": torch.ones(3)})
+    old = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room_bytes in range(0, len(old), 997):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match="0.0 MB are needed, more than the system"):
+                save_weights(path, {"a": torch.zeros(9000), "b": torch.ones(3)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert os.listdir(tmp_path) == [path.name]
+        assert path.read_bytes() == old
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[:2])
+def test_ctrl_c_during_a_save_keeps_the_old_file(tmp_path, suffix, monkeypatch):
+    path = tmp_path / f"w{suffix}"
+    save_weights(path, {"a": torch.ones(3)})
+    old, handler = path.read_bytes(), signal.getsignal(signal.SIGINT)
+    owner, name = (torch, "save") if suffix == ".pt" else (safetensors_file, "to_stored")
+    function = getattr(owner, name)
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_weights(path, {"a": torch.zeros(3), "b": torch.zeros(3)})
+    assert os.listdir(tmp_path) == [path.name]
+    assert path.read_bytes() == old
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def crafted(path, header, numbers=bytes(24)):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
+    return path
+
+
+def entry(dtype="F32", shape=(2, 3), places=(0, 24)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(places)}
+
+
+def test_a_safetensors_file_crafted_as_the_format_says_is_read(tmp_path):
+    module = torch.nn.Module()
+    module.register_buffer("a", torch.ones(2, 3))
+    load_weights(crafted(tmp_path / "w.safetensors", {"a": entry()}), module)
+    assert not module.a.any()
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"", "no .safetensors file"),
+        (b"[]", "no .safetensors file"),
+        (b"{", "can't be read"),
+        (b'{"a":' + b"[" * 100_000, "can't be read"),
+        (b'{"a": {}, "a": {}}', "twice"),
+        ({"a": 1}, "doesn't describe 'a'"),
+        ({"a": {}}, "doesn't describe 'a'"),
+        ({"a": entry(shape=(-2, -3))}, "doesn't describe 'a'"),
+        ({"a": entry(shape=(2.0, 3))}, "doesn't describe 'a'"),
+        ({"a": entry(shape=(True, 6))}, "doesn't describe 'a'"),
+        ({"a": entry(shape=(1,) * 40 + (6,))}, "doesn't describe 'a'"),
+        ({"a": entry(places=(0, 24, 24))}, "doesn't describe 'a'"),
+        ({"a": entry(dtype="F128")}, "dtype 'F128', unknown here"),
+        ({"a": entry(dtype=["F32"])}, "unknown here"),
+        ({"a": entry(shape=(2, 4))}, "another size than its shape"),
+        ({"a": entry(shape=(10**6, 10**6), places=(0, 4 * 10**12))}, "bytes, and 24 are there"),
+        ({"a": entry(places=(4, 28))}, "gaps between them"),
+        ({"a": entry(shape=(5,), places=(0, 20))}, "take 20 bytes, and 24 are there"),
+        ({"a": entry(), "b": entry()}, "overlap or have gaps"),
+        ({"a": entry(), "__metadata__": {"x": 1}}, "metadata aren't texts"),
+        ({"a": entry(), "__metadata__": {"fitkit.versions": "{}"}}, "match its digest"),
+        ({"a": entry(), "__metadata__": {"fitkit.sha256": "0"}}, "match its digest"),
+        ({"a": entry("BOOL", (24,))}, "booleans other than 0 and 1"),
+    ],
+    ids=range(23),
+)
+@pytest.mark.timeout(10)
+def test_a_safetensors_file_that_breaks_the_formats_rules_is_refused(tmp_path, header, reason):
+    module = torch.nn.Module()
+    module.register_buffer(
+        "a", torch.ones(24, dtype=torch.bool) if "booleans" in reason else torch.ones(2, 3)
+    )
+    path = crafted(tmp_path / "w.safetensors", header, b"\2" * 24)
+    with pytest.raises(CheckpointError, match=f"(?s)is damaged.*{reason}"):
+        load_weights(path, module)
+    assert module.a.all()
+
+
+def test_a_header_longer_than_the_file_takes_no_memory(tmp_path):
+    path = tmp_path / "w.safetensors"
+    for length in (10, 10**9, 2**63, 2**64 - 1):
+        path.write_bytes(length.to_bytes(8, "little") + b"{}")
+        with pytest.raises(CheckpointError, match="its header is incomplete"):
+            load_weights(path, net())
