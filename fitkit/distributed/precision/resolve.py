@@ -1,0 +1,64 @@
+"""Users' words for a precision."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+
+from fitkit.arguments import describe
+from fitkit.distributed.precision.base import Precision
+from fitkit.distributed.precision.full import FullPrecision
+from fitkit.distributed.precision.mixed import BFloat16Mixed, HalfMixed
+from fitkit.distributed.precision.true import BFloat16Precision, DoublePrecision, HalfPrecision
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.registry import Registry, normalise
+
+PRECISIONS: Registry[type[Precision]] = Registry("precision")
+PRECISIONS.add("32-true", FullPrecision, "32")
+PRECISIONS.add("64-true", DoublePrecision, "64")
+PRECISIONS.add("16-mixed", HalfMixed, "16")
+PRECISIONS.add("bf16-mixed", BFloat16Mixed, "bf16")
+PRECISIONS.add("16-true", HalfPrecision)
+PRECISIONS.add("bf16-true", BFloat16Precision)
+
+EIGHT_BITS = ("8", "fp8", "float8", "int8", "transformerengine", "te")
+"""How words for 8-bit arithmetic begin or read, in `normalise`'s form."""
+
+
+def resolve_precision(precision: object) -> Precision:
+    """The precision that a word, a number of bits or an object means.
+
+    Args:
+        precision: a name in any case, 16, 32 or 64, or a `Precision`.
+
+    Raises:
+        ConfigurationError: an unknown word; the message has all that are known.
+        ArgumentTypeError: neither.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    if isinstance(precision, torch.dtype):
+        raise ArgumentTypeError(
+            f"precision={precision} doesn't say what gets that dtype. Write one of {_known()}: "
+            "'-true' casts the net, '-mixed' only what is computed."
+        )
+    if isinstance(precision, bool) or not isinstance(precision, (numbers.Integral, str)):
+        raise ArgumentTypeError(
+            f"precision={describe(precision)} must be a name or a number of bits: {_known()}."
+        )
+    word = str(precision)
+    if word not in PRECISIONS and _is_eight_bits(normalise(word)):
+        raise ConfigurationError(
+            f"precision={precision!r} asks for 8-bit arithmetic, which this version of fitkit "
+            f"doesn't have. It has {_known()}; the nearest is 'bf16-mixed'."
+        )
+    return PRECISIONS[word]()
+
+
+def _is_eight_bits(form: str) -> bool:
+    return form in EIGHT_BITS or form.startswith(("fp8", "transformerengine"))
+
+
+def _known() -> str:
+    return ", ".join(repr(name) for name in PRECISIONS)
