@@ -43,6 +43,29 @@ def check_agreement(cluster: Cluster | None, devices: int | None, num_nodes: int
         raise _disagreement(cluster, devices, nodes)
 
 
+def check_one_process(cluster: Cluster, strategy: str) -> None:
+    """Refuse several processes for a strategy that is one.
+
+    Raises:
+        ConfigurationError: there are several. Each would train for itself, and that looks like
+            success.
+    """
+    if cluster.world_size > 1:
+        restart = RESTART[cluster.launcher].format(nodes=1, devices=1, world=1)
+        raise ConfigurationError(
+            f"{_started(cluster)}, but strategy={strategy!r} is one process, with "
+            f"{'all its devices' if strategy == 'dp' else 'devices=1'}. Write strategy='ddp', or "
+            f"start {restart}."
+        )
+
+
+def _started(cluster: Cluster) -> str:
+    return (
+        f"{cluster.launcher} started {_count(cluster.world_size, 'process')} "
+        f"({cluster.local_world_size} on this node, {_count(cluster.num_nodes, 'node')})"
+    )
+
+
 def _no_launcher(devices: int | None, num_nodes: int) -> ConfigurationError:
     count = "GPUS" if devices is None else devices
     return ConfigurationError(
@@ -62,10 +85,8 @@ def _disagreement(cluster: Cluster, devices: int | None, nodes: int) -> Configur
     fitting = f"devices={local}, num_nodes={cluster.num_nodes}" if even else "devices='auto'"
     restart = RESTART[cluster.launcher].format(nodes=nodes, devices=wanted, world=wanted * nodes)
     return ConfigurationError(
-        f"{cluster.launcher} started {_count(cluster.world_size, 'process')} "
-        f"({local} on this node, {_count(cluster.num_nodes, 'node')}), but {asked} and "
-        f"num_nodes={nodes} ask for {_count(wanted * nodes, 'process')}. Write {fitting}, or start "
-        f"{restart}."
+        f"{_started(cluster)}, but {asked} and num_nodes={nodes} ask for "
+        f"{_count(wanted * nodes, 'process')}. Write {fitting}, or start {restart}."
     )
 
 

@@ -5,10 +5,13 @@ Every function of a `Collectives` must be called by all ranks, in the same order
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from fitkit.distributed.packing import pack, unpack
 
 
 class Collectives(Protocol):
@@ -33,7 +36,11 @@ class Collectives(Protocol):
         """Overwrite the tensors with rank 0's."""
 
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Replace gradients by their mean over the ranks."""
+        """Replace gradients by their mean over the ranks.
+
+        A parameter that some ranks didn't use counts as zero there. One that no rank used keeps
+        no gradient, so that the optimizer passes it over as it would in one process.
+        """
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's rows (N_r, ...) one below the other: (sum of N_r, ...), with gradients."""
@@ -91,9 +98,17 @@ class ProcessGroup:
         return holder[0]
 
     def scatter(self, values: list[Any] | None) -> Any:
-        holder: list[Any] = [None]
-        dist.scatter_object_list(holder, values, src=0)
-        return holder[0]
+        packed = None if values is None else [pack(value).to(self._device) for value in values]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
+        if packed is not None:
+            sizes = torch.tensor([len(part) for part in packed], device=self._device)
+        dist.broadcast(sizes, src=0)
+        longest = int(sizes.max())  # the exchange needs equal shapes
+        if packed is not None:
+            packed = [torch.nn.functional.pad(part, (0, longest - len(part))) for part in packed]
+        mine = torch.empty(longest, dtype=torch.uint8, device=self._device)
+        dist.scatter(mine, packed, src=0)
+        return unpack(mine)
 
     def sums(self, numbers: list[float]) -> list[float]:
         packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -109,28 +124,133 @@ class ProcessGroup:
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
 
+    @torch.no_grad()
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        held = [parameter for parameter in parameters if parameter.requires_grad]
-        if not held:
-            return
-        for parameter in held:
-            if parameter.grad is None:  # unused on this rank; perhaps used on another
-                parameter.grad = torch.zeros_like(parameter)
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in held:
-            assert parameter.grad is not None
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for gradients in by_dtype.values():
-            packed = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(packed)
-            packed /= self.world_size
-            parts = packed.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for held in by_dtype.values():
+            self._mean_of(held)
+
+    def _mean_of(self, held: list[torch.nn.Parameter]) -> None:
+        """The mean of the gradients of parameters of one dtype, in one exchange."""
+        used = [float(parameter.grad is not None) for parameter in held]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
+        flags = torch.tensor(used, dtype=held[0].dtype, device=held[0].device)
+        packed = torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
+        dist.all_reduce(packed)
+        *parts, flags = packed.split([*(gradient.numel() for gradient in gradients), len(held)])
+        for parameter, gradient, part, users in zip(
+            held, gradients, parts, flags.tolist(), strict=True
+        ):
+            if users:
+                gradient.copy_(part.view_as(gradient)).div_(self.world_size)
+                parameter.grad = gradient
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        joined: torch.Tensor = _JoinRows.apply(tensor, self.gather(len(tensor)), self.rank)
-        return joined
+        return join_rows(tensor, self.gather(len(tensor)), self.rank)
+
+
+class NodeShares:
+    """The collectives of nodes: each node's ranks see the same data and compute the same numbers.
+
+    Args:
+        ranks: the collectives of all ranks.
+        nodes: each node's ranks, the nodes in the order of their first ranks.
+    """
+
+    def __init__(self, ranks: Collectives, nodes: list[list[int]]) -> None:
+        self.rank = next(index for index, node in enumerate(nodes) if ranks.rank in node)
+        self.world_size = len(nodes)
+        self._ranks = ranks
+        self._nodes = nodes
+        self._leads = ranks.rank == nodes[self.rank][0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each node's first rank, on every rank."""
+        everyone = self._ranks.gather(value if self._leads else None)
+        return [everyone[node[0]] for node in self._nodes]
+
+    def broadcast(self, value: Any) -> Any:
+        return self._ranks.broadcast(value)
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        if values is None:
+            return self._ranks.scatter(None)
+        dealt: list[Any] = [None] * self._ranks.world_size
+        for node, value in zip(self._nodes, values, strict=True):
+            for rank in node:
+                dealt[rank] = value
+        return self._ranks.scatter(dealt)
+
+    def sums(self, numbers: list[float]) -> list[float]:
+        ranks = len(self._nodes[self.rank])
+        return [total / ranks for total in self._ranks.sums(numbers)]
+
+    def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
+        self._ranks.broadcast_tensors(tensors)
+
+    def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._ranks.mean_gradients(parameters)
+
+    def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._ranks.join_rows(tensor if self._leads else tensor[:0])
+
+
+class RankGroup:
+    """Some of the ranks, which exchange things among themselves.
+
+    Args:
+        groups: all groups that are made at this moment, whichever of them this rank is in.
+        rank: this one.
+        backend: `"nccl"` or `"gloo"`.
+        timeout: bound of each exchange; None for torch's default.
+
+    Attributes:
+        handle: torch's group, until `leave`. Whoever may outlive the group (graphs, the frames of
+            an exception) holds this object instead: gloo closes its connections, by which the
+            others see that this rank has left, only when nothing holds torch's.
+
+    Ranks:
+        Collective: all ranks of the world make the same groups.
+    """
+
+    def __init__(
+        self, groups: list[list[int]], rank: int, backend: str, timeout: timedelta | None
+    ) -> None:
+        self.handle: Any = None
+        for ranks in groups:
+            made = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if rank in ranks:
+                self.handle = made
+
+    def leave(self) -> None:
+        """Leave the group."""
+        handle, self.handle = self.handle, None
+        if handle is not None and dist.is_initialized():
+            dist.destroy_process_group(handle)
+
+
+def join_rows(
+    tensor: torch.Tensor, sizes: list[int], rank: int, group: RankGroup | None = None
+) -> torch.Tensor:
+    """The rows of a group's ranks one below the other, with gradients.
+
+    Args:
+        tensor: this rank's rows.
+        sizes: every rank's number of rows.
+        rank: this one's place in the group.
+        group: None for all ranks.
+
+    Shapes: (N_r, ...) on rank r to (sum of N_r, ...).
+
+    Ranks:
+        Collective within the group, and so is the backward pass, which sums the gradients that
+        the ranks have of the same rows.
+    """
+    joined: torch.Tensor = _JoinRows.apply(tensor, sizes, rank, group)
+    return joined
 
 
 class _JoinRows(torch.autograd.Function):
@@ -140,17 +260,25 @@ class _JoinRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
+    def forward(
+        context: Any,
+        tensor: torch.Tensor,
+        sizes: list[int],
+        rank: int,
+        group: RankGroup | None,
+    ) -> torch.Tensor:
         context.rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        context.group = group
+        handle = None if group is None else group.handle
         most = max(sizes)
         padded = tensor.new_zeros(most, *tensor.shape[1:])  # the exchange needs equal shapes
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=handle)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
         whole = gradients[0].contiguous().clone()
-        dist.all_reduce(whole)
-        return whole[context.rows], None, None
+        dist.all_reduce(whole, group=None if context.group is None else context.group.handle)
+        return whole[context.rows], None, None, None

@@ -14,6 +14,7 @@ handed to the ranks: asked again, it would come out differently once rank 0 hold
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +23,16 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.distributed.gpu_probe import GPU, Holder, probe_gpus
+from fitkit.distributed.launchers.script_ranks import is_script_rank
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 GIB = 2**30
+
+CHOSEN = "FITKIT_FREE_GPUS"
+"""The variable by which rank 0 hands its choices, in order, to the ranks that run its script."""
+
+_chosen: list[list[int]] = []
+"""This process's choices so far."""
 
 OCCUPIED_BYTES, OCCUPIED_FRACTION, OCCUPIED_LOAD = GIB, 0.05, 0.5
 
@@ -33,7 +41,8 @@ def find_usable_cuda_devices(k: int = -1) -> list[int]:
     """The indices of free CUDA devices, those with the most free memory first.
 
     Whole GiB of free memory are compared; where they are equal, the less busy GPU comes first.
-    No CUDA context is left in this process: the GPUs are asked by a child process.
+    No CUDA context is left in this process: the GPUs are asked by a child process. In a script
+    that runs once for each rank (`strategy="ddp"`) every rank gets what rank 0 chose.
 
     Args:
         k: how many; -1 for all that are free, which may be fewer than there are.
@@ -49,8 +58,24 @@ def find_usable_cuda_devices(k: int = -1) -> list[int]:
         >>> model.compile("adam", "mse", devices=find_usable_cuda_devices(2))  # doctest: +SKIP
     """
     _check_k(k)
-    gpus = probe_gpus() if torch.cuda.device_count() else []
-    return select_free(k, [_without_own(gpu) for gpu in gpus])
+    found = _handed_down(len(_chosen))
+    if found is None:
+        gpus = probe_gpus() if torch.cuda.device_count() else []
+        found = select_free(k, [_without_own(gpu) for gpu in gpus])
+    _chosen.append(found)
+    if not _is_other_script_rank():
+        os.environ[CHOSEN] = json.dumps(_chosen)
+    return list(found)
+
+
+def _handed_down(index: int) -> list[int] | None:
+    """What rank 0 chose at its call number `index`, where it started this process afterwards."""
+    choices = json.loads(os.environ.get(CHOSEN, "[]")) if _is_other_script_rank() else []
+    return choices[index] if index < len(choices) else None
+
+
+def _is_other_script_rank() -> bool:
+    return is_script_rank(os.environ) and os.environ.get("RANK") != "0"
 
 
 def select_free(k: int, gpus: Sequence[GPU]) -> list[int]:

@@ -18,6 +18,7 @@ only a rank 0 that lives can have answered that.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -54,6 +55,10 @@ LINGER_S = 0.5
 GRACE_S = 2.0
 """How long after its end a wait may take to say in its own words what was missing."""
 
+FAREWELL_S = 2.0
+"""How long a process that ends may take to tell the others."""
+
+_leaving: set[Cluster] = set()
 _reached: dict[Cluster, TCPStore] = {}
 """What a launcher says holds as long as the process, and so does the connection made from it: a
 later call finds rank 0's server where it was, not one that is just about to move."""
@@ -119,6 +124,39 @@ def enter_room(
         WorkerError: not all came in time.
     """
     return _enter(store, rank, world_size, where, _Patience(timeout))
+
+
+def tell_at_exit(cluster: Cluster, environment: Environment = os.environ) -> None:
+    """Let ranks that wait for this one know when its process has ended.
+
+    Not where ranks are started again: what those before a restart said would mislead.
+
+    Args:
+        cluster: this process's place.
+        environment: the variables that `cluster` was read from.
+    """
+    if not (cluster.elastic or cluster.world_size == 1 or cluster in _leaving):
+        _leaving.add(cluster)
+        atexit.register(_tell, cluster, environment, os.getpid())
+
+
+def _tell(cluster: Cluster, environment: Environment, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of that process
+    store, port = _reached.get(cluster), cluster.master_port or DEFAULT_PORT
+    if store is None and cluster.master_address and _agent_serves(environment):
+        patience = _Patience(timedelta(seconds=FAREWELL_S))
+        store, _ = _try(cluster.master_address, port, patience)
+    try:
+        if store is not None:
+            PrefixStore("fitkit/hall", store).set(f"ended/{cluster.rank}", "")
+    except DistError:
+        pass  # The process that serves has ended before.
+
+
+def _agent_serves(environment: Environment) -> bool:
+    """Whether torchrun's agent serves a store, and not rank 0."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class _Patience:
@@ -187,8 +225,7 @@ def _reach(
         board.post(server.port, token)
         return server
     port = cluster.master_port or DEFAULT_PORT
-    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if cluster.rank == 0 and not agent_serves:
+    if cluster.rank == 0 and not _agent_serves(environment):
         return _serve(cluster, port, patience)
     return _connect(cluster, port, patience)
 
@@ -279,8 +316,13 @@ def _open_room(hall: Store, world_size: int, where: str, patience: _Patience) ->
         if not absent:
             hall.set(f"{room}/verdict", "")
             return room
-        if not patience.remains():
-            error = _incomplete(world_size, absent, where, patience)
+        ended = {other for other in absent if hall.check([f"ended/{other}"])}
+        if ended or not patience.remains():
+            error = (
+                _ended(world_size, ended, absent)
+                if ended
+                else _incomplete(world_size, absent, where, patience)
+            )
             hall.set(f"{room}/verdict", str(error))
             time.sleep(LINGER_S)
             raise error
@@ -291,6 +333,8 @@ def _be_let_in(hall: Store, rank: int, world_size: int, where: str, patience: _P
     note = uuid.uuid4().hex
     hall.set(f"note/{rank}", note)
     room = _read(hall, f"answer/{note}", patience)
+    if room is None and hall.check(["ended/0"]):
+        raise _ended(world_size, {0}, {0})
     if room is None:
         raise _incomplete(world_size, {0}, where, patience)
     hall.set(f"{room}/{rank}", "")
@@ -304,9 +348,9 @@ def _be_let_in(hall: Store, rank: int, world_size: int, where: str, patience: _P
 
 
 def _read(hall: Store, key: str, patience: _Patience) -> str | None:
-    """The value of a key that is still to come; None where it doesn't."""
+    """The value of a key that rank 0 is still to set; None where it doesn't, or has ended."""
     while not hall.check([key]):
-        if not patience.remains():
+        if not patience.remains() or hall.check(["ended/0"]):
             return None
     return hall.get(key).decode()
 
@@ -321,6 +365,18 @@ def _incomplete(world_size: int, absent: set[int], where: str, patience: _Patien
         f"missing: rank {listing}. Every process has to be started and to make the same calls of "
         "fit, evaluate and predict.",
         rank=ranks[0] if ranks else 0,
+    )
+
+
+def _ended(world_size: int, ended: set[int], absent: set[int]) -> WorkerError:
+    """Some of those who don't come have ended: there is nothing to wait for."""
+    ranks = sorted(ended)
+    listing = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return WorkerError(
+        f"{world_size - len(absent)} of {world_size} processes joined this call, and none will "
+        f"follow: the script of rank {listing} has ended. Every rank has to make the same calls "
+        "of fit, evaluate and predict; is an exit or a call under a condition on the rank?",
+        rank=ranks[0],
     )
 
 

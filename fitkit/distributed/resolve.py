@@ -56,12 +56,15 @@ def resolve_strategy(
         elif cluster is not None:
             check_script_size(cluster.world_size, len(ids))
     else:
-        ids = _launched_devices(devices, kind, machine, cluster)
-        here = chosen is not None and chosen.starts == "here"
-        asked = 1 if here else None if _is_auto(devices) else len(ids)
-        check_agreement(cluster, asked, num_nodes)
-        ids = ids[: cluster.local_world_size]
-        chosen = chosen or STRATEGIES["single_device" if cluster.world_size == 1 else "ddp"]()
+        replicates = chosen is not None and chosen.replicates
+        ids = _launched_devices(devices, kind, machine, cluster, replicates)
+        asked = None if _is_auto(devices) else len(ids)
+        if chosen is None:
+            check_agreement(cluster, asked, num_nodes)
+            chosen = STRATEGIES["single_device" if cluster.world_size == 1 else "ddp"]()
+        else:
+            chosen.check_launch(cluster, asked, num_nodes)
+        ids = ids if replicates else ids[: cluster.local_world_size]
     placed = tuple(device_for(kind, index) for index in ids)
     return chosen.connect(placed, ids, resolve_precision(precision), cluster)
 
@@ -78,9 +81,12 @@ def _cluster(environment: Environment | None) -> Cluster | None:
 
 
 def _launched_devices(
-    devices: Any, kind: str, machine: Machine, cluster: Cluster
+    devices: Any, kind: str, machine: Machine, cluster: Cluster, replicates: bool
 ) -> tuple[int, ...]:
     """The devices of this node's ranks, in rank order; "auto" is one for each that was started.
+
+    Args:
+        replicates: whether one rank can have several devices: all where it is the node's only.
 
     Raises:
         ConfigurationError: words that mean nothing here, or fewer devices than ranks.
@@ -90,7 +96,7 @@ def _launched_devices(
     bound = kind == "cuda" and visible == 1 < ranks and cluster.launcher in BINDS_DEVICES
     if bound:
         machine = dataclasses.replace(machine, cuda_count=ranks)
-    if not _is_auto(devices):
+    if not _is_auto(devices) or (replicates and ranks == 1):
         ids = parse_devices(devices, kind, machine)
     elif kind == "cpu" or machine.count(kind) >= ranks:
         ids = tuple(range(ranks))

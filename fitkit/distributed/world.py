@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import socket
+import stat
 import sys
 from datetime import timedelta
 from typing import Any
@@ -51,6 +53,8 @@ class World:
 
 _own_group: Any = None
 """The process group that `enter` made; any other is the script's own."""
+_connections: set[tuple[int, int]] = set()
+"""That group's connections: file numbers and inodes."""
 _abandoned = False
 """Whether this process hangs in a group that it tried to leave."""
 
@@ -89,9 +93,12 @@ def enter(
     importlib.import_module("torch.distributed.nn")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     hook = sys.excepthook
+    before = _open_connections()
     dist.init_process_group(
         chosen, store=store, rank=world.rank, world_size=world.size, timeout=timeout
     )
+    _connections.clear()
+    _connections.update(_open_connections() - before)
     if getattr(hook, "__name__", "") == "_distributed_excepthook":
         sys.excepthook = hook  # Else each group adds another "[rank0]: " to each line of an error.
     _own_group = dist.group.WORLD
@@ -113,10 +120,46 @@ def abandon() -> None:
 
 
 def abort() -> None:
-    """Break off this process's exchanges; torch can do that with NCCL alone."""
+    """Break off this process's exchanges; torch itself can do that with NCCL alone."""
     if in_own_group() and "nccl" in dist.get_backend():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
+    hang_up()
+
+
+def hang_up() -> None:
+    """Cut gloo's connections, so that nobody waits at either end.
+
+    Closing them, as leaving the group does, isn't enough where processes were forked meanwhile:
+    DataLoader workers hold them open.
+    """
+    if not in_own_group():
+        return
+    for number, _ in _connections.intersection(_open_connections()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_connections() -> set[tuple[int, int]]:
+    """This process's TCP connections; none where the system doesn't list open files."""
+    folder = next((path for path in ("/proc/self/fd", "/dev/fd") if os.path.isdir(path)), None)
+    numbers = [int(name) for name in os.listdir(folder)] if folder else []
+    found = ((number, _inode_of_connection(number)) for number in numbers)
+    return {(number, inode) for number, inode in found if inode is not None}
+
+
+def _inode_of_connection(number: int) -> int | None:
+    """The inode of an open file that is a TCP connection; None for any other."""
+    try:
+        about = os.fstat(number)
+        if not stat.S_ISSOCK(about.st_mode):
+            return None
+        with socket.socket(fileno=os.dup(number)) as connection:
+            connection.getpeername()
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:  # It isn't connected, or has just been closed.
+        return None
+    return about.st_ino if is_tcp else None
 
 
 def in_own_group() -> bool:

@@ -1,7 +1,10 @@
 """How a module lives and learns across the ranks: one file a strategy."""
 
+from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
+from fitkit.distributed.strategies.ddp2 import DDP2
+from fitkit.distributed.strategies.dp import DP
 from fitkit.distributed.strategies.single import SingleDevice
 from fitkit.registry import Registry
 
@@ -9,7 +12,9 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
     "strategy", hint="The other strategies of fitkit's contract come with later versions."
 )
 STRATEGIES.add("single_device", SingleDevice, "single")
+STRATEGIES.add("dp", DP)
 STRATEGIES.add("ddp", DDP)
+STRATEGIES.add("ddp2", DDP2)
 STRATEGIES.add("ddp_spawn", DDPSpawn)
 
-__all__ = ["DDP", "STRATEGIES", "DDPSpawn", "SingleDevice", "Strategy"]
+__all__ = ["DDP", "DDP2", "DP", "STRATEGIES", "DDPSpawn", "Door", "SingleDevice", "Strategy"]

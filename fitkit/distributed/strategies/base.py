@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -11,10 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from fitkit.distributed.agreement import check_agreement, check_one_process
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import FullPrecision, Precision
+from fitkit.distributed.router import Door
 from fitkit.distributed.world import World
 
 
@@ -39,6 +40,8 @@ class Strategy:
     starts = "here"
     """How the ranks come to be where no launcher started them: `"here"` (there is one, the
     caller's process), `"workers"` (worker processes) or `"script"` (the script again)."""
+    replicates = False
+    """Whether a process can have several devices, with a replica of the module on each."""
     timeout: timedelta | None = None
     """Bound of each exchange between ranks; None for torch's default."""
 
@@ -70,10 +73,44 @@ class Strategy:
         Raises:
             ConfigurationError: devices that this strategy can't use.
         """
+        for device in devices:
+            precision.check(device)
         self.devices = devices
         self.device_ids = ids
         self.precision = precision
         return self
+
+    def check_launch(self, cluster: Cluster, devices: int | None, num_nodes: int | None) -> None:
+        """Refuse other processes than this strategy needs.
+
+        Args:
+            cluster: what a launcher started.
+            devices: as asked for each node; None for as many as there are.
+            num_nodes: as asked; None for as many as there are.
+
+        Raises:
+            ConfigurationError: what was started and what was asked differ.
+        """
+        if self.starts == "here":
+            check_one_process(cluster, self.name)
+            check_agreement(cluster, 1, num_nodes)
+        else:
+            check_agreement(cluster, devices, num_nodes)
+
+    @property
+    def shares(self) -> Collectives:
+        """By which data are dealt out and logs reduced: ranks that differ in what they see."""
+        return self.collectives
+
+    @property
+    def share_count(self) -> int:
+        """How many shares the data are dealt into, outside of a run too."""
+        return self.world.size
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the module compute parts of a batch in this process."""
+        return 1
 
     @property
     def device(self) -> torch.device:
@@ -92,11 +129,27 @@ class Strategy:
 
     def place(self, module: torch.nn.Module) -> None:
         """Bring the module to this rank's device, with rank 0's numbers."""
+        self.precision.convert(module)
         module.to(self.device)
 
-    def door(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """The way into the module's forward for training steps."""
-        return module
+    def door(self, module: torch.nn.Module) -> Door:
+        """The way into the module for training steps."""
+        return self.plain_door(module)
+
+    def evaluation_door(self, module: torch.nn.Module) -> Door:
+        """The way in for evaluation and prediction: no rank waits in it for another share's."""
+        return self.plain_door(module)
+
+    def plain_door(self, module: torch.nn.Module) -> Door:
+        """The way in for training steps whose gradients `exchange_gradients` averages."""
+        return Door(module)
+
+    def rewrap(self) -> None:
+        """Renew what stands before the training door, after parameters were frozen or freed.
+
+        Ranks:
+            Collective.
+        """
 
     def before_evaluation(self, module: torch.nn.Module) -> None:
         """Make the ranks' modules agree before they evaluate."""

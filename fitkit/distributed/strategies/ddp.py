@@ -23,7 +23,7 @@ from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.precision import Precision
-from fitkit.distributed.router import StepRouter
+from fitkit.distributed.router import Door, StepRouter
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.world import World, enter, leave
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -90,13 +90,18 @@ class DDP(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._wrapped: Any = None
+        self._entrance: WrapperDoor | None = None
         self._made_group = False
 
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks need: neither the wrapper nor this process's group and launcher."""
         state = copy.copy(self.__dict__)
         state.update(
-            _wrapped=None, collectives=Solo(), launcher=InlineLauncher(), _made_group=False
+            _wrapped=None,
+            _entrance=None,
+            collectives=Solo(),
+            launcher=InlineLauncher(),
+            _made_group=False,
         )
         return state
 
@@ -158,14 +163,27 @@ class DDP(Strategy):
     # ------------------------------------------------------------------ the module
 
     def place(self, module: torch.nn.Module) -> None:
-        module.to(self.device)
+        super().place(module)
         self.collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
 
-    def door(self, module: torch.nn.Module) -> Callable[..., Any]:
+    def door(self, module: torch.nn.Module) -> Door:
+        return self.wrapping(self.plain_door(module))
+
+    def wrapping(self, door: Door) -> Door:
+        """DDP's wrapper before a door; the door itself where this rank is the only one."""
         if self.collectives.world_size == 1:
-            return module
-        self._wrapped = self.configure_ddp(StepRouter(module))
-        return _Door(self._wrapped, module)
+            return door
+        self._wrapped = self.configure_ddp(StepRouter(door.net, door))
+        self._entrance = WrapperDoor(self._wrapped, door)
+        return self._entrance
+
+    def rewrap(self) -> None:
+        # DDP exchanges the gradients of those parameters that needed some when it was made.
+        entrance = self._entrance
+        if entrance is not None:
+            self.finish()
+            self._wrapped = self.configure_ddp(StepRouter(entrance.net, entrance.inner))
+            self._entrance, entrance.wrapped = entrance, self._wrapped
 
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the module; an override may give other arguments.
@@ -194,6 +212,7 @@ class DDP(Strategy):
         self.collectives.mean_gradients(parameters)
 
     def finish(self) -> None:
+        self._entrance = None
         wrapped, self._wrapped = self._wrapped, None  # its hooks leave the parameters with it
         # Gloo closes its connections, by which the other ranks see that this one has left, only
         # when nothing holds the group; and an exception's frames may hold the wrapper for long.
@@ -208,16 +227,24 @@ class DDPSpawn(DDP):
     starts = "workers"
 
 
-class _Door:
-    """Calls the wrapper, and says which parameters were unused where torch only counts them."""
+class WrapperDoor(Door):
+    """Calls the wrapper, and says which parameters were unused where torch only counts them.
 
-    def __init__(self, wrapped: torch.nn.Module, module: torch.nn.Module) -> None:
-        self._wrapped = wrapped
-        self.net = module  # what error messages describe
+    Args:
+        wrapped: DDP around a `StepRouter`.
+        door: what the router leads to.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, wrapped: torch.nn.Module, door: Door) -> None:
+        super().__init__(door.net)
+        self.wrapped = wrapped
+        self.inner = door
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._wrapped("", *args, **kwargs)
+            outputs = self.wrapped(method, *args, **kwargs)
+            self.weights = self.inner.weights
+            return outputs
         except RuntimeError as error:
             if not UNUSED.search(str(error)):
                 raise

@@ -1,0 +1,275 @@
+"""A batch cut into parts along dimension 0, and the parts' outputs as one again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from fitkit import trees
+from fitkit.errors import ConfigurationError
+
+Join = Callable[[list[Any], str], Any]
+"""Joins the leaves in one place of the replicas' outputs; the place is as Python would write it."""
+
+LOSS = ("['loss']", ".loss")
+"""Where a net's own loss is among its outputs."""
+
+
+def part_sizes(samples: int, parts: int) -> list[int]:
+    """How many of `samples` each of at most `parts` parts gets, the larger ones first.
+
+    Fewer samples than parts make fewer parts; none make one part of none.
+    """
+    parts = max(min(parts, samples), 1)
+    size, larger = divmod(samples, parts)
+    return [size + (index < larger) for index in range(parts)]
+
+
+def rows_of(sizes: list[int]) -> list[slice]:
+    """The rows of parts that follow each other."""
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def split(tree: Any, parts: int) -> list[Any]:
+    """A batch of n samples as at most `parts` batches of nearly the same size.
+
+    Tensors (n, ...) are cut along dimension 0 (in views of the same memory), and so are lists of
+    n things that are no tensors, and tuples of n strings, which is what a `DataLoader` makes of
+    captions. Everything else is in every part.
+
+    Args:
+        tree: any tree of tensors; its first tensor of at least one dimension tells n. Without
+            one there is one part.
+        parts: how many are wanted.
+
+    Raises:
+        ConfigurationError: a `PackedSequence`, whose rows are no samples.
+    """
+    samples = trees.sample_count(tree)
+    sizes = part_sizes(samples, parts)
+    return [tree] if len(sizes) == 1 else [take(tree, samples, rows) for rows in rows_of(sizes)]
+
+
+def take(tree: Any, samples: int, rows: slice) -> Any:
+    """The given rows of a batch of so many samples; see `split`."""
+    if isinstance(tree, PackedSequence):
+        raise ConfigurationError(
+            "The batch holds a PackedSequence, whose samples can't be divided among devices. Give "
+            "padded sequences and their lengths, and pack them in the step."
+        )
+    if _is_column(tree, samples):
+        return tree[rows]
+    if not trees.is_container(tree):
+        return tree
+    return _rebuilt(tree, [take(child, samples, rows) for _, child in _children(tree)])
+
+
+def _is_column(tree: Any, samples: int) -> bool:
+    """Whether the entries of `tree` are those of a batch's samples."""
+    shape = getattr(tree, "shape", None)
+    if shape is not None:
+        return len(shape) > 0 and shape[0] == samples
+    if type(tree) is list and len(tree) == samples:
+        return not any(trees.is_container(item) or hasattr(item, "shape") for item in tree)
+    return type(tree) is tuple and len(tree) == samples and _are_texts(tree)
+
+
+def _are_texts(items: Any) -> bool:
+    return bool(items) and all(isinstance(item, (str, bytes)) for item in items)
+
+
+# ---------------------------------------------------------------------- outputs
+
+
+def gather(
+    outputs: list[Any], device: torch.device | None = None, weights: list[int] | None = None
+) -> Any:
+    """What the replicas returned, as one.
+
+    Tensors (N_r, ...) are joined along dimension 0. Tensors without dimensions, numbers and
+    flags become a vector with one entry a replica, also where there is one replica only. None
+    stays None. Containers are joined by their structure, but lists of strings end to end. Anything
+    else becomes a list with one entry a replica. A mapping whose type can't be built from pairs
+    becomes a dict.
+
+    Args:
+        outputs: one tree a replica.
+        device: where the joined tensors are; None for the first replica's.
+        weights: the replicas' numbers of samples, where the outputs are those of a whole net: a
+            scalar `loss` among them, as Hugging Face's models give, becomes the mean by them.
+
+    Raises:
+        ConfigurationError: outputs of different structure, or shapes that differ beyond
+            dimension 0.
+    """
+
+    def join(leaves: list[Any], path: str) -> Any:
+        joined = join_leaves(leaves, device)
+        is_loss = weights is not None and path in LOSS and are_scalars(leaves)
+        return mean_by(joined, weights or []) if is_loss else joined
+
+    return gather_by(join, outputs, of_a_net=weights is not None)
+
+
+def gather_by(join: Join, outputs: list[Any], *, of_a_net: bool) -> Any:
+    """`gather` with another way to join leaves.
+
+    Args:
+        of_a_net: whether an object with `loss` or `logits` is gathered by its attributes.
+    """
+    if of_a_net and _is_plain_object(outputs[0]):
+        attributes = _gather([vars(output) for output in outputs], join, "")
+        whole = copy.copy(outputs[0])
+        vars(whole).update(attributes)
+        return whole
+    return _gather(outputs, join, "")
+
+
+def _gather(outputs: list[Any], join: Join, path: str) -> Any:
+    first = outputs[0]
+    if type(first) is list and all(type(tree) is list and _are_texts(tree) for tree in outputs):
+        return join(outputs, path)
+    if not trees.is_container(first):
+        if any(trees.is_container(tree) or (tree is None) != (first is None) for tree in outputs):
+            raise _unlike(outputs, path)
+        if first is None:
+            return None
+        return _named(join, outputs, path)
+    named = [_children(tree) for tree in outputs]
+    names = [name for name, _ in named[0]]
+    if any([name for name, _ in children] != names for children in named):
+        raise _unlike(outputs, path)
+    joined = [
+        _gather([children[index][1] for children in named], join, path + name)
+        for index, name in enumerate(names)
+    ]
+    return _rebuilt(first, joined)
+
+
+def mean_by(values: torch.Tensor, weights: list[int]) -> torch.Tensor:
+    """The mean of a vector with one entry a replica, by the replicas' numbers of samples."""
+    shares = torch.tensor(weights, dtype=values.dtype, device=values.device)
+    return (values * (shares / max(sum(weights), 1))).sum()
+
+
+def join_leaves(leaves: list[Any], device: torch.device | None = None) -> Any:
+    """The leaves in one place of the replicas' outputs, as `gather` says.
+
+    Raises:
+        ValueError: tensors with and without dimensions.
+        RuntimeError: shapes that differ beyond dimension 0.
+    """
+    first = leaves[0]
+    if type(first) is list:
+        return [text for texts in leaves for text in texts]
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if len({leaf.ndim == 0 for leaf in leaves}) > 1:
+            raise ValueError("some have no dimension")
+        rows = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
+        target = first.device if device is None else device
+        if len(rows) == 1:
+            return rows[0].to(target)
+        if all(row.is_cuda for row in rows) and target.type == "cuda":
+            return torch.nn.parallel.gather(rows, target)
+        return torch.cat([row.to(target) for row in rows])
+    if all(isinstance(leaf, (bool, int, float, complex)) for leaf in leaves):
+        return torch.tensor(leaves, device=device)
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise ValueError("some are no tensors")
+    return list(leaves)
+
+
+def _named(join: Join, leaves: list[Any], path: str) -> Any:
+    """Leaves joined; what can't be is said with its place."""
+    try:
+        return join(leaves, path)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise _unlike(leaves, path) from error
+
+
+def are_scalars(leaves: list[Any]) -> bool:
+    """Whether they all are tensors without dimensions."""
+    return all(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in leaves)
+
+
+def _is_plain_object(output: Any) -> bool:
+    """Whether it is an object with a tensor `loss` or `logits`, but no container."""
+    if trees.is_container(output) or isinstance(output, torch.Tensor):
+        return False
+    named = [getattr(output, name, None) for name in ("loss", "logits")]
+    return any(isinstance(value, torch.Tensor) for value in named) and hasattr(output, "__dict__")
+
+
+def _unlike(outputs: list[Any], path: str) -> ConfigurationError:
+    return unlike([described(tree) for tree in outputs], path)
+
+
+def unlike(texts: list[str], path: str = "") -> ConfigurationError:
+    """The error for outputs that can't be joined.
+
+    Args:
+        texts: what each replica returned.
+        path: where it is in the outputs.
+    """
+    first = texts[0]
+    index, other = next(
+        ((index, text) for index, text in enumerate(texts) if text != first),
+        (len(texts) - 1, first),
+    )
+    place = f" at {path}" if path else ""
+    return ConfigurationError(
+        f"The replicas' outputs can't be joined{place}: replica 0 returned {first}, replica "
+        f"{index} {other}. Every replica must return the same structure, with tensors whose "
+        "shapes differ in dimension 0 only; pad them to one size, or reduce them to a scalar."
+    )
+
+
+def described(output: Any) -> str:
+    """What a replica returned, for a message."""
+    if isinstance(output, torch.Tensor):
+        return f"a tensor {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} with keys {list(output)}"
+    if isinstance(output, (tuple, list)):
+        return f"a {type(output).__name__} of {len(output)}"
+    return "None" if output is None else f"a {type(output).__name__}"
+
+
+# ---------------------------------------------------------------------- containers
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    """A container's children, each with its place as Python would write it."""
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, (tuple, list)):
+        return [(f"[{index}]", item) for index, item in enumerate(tree)]
+    if dataclasses.is_dataclass(tree):
+        return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    return []
+
+
+def _rebuilt(tree: Any, values: list[Any]) -> Any:
+    """A container like `tree` with other children."""
+    if isinstance(tree, Mapping):
+        items = list(zip(tree, values, strict=True))
+        try:
+            return type(tree)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return dict(items)
+    if trees.is_named_tuple(tree):
+        return type(tree)(*values)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(values)
+    whole = copy.copy(tree)  # not its constructor, which may take other arguments or check them
+    for field, value in zip(dataclasses.fields(tree), values, strict=True):
+        object.__setattr__(whole, field.name, value)
+    return whole
