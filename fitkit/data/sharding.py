@@ -23,7 +23,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import samples_of
-from fitkit.data.sources import IterableSource, LoaderSource, Source
+from fitkit.data.fingerprints import check_same_on_all_ranks
+from fitkit.data.sources import (
+    IterableSource,
+    LoaderSource,
+    Source,
+    draw_as_iterating_does,
+    tell_epoch,
+)
 from fitkit.notices import warn
 
 SHARDS_ITSELF = "shards_itself"
@@ -68,13 +75,17 @@ def sharded(
     """
     if exchange.world_size == 1:
         return source
+    own = not scatter  # Else all ranks have the data that rank 0 sent them.
     if isinstance(source, ArraySource):
+        if own:
+            check_same_on_all_ranks(source, exchange)
         return _ArrayShard(source, exchange, training)
     if isinstance(source, LoaderSource) and _has_indices(source.loader):
-        own = isinstance(source.loader.sampler, DistributedSampler) or not replace_sampler
-        return (
-            _AsItIs(source, exchange, training) if own else _LoaderShard(source, exchange, training)
-        )
+        if isinstance(source.loader.sampler, DistributedSampler) or not replace_sampler:
+            return _AsItIs(source, exchange, training)
+        if own:
+            check_same_on_all_ranks(source, exchange)
+        return _LoaderShard(source, exchange, training)
     if scatter and isinstance(source, IterableSource):
         return _Scattered(source, exchange, training)
     return _EveryNth(source, exchange, training)
@@ -102,7 +113,8 @@ class _Shard:
     def target(self) -> Any:
         return self.source.target
 
-    def batches(self, number: int) -> Iterator[Any]:
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        """This rank's batches of pass `number`, without the first `skip` of all ranks' batches."""
         raise NotImplementedError
 
     def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -144,13 +156,13 @@ class _ArrayShard(_Shard):
 
     source: ArraySource
 
-    def batches(self, number: int) -> Iterator[Any]:
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         source = self.source
         if source.shuffle and source.seed is None:
             if self.exchange.rank == 0:
                 source.draw_seed()
             source.seed = self.exchange.broadcast(source.seed)
-        groups = source.index_batches(number)
+        groups = source.index_batches(number)[skip:]
         if not self.training:
             for chosen in self._own(iter(groups)):
                 yield source.take(chosen)
@@ -172,9 +184,9 @@ class _LoaderShard(_Shard):
         name = "batch_sampler" if self._by_batch else "sampler"
         object.__setattr__(self._loader, name, self._mine)
 
-    def batches(self, number: int) -> Iterator[Any]:
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         drawn = self._draw(number) if self.exchange.rank == 0 else None
-        groups = self.exchange.broadcast(drawn)
+        groups = self.exchange.broadcast(drawn)[skip:]
         if not self.training:
             self._mine.items = list(self._own(iter(groups)))
             return self._iterate() if self._mine.items else iter(())
@@ -201,12 +213,8 @@ class _LoaderShard(_Shard):
     def _draw(self, number: int) -> list[Any]:
         """The indices of all batches, drawn as the loader itself would draw them."""
         loader = self.source.loader
-        for sampler in (loader.sampler, loader.batch_sampler):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(number)
-        # Iterating a loader draws its workers' seed first; so the order is that of one process.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        tell_epoch(loader, number)
+        draw_as_iterating_does(loader)  # so the order is that of one process
         return list(loader.batch_sampler if self._by_batch else loader.sampler)
 
 
@@ -230,27 +238,28 @@ class _AsItIs(_Shard):
         super().__init__(source, exchange, training)
         self.steps = source.steps
 
-    def batches(self, number: int) -> Iterator[Any]:
-        batches = self.source.batches(number)
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        batches = self.source.batches(number, skip // self.exchange.world_size)
         return self._together(batches) if self.training else batches
 
 
 class _EveryNth(_Shard):
     """Every rank reads the whole stream and keeps every n-th batch."""
 
-    def batches(self, number: int) -> Iterator[Any]:
-        batches = self.source.batches(number)
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         dataset = getattr(getattr(self.source, "loader", None), "dataset", None)
-        if not getattr(dataset, SHARDS_ITSELF, False):
-            batches = self._own(batches)
+        if getattr(dataset, SHARDS_ITSELF, False):
+            batches = self.source.batches(number, skip // self.exchange.world_size)
+        else:
+            batches = self._own(self.source.batches(number, skip))
         return self._together(batches) if self.training else batches
 
 
 class _Scattered(_Shard):
     """An iterable that only rank 0 has: it reads, and hands out a batch to each rank."""
 
-    def batches(self, number: int) -> Iterator[Any]:
-        batches = self.source.batches(number) if self.exchange.rank == 0 else iter(())
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        batches = self.source.batches(number, skip) if self.exchange.rank == 0 else iter(())
         while True:
             mine, count, total = self.exchange.scatter(self._next(batches))
             if total == 0:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import pytest
 
@@ -36,13 +37,25 @@ trained, model.net = model.net, Net()
 same = torch.equal(before, trained.layer.weight)
 print(model.world_size, model.predict(x, verbose=0).sum(), same)
 """,
+    """
+import os, subprocess
+children = ["ps", "-o", "pid=", "--ppid", str(os.getpid())]
+print(os.getpid(), subprocess.run(children, capture_output=True, text=True).stdout)
+""",
 ]
 
 
-def test_ddp_trains_in_a_notebook_with_worker_processes(monkeypatch):
+def test_ddp_trains_in_a_notebook_with_worker_processes_that_go_with_it(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
-    said = [output.get("text", "") for cell in notebook.cells for output in cell.outputs]
+    cells = [[output.get("text", "") for output in cell.outputs] for cell in notebook.cells]
+    pids = [int(pid) for pid in "".join(cells.pop()).split()]
+    said = [text for texts in cells for text in texts]
     assert sum("this is a notebook: worker processes" in text for text in said) == 1
     assert said[-1] == "2 0.0 False\n"
+    assert len(pids) >= 2  # the kernel and a worker (ps itself has gone)
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -16,9 +17,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers.watch import Failure, Watch
+from fitkit.distributed.launchers.watch import Failure, Watch, waited_apart
 from fitkit.distributed.launchers.worker import is_collateral
-from fitkit.distributed.rendezvous import enter_room, store_for
+from fitkit.distributed.rendezvous import enter_room, store_for, tell_at_exit
 from fitkit.errors import ConfigurationError, WorkerError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class ExistingLauncher:
     def __init__(self, strategy: Strategy, cluster: Cluster) -> None:
         self.strategy = strategy
         self.cluster = cluster
+        if cluster.launcher != "fitkit":
+            tell_at_exit(cluster)
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` here, as all other ranks do.
@@ -84,7 +87,10 @@ class ExistingLauncher:
                 failure = self._settle(error, watch)
                 if failure is None:
                     raise
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # Else this frame and the error keep each other, and all that they hold.
 
     # ------------------------------------------------------------------ what launchers differ in
 
@@ -105,7 +111,7 @@ class ExistingLauncher:
         return None
 
     def break_off(self) -> None:
-        """End this process's exchanges, where torch can (NCCL)."""
+        """End this process's exchanges."""
         world.abort()
 
     # ------------------------------------------------------------------ a call
@@ -174,7 +180,8 @@ class ExistingLauncher:
         failure = watch.cause(error)
         if failure is None:
             rank = self.strategy.world.rank
-            failure = Failure(rank, f"An exchange with the other ranks broke off: {error}")
+            place = "".join(traceback.format_exception(error))
+            failure = waited_apart(rank, error, f"Rank {rank} waited here:\n{place}")
         return self._error(failure)
 
     def _error(self, failure: Failure) -> WorkerError:
@@ -189,6 +196,7 @@ class ExistingLauncher:
 
     def _leave(self) -> None:
         """Leave the process group although its threads may hang in an exchange."""
+        world.hang_up()
         thread = threading.Thread(target=self.strategy.leave, name="fitkit-leave", daemon=True)
         thread.start()
         thread.join(LEAVE_S)

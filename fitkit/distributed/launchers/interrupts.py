@@ -42,6 +42,8 @@ def ended_by_interrupt(end: Callable[[], None]) -> Iterator[None]:
     finally:
         over.set()
         signal.set_wakeup_fd(before)
+        # Closing isn't enough: processes that were forked meanwhile hold it open.
+        writing.shutdown(socket.SHUT_RDWR)
         writing.close()
         thread.join(GRACE_S)
         reading.close()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.launchers.cores import threads_shared
 from fitkit.distributed.launchers.existing import ExistingLauncher
@@ -67,10 +66,6 @@ class ScriptLauncher(ExistingLauncher):
 
     def lost(self) -> Failure | None:
         return self._ranks.lost()
-
-    def break_off(self) -> None:
-        world.abort()
-        self._ranks.end()
 
 
 def what_runs_instead_of_a_script() -> str | None:

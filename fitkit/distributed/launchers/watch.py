@@ -76,7 +76,7 @@ class Watch:
         store: this call's own part of a store.
         rank, size: of this process.
         lost: gives the failure of a rank that has ended, where this process can know that.
-        break_off: ends this process's exchanges, where that is possible.
+        break_off: ends this process's exchanges.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Watch:
 
     def cause(self, error: BaseException) -> Failure | None:
         """Why an exchange broke off; None where all ranks are there and none knows."""
-        self._error = _first_line(error)
+        self._error = first_line(error)
         self._wake.set()
         self._settled.wait(SILENCE_S + ANSWER_S + TELL_S)
         return self.failure
@@ -223,7 +223,24 @@ class Watch:
         return "".join(traceback.format_stack(frame)) if frame else "nowhere: its thread has ended"
 
 
-def _first_line(error: BaseException) -> str:
+def waited_apart(rank: int, error: BaseException, places: str) -> Failure:
+    """The failure of ranks that all waited for an exchange, but not for the same one.
+
+    Args:
+        rank: which the failure is told of.
+        error: that of the exchange that didn't come about.
+        places: where the ranks waited, as far as known.
+    """
+    return Failure(
+        rank,
+        "The ranks waited for each other in different exchanges until the strategy's timeout "
+        f"({first_line(error)}): one of them makes a call that the others don't, for example "
+        "under `if model.is_global_zero:`, or was slower than that.",
+        places,
+    )
+
+
+def first_line(error: BaseException) -> str:
     """What torch says, without the place in its C++ source."""
     line = (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).rstrip(".")

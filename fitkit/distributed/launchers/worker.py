@@ -11,6 +11,7 @@ import dataclasses
 import os
 import queue
 import random
+import signal
 import socket
 import sys
 import threading
@@ -148,6 +149,10 @@ class Worker:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        if os.getsid(0) == os.getpid():
+            # DataLoader workers hold copies of this rank's connections: while one of them lives,
+            # the other ranks don't notice that this one has gone.
+            os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
 

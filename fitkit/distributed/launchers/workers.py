@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
+import threading
 import time
+import traceback
 import zlib
-from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
+from fitkit.distributed import world
 from fitkit.distributed.launchers.cores import share_of_cores, threads_shared
 from fitkit.distributed.launchers.interrupts import ended_by_interrupt
 from fitkit.distributed.launchers.payload import Payload
-from fitkit.distributed.launchers.worker import FILES_AT_A_TIME, Call, Report, is_collateral
+from fitkit.distributed.launchers.watch import first_line, waited_apart
+from fitkit.distributed.launchers.worker import Call, Report, is_collateral
+from fitkit.distributed.launchers.worker_process import WorkerProcess
 from fitkit.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -39,10 +43,12 @@ START_TIMEOUT_S = 120.0
 """A worker imports torch first, which takes long on a busy machine."""
 REPORT_TIMEOUT_S = 5.0
 """How long rank 0 waits for the word of a rank that broke off an exchange."""
-START = (
-    "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
-    "from fitkit.distributed.launchers.worker import main; main({}, {})"
-)
+WATCH_S = 0.5
+"""How often rank 0 looks whether a worker has ended."""
+GRACE_S = 3.0
+"""How long after that an exchange may go on before it is broken off."""
+ANSWER_S = 1.5
+"""How long a worker may take to say where it is."""
 
 
 class WorkersLauncher:
@@ -69,11 +75,10 @@ class WorkersLauncher:
         """
         with contextlib.closing(self._payload(function, arguments)) as payload:
             pool = _pool_of(self.size - 1)
-            store = TCPStore("127.0.0.1", 0, self.size, True, wait_for_workers=False)
-            pool.begin(payload, store.port, self.size)
+            pool.begin(payload, self.size)
         try:
-            with ended_by_interrupt(pool.end), threads_shared(self.size):
-                self.strategy.join(PrefixStore(f"call{pool.number}", store))
+            with ended_by_interrupt(pool.end), threads_shared(self.size), pool.watched():
+                self.strategy.join(pool.room)
                 result = function(*arguments)
                 self.strategy.leave()
             pool.finish()
@@ -81,9 +86,14 @@ class WorkersLauncher:
             failure = pool.failure_behind(error)
             pool.end()
             self.strategy.leave()
-            if failure is None:
+            if failure is None or failure is error:
                 raise
-            raise failure from error
+            # What rank 0 was doing explains nothing, and holds DataLoader workers and ports.
+            traceback.clear_frames(error.__traceback__)
+            try:
+                raise failure from error
+            finally:
+                del failure  # Else this frame and the error keep each other.
         return result
 
     def _payload(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Payload:
@@ -109,7 +119,8 @@ class Pool:
     def __init__(self, count: int) -> None:
         self.number = 0
         self.owner = os.getpid()
-        self._workers = [_Process(rank) for rank in range(1, count + 1)]
+        self._store: TCPStore | None = None
+        self._workers = [WorkerProcess(rank) for rank in range(1, count + 1)]
         deadline = time.monotonic() + START_TIMEOUT_S
         for worker in self._workers:
             report = worker.receive(deadline - time.monotonic())
@@ -137,20 +148,53 @@ class Pool:
             and all(worker.process.poll() is None for worker in self._workers)
         )
 
-    def begin(self, payload: Payload, port: int, size: int) -> None:
+    def begin(self, payload: Payload, size: int) -> None:
         """Let every worker begin a call."""
         self.number += 1
+        self._store = TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
         # From rank 0's state, without a draw: its numbers stay those of one process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         for worker in self._workers:
             worker.send(
                 Call(
-                    number=self.number, rank=worker.rank, size=size, port=port,
+                    number=self.number, rank=worker.rank, size=size, port=self._store.port,
                     seed=seed + worker.rank, threads=share_of_cores(size), data=payload.data,
                     file_count=len(payload.files), folder=os.getcwd(), path=list(sys.path),
                 )
             )  # fmt: skip
             worker.send_files(payload.files)
+
+    @property
+    def room(self) -> Store:
+        """Where the ranks meet for this call; rank 0 serves it until the call ends."""
+        assert self._store is not None
+        return PrefixStore(f"call{self.number}", self._store)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """End what workers leave behind as soon as they have gone.
+
+        Their DataLoader workers hold copies of their connections, and so rank 0 wouldn't be told.
+        """
+        over = threading.Event()
+
+        def watch() -> None:
+            gone: dict[int, float] = {}
+            while not over.wait(WATCH_S):
+                for worker in self._workers:
+                    if worker.rank not in gone and worker.process.poll() is not None:
+                        gone[worker.rank] = time.monotonic()
+                        worker.end_children()
+                if gone and time.monotonic() - min(gone.values()) > GRACE_S:
+                    world.abort()
+
+        thread = threading.Thread(target=watch, name="fitkit-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def finish(self) -> None:
         """Wait until every worker is done.
@@ -163,32 +207,35 @@ class Pool:
             report = worker.receive(deadline - time.monotonic())
             if report is None or report.kind != "done":
                 raise self._error(worker, report)
+        self._store = None
 
     def failure_behind(self, error: BaseException) -> WorkerError | None:
         """The worker's failure that made rank 0 fail; None where rank 0 failed by itself."""
         if isinstance(error, WorkerError):
             return error
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return None
         broken = is_collateral(error)
         told = self._told(REPORT_TIMEOUT_S if broken else 0.0)
+        own = "".join(traceback.format_exception_only(error)).strip()
         for worker, report in told:
             if report is not None and not report.collateral:
-                return self._error(worker, report)
+                # Where all ranks raise one error (a file that can't be written), it is rank 0's.
+                return None if report.error == own else self._error(worker, report)
         if not broken:
             return None
         for worker, report in told:
             if report is None:  # it went without a word
                 return self._error(worker, None)
-        return self._stuck(error)
+        return self._stuck(error, told)
 
-    def _told(self, seconds: float) -> list[tuple[_Process, Report | None]]:
+    def _told(self, seconds: float) -> list[tuple[WorkerProcess, Report | None]]:
         """What workers say of their failures within some seconds; the first own one ends the wait.
 
         A worker that has gone without a word is there with None; one that still works isn't.
         """
         deadline = time.monotonic() + seconds
-        told: list[tuple[_Process, Report | None]] = []
+        told: list[tuple[WorkerProcess, Report | None]] = []
         waiting = list(self._workers)
         while waiting:
             ready = wait([w.connection for w in waiting], max(deadline - time.monotonic(), 0.0))
@@ -201,7 +248,7 @@ class Pool:
                 break
         return told
 
-    def _error(self, worker: _Process, report: Report | None) -> WorkerError:
+    def _error(self, worker: WorkerProcess, report: Report | None) -> WorkerError:
         rank = worker.rank
         if report is not None and report.kind == "failed":
             return WorkerError(
@@ -213,104 +260,50 @@ class Pool:
         how = worker.how_it_ended()
         return WorkerError(f"Rank {rank} {how}.{said and chr(10) + said}", rank, said)
 
-    def _stuck(self, error: BaseException) -> WorkerError:
-        """An exchange took too long although all ranks live: say where each of them is."""
-        stacks = {}
-        for worker in self._workers:
+    def _stuck(
+        self, error: BaseException, told: list[tuple[WorkerProcess, Report | None]]
+    ) -> WorkerError:
+        """An exchange took too long although all ranks live: say where each of them is.
+
+        Args:
+            told: workers that gave up an exchange themselves.
+        """
+        gave_up = {worker.rank: report.text for worker, report in told if report is not None}
+        asked = [worker for worker in self._workers if worker.rank not in gave_up]
+        if not asked:
+            return self._apart(error, gave_up)
+        for worker in asked:
             with contextlib.suppress(OSError):
                 worker.send("where")
-        for worker in self._workers:
-            report = worker.receive(2.0)
+        stacks = {}
+        for worker in asked:
+            report = worker.receive(ANSWER_S)
             stacks[worker.rank] = report.text if report and report.kind == "where" else None
         silent = [rank for rank, stack in stacks.items() if stack is None]
         outside = [r for r, s in stacks.items() if s is not None and "torch/distributed" not in s]
         rank = (silent or outside or list(stacks))[0]
-        told = "\n".join(
+        text = "\n".join(
             f"Rank {rank} is here:\n{stack}" if stack else f"Rank {rank} does not answer."
             for rank, stack in stacks.items()
         )
         return WorkerError(
-            f"Rank {rank} did not take part in an exchange in time ({error}).\n{told}", rank, told
+            f"Rank {rank} did not take part in an exchange in time ({first_line(error)}).\n{text}",
+            rank,
+            text,
         )
+
+    def _apart(self, error: BaseException, places: dict[int, str]) -> WorkerError:
+        """All ranks waited for an exchange, but not for the same one."""
+        places = {0: "".join(traceback.format_exception(error)), **places}
+        text = "\n".join(f"Rank {rank} waited here:\n{place}" for rank, place in places.items())
+        failure = waited_apart(max(places), error, text)
+        return WorkerError(f"{failure.what}\n{text}", failure.rank, text)
 
     def end(self) -> None:
         """End the workers now."""
-        workers, self._workers = self._workers, []
+        workers, self._workers, self._store = self._workers, [], None
         for worker in workers:
             worker.end()
-
-
-class _Process:
-    """A worker process as its parent sees it."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        ours, theirs = socket.socketpair()
-        self._files, their_files = socket.socketpair()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
-        threads = str(share_of_cores(2))
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                "-c",
-                START.format(theirs.fileno(), their_files.fileno()),
-            ],
-            pass_fds=(theirs.fileno(), their_files.fileno()),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # rank 0 prints; the others would repeat it
-            stderr=self._said,
-            start_new_session=True,  # Ctrl-C goes to the whole group; rank 0 alone handles it
-            env={"OMP_NUM_THREADS": threads, **os.environ, "FITKIT_PATH": json.dumps(sys.path)},
-        )
-        theirs.close()
-        their_files.close()
-        self.connection = Connection(ours.detach())
-
-    def send(self, message: Any) -> None:
-        self.connection.send(message)
-
-    def send_files(self, files: list[int]) -> None:
-        for start in range(0, len(files), FILES_AT_A_TIME):
-            socket.send_fds(self._files, [b"f"], files[start : start + FILES_AT_A_TIME])
-
-    def receive(self, seconds: float) -> Report | None:
-        """The next report; None where none comes in time, or the worker has gone."""
-        try:
-            if self.connection.poll(max(seconds, 0.0)):
-                report = self.connection.recv()
-                return report if isinstance(report, Report) else None
-        except (EOFError, OSError):
-            pass
-        return None
-
-    def how_it_ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2.0)
-        code = self.process.returncode
-        if code is None:
-            return "did not finish"
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return f"was ended by {name}{hint}"
-        return f"left with status {code}, without a word"
-
-    def last_words(self) -> str:
-        """The end of what the worker wrote to its standard error."""
-        with contextlib.suppress(OSError, ValueError):
-            length = self._said.seek(0, os.SEEK_END)
-            self._said.seek(max(length - 4000, 0))
-            return self._said.read().decode(errors="replace")
-        return ""
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            # Its own session: DataLoader workers go with it.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for thing in (self.connection, self._files, self._said):
-            thing.close()
 
 
 _pool: Pool | None = None
