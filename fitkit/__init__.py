@@ -1,6 +1,6 @@
 """fitkit: Keras's verbs on any PyTorch network."""
 
-from fitkit import callbacks, strategies
+from fitkit import callbacks, strategies, tune
 from fitkit.callbacks import History
 from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
@@ -9,7 +9,7 @@ from fitkit.errors import (
     FitkitError,
     WorkerError,
 )
-from fitkit.model import Model
+from fitkit.model import Model, load_model
 from fitkit.seeding import set_seed
 
 __version__ = "0.1.0.dev0"
@@ -23,6 +23,8 @@ __all__ = [
     "WorkerError",
     "callbacks",
     "find_usable_cuda_devices",
+    "load_model",
     "set_seed",
     "strategies",
+    "tune",
 ]

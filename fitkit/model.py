@@ -14,45 +14,30 @@ from fitkit.callbacks.history import History
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.hooks import STAGES, Hooks, check_steps, evaluation_stage, overridden
+from fitkit.services import Services
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
 from fitkit.training.fit_state import FitState
 from fitkit.training.jobs import FitJob, PassJob
+from fitkit.training.learning import learning_for
 from fitkit.training.loop import on_host
 from fitkit.training.passes import joined, run_evaluate, run_predict
-from fitkit.training.runs import compiled_step, updater_of
-from fitkit.training.session import (
-    backend_flags,
-    caller_of,
-    modes_restored,
-    transfer_of,
-    unchanged_on_error,
-)
-from fitkit.training.steps import PredictStep
-
-LATER_HOOKS = (
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-    "training_step_end",
-    "validation_step_end",
-    "test_step_end",
-    "training_epoch_end",
-    "validation_epoch_end",
-    "test_epoch_end",
-    "configure_optimizers",
-    "transfer_batch_to_device",
-)
-"""Hooks of the contract that this version doesn't call; ignoring one would train otherwise."""
+from fitkit.training.runs import predict_step_for, step_for, updaters_of
+from fitkit.training.session import backend_flags, caller_of, modes_restored, unchanged_on_error
+from fitkit.training.snapshot import checkpoint_to_resume, load, restored_model, save
+from fitkit.training.stage import Stage, running
 
 
-class Model(nn.Module):
+class Model(Hooks, Services, nn.Module):
     """A network that can be trained, evaluated and used with one line each.
 
     Args:
         net: the network; any `torch.nn.Module`. Calling the model calls it. A subclass may
             define its own layers and `forward` instead, and leave it out.
+
+    A subclass may also override the hooks of `Hooks` (`training_step`, `configure_optimizers`, …)
+    and call what `Services` offers (`log`, `all_gather`, `manual_backward`, …).
 
     Attributes:
         net: the network that was given, or None.
@@ -91,6 +76,7 @@ class Model(nn.Module):
         self.stop_training = False
         self.compilation = Compilation.default()
         self.fit_state = FitState()
+        self.running: Stage | None = None
         self._batch_size: int | None = None
         self._log_names: list[str] | None = None
 
@@ -144,8 +130,9 @@ class Model(nn.Module):
         Args:
             optimizer: a name (any `torch.optim` class, in any case, with torch's defaults), a
                 class, a `functools.partial`, a factory `params -> Optimizer`, or an instance
-                over this model's parameters. Default `"adam"`. Giving one begins anew; a call
-                without it keeps the optimizer and its state.
+                over this model's parameters. Default: the subclass's `configure_optimizers`,
+                else `"adam"`. Giving one begins anew; a call without it keeps the optimizer and
+                its state.
             loss: a name, an `nn.Module`, a callable `(prediction, target) -> scalar`; a list or
                 dict of them for several outputs. torch's names take what torch's losses take
                 (`"cross_entropy"`: logits), Keras's names what Keras's take
@@ -166,12 +153,19 @@ class Model(nn.Module):
             accelerator: `"auto"` (default), `"cpu"`, `"gpu"`, `"cuda"`, `"mps"`.
             strategy: `"auto"` (default), a strategy's name, or an object.
             num_nodes: machines. Default 1.
-            precision: `"32-true"` (default).
+            precision: `"32-true"` (default), `"64-true"`, `"16-mixed"` (or 16), `"bf16-mixed"`
+                (or `"bf16"`), `"16-true"`, `"bf16-true"`. Mixed ones keep float32 weights and
+                compute in the half type; 16-mixed scales the loss and leaves out updates whose
+                gradients aren't finite. "-true" ones cast the net itself, with the next run;
+                compiled back it gets its own dtypes again, without the digits rounded off.
+                Losses and metrics are computed in float32 or more.
             accumulate_grad_batches: batches whose gradients make one update: their mean over
                 samples, as of one larger batch. Default 1.
             gradient_clip_val: limit of the gradients; default none.
             gradient_clip_algorithm: `"norm"` (of all together; default) or `"value"`.
-            sync_batchnorm, replace_sampler: for several processes; without effect on one.
+            sync_batchnorm: whether batch normalisation sees the batches of all ranks. Default
+                False: each rank normalises its own.
+            replace_sampler: whether a loader's sampler is dealt out among the ranks. Default True.
             benchmark: `torch.backends.cudnn.benchmark` for the length of each call; None
                 (default) leaves it.
             deterministic: True, False or `"warn"`: torch's deterministic algorithms, likewise.
@@ -198,9 +192,9 @@ class Model(nn.Module):
             self._jit_compile(jit_compile)
         self.compilation = compilation
         if optimizer is not UNSET:
-            self.fit_state.optimizer = self.fit_state.scheduler = None
+            self.fit_state.drop_optimizers()
         if lr_scheduler is not UNSET:
-            self.fit_state.drop_scheduler()
+            self.fit_state.drop_schedulers()
         if any(given is not UNSET for given in (loss, metrics, weighted_metrics)):
             self._log_names = None
         if learning_rate is not UNSET and learning_rate is not None:
@@ -272,6 +266,9 @@ class Model(nn.Module):
             validation_batch_size: default `batch_size`.
             validation_freq: validate after every so many epochs, or a list of epochs' numbers
                 from 1. Default 1.
+            resume_from: a checkpoint to go on from as if the training had never been cut, or
+                `"last"` for the newest that the callbacks know (from the beginning where there
+                is none). Give the data, the callbacks and `epochs` as before.
 
         Returns:
             The history: `history.history["loss"]` is a list with one float an epoch.
@@ -297,8 +294,12 @@ class Model(nn.Module):
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
-            resume_from=resume_from,
         )
+        path = checkpoint_to_resume(resume_from, job.callback_list.callbacks)
+        if path is not None:
+            for callback in job.callback_list.callbacks:
+                callback.prepare_optimizers(self)
+            job.go_on_from(load(self, path))
         return self._launch(run_fit, job)
 
     @only_known_arguments
@@ -362,23 +363,18 @@ class Model(nn.Module):
     def _launch(self, run: Any, job: FitJob | PassJob) -> Any:
         """Check the job's data, then run it on every rank."""
         strategy = self.compilation.strategy
-        self._check_hooks()
-        job.prepare(strategy.precision.input_dtype(self), strategy.world.size)
+        check_steps(self)
+        if self.net is None and type(self).forward is Model.forward and not self._never_forwards():
+            self.forward()  # says what is missing
+        job.prepare(strategy.precision.input_dtype(self), strategy.share_count)
         if strategy.collectives.world_size > 1:
             # Called by a callback inside a run: all ranks are here already.
             return run(self, self.compilation, job)
         return strategy.launcher.launch(run, self, self.compilation, job)
 
-    def _check_hooks(self) -> None:
-        """Refuse to ignore hooks that this version doesn't call."""
-        found = [hook for hook in LATER_HOOKS if hasattr(type(self), hook)]
-        if found:
-            raise ConfigurationError(
-                f"{type(self).__name__} defines {', '.join(found)}, but this version of fitkit "
-                "calls no steps of your own. Define forward, and give compile the loss and metrics."
-            )
-        if self.net is None and type(self).forward is Model.forward:
-            self.forward()  # says what is missing
+    def _never_forwards(self) -> bool:
+        """Whether steps of its own may do without the model's forward."""
+        return any(overridden(self, f"{stage}_step") for stage in STAGES)
 
     # ------------------------------------------------------------------ single batches
 
@@ -405,16 +401,12 @@ class Model(nn.Module):
         weights = None if class_weight is None else ClassWeights(class_weight)
         batch = self._one_batch(x, y, sample_weight, return_dict)
         compilation = self.compilation
-        step = compiled_step(self, compilation, self, weights)
         with unchanged_on_error(self), modes_restored(self), backend_flags(compilation):
-            updater = updater_of(self, compilation, accumulate=1)
+            updaters = updaters_of(self, compilation, accumulate=1)
             self.train()
-            updater.clear()
-            loss = step(batch)
-            if updater.takes_closure:
-                updater.step_with_closure(loss, lambda: step.again(batch))
-            else:
-                updater.step(loss, step.samples, step.samples)
+            stage, step = step_for(self, compilation, "training", class_weights=weights)
+            with running(self, stage):
+                learning_for(self, compilation, stage, step, updaters)(batch, 0)
         return _as_asked(step.logbook.results(), return_dict)
 
     @only_known_arguments
@@ -423,21 +415,22 @@ class Model(nn.Module):
     ) -> Any:
         """One batch's loss and metrics, as `evaluate` returns them."""
         batch = self._one_batch(x, y, sample_weight, return_dict)
-        step = compiled_step(self, self.compilation, self)
+        stage, step = step_for(self, self.compilation, evaluation_stage(self) or "test")
         with modes_restored(self), backend_flags(self.compilation), torch.no_grad():
             self.eval()
-            step(batch)
+            with running(self, stage):
+                step(batch, 0)
         return _as_asked(step.logbook.results(), return_dict)
 
     @only_known_arguments
     def predict_on_batch(self, x: Any) -> Any:
         """The net's outputs for one batch, as NumPy arrays."""
         batch = self._one_batch(x, None, None, False)
-        strategy = self.compilation.strategy
-        step = PredictStep(self, caller_of(self), transfer_of(self, strategy))
+        stage, step = predict_step_for(self, self.compilation)
         with modes_restored(self), backend_flags(self.compilation), torch.no_grad():
             self.eval()
-            return _to_numpy(joined([on_host(step(batch))]))
+            with running(self, stage):
+                return _to_numpy(joined([on_host(step(batch, 0))]))
 
     def _one_batch(self, x: Any, y: Any, sample_weight: Any, return_dict: Any) -> tuple[Any, ...]:
         """The arrays of one batch as tensors, after the module has its place."""
@@ -453,13 +446,13 @@ class Model(nn.Module):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer; made at the first look (or `fit`) after `compile` named it.
+        """The optimizer (the first of several); made at the first look (or `fit`) after `compile`.
 
         Raises:
             ConfigurationError: it can't be made; never an AttributeError, which
                 `nn.Module` would hide.
         """
-        return self.fit_state.optimizer_for(self, self.compilation)
+        return self.fit_state.optimizers_for(self, self.compilation)[0]
 
     def begin_fit(self, history: History, batch_size: int | None) -> None:
         """Take the record of a fit that begins."""
@@ -481,15 +474,16 @@ class Model(nn.Module):
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples in one step over all ranks; None before `fit` has seen data."""
+        """Samples in one step, over all devices and nodes; None before `fit` has seen data."""
         if self._batch_size is None:
             return None
-        return self._batch_size * self.world_size
+        return self._batch_size * self.compilation.strategy.share_count
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
-        return self.compilation.strategy.device
+        """This rank's device; inside a replica of `dp` that replica's."""
+        own: torch.device | None = vars(self).get("_replica_device")
+        return own or self.compilation.strategy.device
 
     @property
     def device_ids(self) -> list[int]:
@@ -510,30 +504,6 @@ class Model(nn.Module):
     def world_size(self) -> int:
         """How many ranks there are."""
         return self.compilation.strategy.world.size
-
-    def all_gather(self, value: Any) -> Any:
-        """Every rank's tensors, one below the other; for a loss over all ranks' samples, say.
-
-        Args:
-            value: a tensor, or a tuple, list or dict of them.
-
-        Shapes: (N_r, ...) on each rank r, where the N_r may differ, gives (sum of N_r, ...) on
-            all; a number gives (world size,).
-
-        Returns:
-            The same structure. Gradients flow through it to the rank that each row comes from.
-
-        Ranks:
-            Collective: call it on every rank, in a forward or a callback.
-        """
-        collectives = self.compilation.strategy.collectives
-
-        def join(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            return collectives.join_rows(leaf if leaf.ndim else leaf.reshape(1))
-
-        return trees.map_leaves(join, value)
 
     @property
     def is_global_zero(self) -> bool:
@@ -562,7 +532,7 @@ class Model(nn.Module):
         from fitkit.summary import summarize
 
         summary = summarize(
-            self.net if self._weights_module() is self.net else self,
+            self.net if self.weights_module() is self.net else self,
             example,
             input_shape=input_shape,
             depth=depth,
@@ -571,26 +541,54 @@ class Model(nn.Module):
         summary.print(print_fn=print_fn)
 
     @only_known_arguments
+    def save(self, path: Any) -> None:
+        """Write weights, optimizers, schedulers, progress and history to one file.
+
+        Args:
+            path: its name ends in `.h5`. An existing file is replaced, whole or not at all.
+
+        Ranks:
+            Collective within a run (in a callback): all ranks call it, rank 0 writes.
+
+        Raises:
+            CheckpointError: the file can't be written; one that was there is untouched.
+        """
+        save(self, path)
+
+    @only_known_arguments
+    def load(self, path: Any) -> None:
+        """Put back what `save` wrote, into a model that is built and compiled as it was.
+
+        To go on with the training write `fit(…, resume_from=path)`, which loads by itself.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointError: damaged, or not for this model; the model is as it was.
+        """
+        load(self, path)
+
+    @only_known_arguments
     def save_weights(self, path: Any) -> None:
         """Write the weights to a file, whole or not at all.
 
         Args:
-            path: the suffix chooses the format (`.h5`). A wrapped net's weights get the net's
-                own names.
+            path: the suffix chooses the format: `.h5`, `.safetensors`, `.pt`, `.pth`. A wrapped
+                net's weights get the net's own names.
 
         Raises:
             CheckpointError: the file can't be written; one that was there is untouched.
         """
         from fitkit.checkpoint import save_weights
 
-        save_weights(path, self._weights_module().state_dict())
+        save_weights(path, self.weights_module().state_dict())
 
     @only_known_arguments
     def load_weights(self, path: Any, *, strict: bool = True, skip_mismatch: bool = False) -> Any:
         """Read weights from a file.
 
         Args:
-            path: a file that `save_weights` wrote.
+            path: a file that `save_weights` or `save` wrote, a `.safetensors`, or a state dict
+                from `torch.save` (which is never unpickled beyond tensors).
             strict: whether missing or unexpected names are an error. Default True.
             skip_mismatch: whether weights of another shape are left out, with a warning.
                 Default False.
@@ -601,11 +599,9 @@ class Model(nn.Module):
         """
         from fitkit.checkpoint import load_weights
 
-        return load_weights(
-            path, self._weights_module(), strict=strict, skip_mismatch=skip_mismatch
-        )
+        return load_weights(path, self.weights_module(), strict=strict, skip_mismatch=skip_mismatch)
 
-    def _weights_module(self) -> nn.Module:
+    def weights_module(self) -> nn.Module:
         """The module whose names stand in weight files: the net, where the model only wraps it."""
         if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
             own = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
@@ -614,12 +610,29 @@ class Model(nn.Module):
         return self
 
 
+def load_model(path: Any, net: nn.Module) -> Model:
+    """A compiled model from a checkpoint whose optimizer, loss and metrics were given by name.
+
+    Args:
+        path: a file that `Model.save` wrote. Names in it are looked up among fitkit's own;
+            nothing is imported or unpickled.
+        net: the network, built as it was.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: damaged, not for this net, or objects were compiled, which no file can
+            hold; the message says what to compile.
+    """
+    model: Model = restored_model(path, net, Model)
+    return model
+
+
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
     """A verb's values: a dict, a list, or the loss alone."""
     if return_dict:
         return values
     found = list(values.values())
-    return found if len(found) > 1 else found[0]
+    return found[0] if len(found) == 1 else found or None
 
 
 def _to_numpy(outputs: Any) -> Any:

@@ -14,8 +14,10 @@ LAYERS = {
     "arguments": 1,
     "outputs": 1,
     "seeding": 1,
+    "random_states": 1,
     "notices": 1,
     "naming": 1,
+    "logging_options": 1,
     "callables": 1,
     "torch_errors": 1,
     "distributed": 2,
@@ -26,11 +28,14 @@ LAYERS = {
     "schedulers": 4,
     "checkpoint": 3,
     "callbacks": 5,
+    "hooks": 5,
+    "services": 5,
     "training": 6,
     "summary": 6,
     "summary_table": 6,
     "model": 7,
     "strategies": 8,
+    "tune": 8,
     "__init__": 9,
     "__main__": 10,
 }
@@ -38,6 +43,7 @@ LAYERS = {
 
 WITHIN_A_LAYER = {
     ("arguments", "registry"),
+    ("logging_options", "arguments"),
     ("seeding", "arguments"),
     ("summary", "summary_table"),
     ("summary_table", "summary"),

@@ -199,15 +199,15 @@ class ArraySource:
         """All targets, or None."""
         return self.batch[1] if len(self.batch) > 1 else None
 
-    def batches(self, number: int) -> Iterator[Any]:
-        """The batches of pass `number` (from 0)."""
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of pass `number` (from 0), without the first `skip`."""
         if self.shuffle:
-            return (self.take(chosen) for chosen in self.index_batches(number))
-        return self._in_order()
+            return (self.take(chosen) for chosen in self.index_batches(number)[skip:])
+        return self._in_order(skip)
 
-    def _in_order(self) -> Iterator[Any]:
+    def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
-        for start in range(0, samples, size):
+        for start in range(skip * size, samples, size):
             stop = start + size
             if self._flat:
                 yield tuple([tensor[start:stop] for tensor in self.batch])

@@ -43,6 +43,8 @@ def samples_in(x: Any, y: Any) -> int:
 
 
 def samples_of(batch: Any) -> int:
-    """The number of samples in a batch that isn't taken apart yet."""
+    """The number of samples in a batch that isn't taken apart yet; it may have any structure."""
+    if isinstance(batch, (tuple, list)) and len(batch) not in (1, 2, 3):
+        return trees.sample_count(batch)
     x, y, _ = unpack(batch)
     return samples_in(x, y)

@@ -6,7 +6,9 @@ the number of samples, of batches, and whether it can be read again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+import numbers
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +21,6 @@ from fitkit.data.arrays import (
     as_tensors,
     check_lengths,
     is_array,
-    is_array_tree,
     take,
     wide_dtype,
 )
@@ -48,7 +49,11 @@ class Source(Protocol):
     @property
     def target(self) -> Any: ...
 
-    def batches(self, number: int) -> Iterator[Any]: ...
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of pass `number`, without the first `skip`; they aren't loaded if avoidable.
+
+        What has been drawn when this returns is all that a pass draws before its first batch.
+        """
 
 
 class LoaderSource:
@@ -67,12 +72,21 @@ class LoaderSource:
             full = self.steps * loader.batch_size
             self.samples = full if sampled is None else min(sampled, full)
 
-    def batches(self, number: int) -> Iterator[Any]:
-        for sampler in (self.loader.sampler, self.loader.batch_sampler):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(number)
-        return iter(self.loader)
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        tell_epoch(self.loader, number)
+        if not skip:
+            return iter(self.loader)
+        if isinstance(self.loader.dataset, IterableDataset):
+            return without_first(iter(self.loader), skip)
+        draw_as_iterating_does(self.loader)
+        return iter(with_samplers(self.loader, skip=skip))
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The loader's and its samplers' own generators."""
+        owners = (self.loader, self.loader.sampler, self.loader.batch_sampler)
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 class IterableSource:
@@ -87,8 +101,50 @@ class IterableSource:
         self.repeatable = not isinstance(iterable, Iterator)
         self.steps: int | None = length_of(iterable)
 
-    def batches(self, number: int) -> Iterator[Any]:
-        return iter(self.iterable)
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        return without_first(iter(self.iterable), skip)
+
+
+def tell_epoch(loader: DataLoader[Any], number: int) -> None:
+    """Call `set_epoch` of a loader's samplers that have it."""
+    for sampler in (loader.sampler, loader.batch_sampler):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
+
+
+def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
+    """Draw the workers' seed, as iterating a loader does before it asks its sampler."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def with_samplers(loader: DataLoader[Any], skip: int) -> DataLoader[Any]:
+    """The loader whose next pass leaves out what its sampler gives first."""
+    # A shallow copy keeps the user's subclass, workers and attributes; a DataLoader refuses
+    # new samplers by its own __setattr__.
+    rest = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    remaining = without_first(iter(getattr(loader, name)), skip)
+    object.__setattr__(rest, name, _Once(remaining))
+    object.__setattr__(rest, "_iterator", None)  # workers that live on have other tasks already
+    return rest
+
+
+class _Once:
+    """A sampler that gives what an iterator still has."""
+
+    def __init__(self, remaining: Iterator[Any]) -> None:
+        self._remaining = remaining
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._remaining
+
+
+def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:
+    """What is left of an iterator after `skip` entries, which are taken at once."""
+    for _ in range(skip):
+        next(batches, None)
+    return batches
 
 
 class Elsewhere:
@@ -209,16 +265,23 @@ def array_batch(
 def _makes_batches(x: Any, y: Any, sample_weight: Any) -> bool:
     """Whether `x` gives batches (or samples) itself, rather than being arrays.
 
-    A tuple is several inputs, and so is a list of arrays; a list of tuples, lists or dicts
-    without `y` is an iterable of batches.
+    A tuple is several inputs, and so is a list of arrays; a list of tuples, lists, dicts with
+    arrays in them or of objects, without `y`, is an iterable of batches.
     """
     if isinstance(x, (DataLoader, Dataset)) or hasattr(x, "__getitems__"):
         return True
     if isinstance(x, list) and x and y is None and sample_weight is None:
-        return all(isinstance(item, (tuple, list, dict)) and is_array_tree(item) for item in x)
+        return all(_is_batch(item) for item in x)
     return isinstance(x, Iterable) and not (
         is_array(x) or isinstance(x, (list, tuple, dict, str, bytes))
     )
+
+
+def _is_batch(item: Any) -> bool:
+    if isinstance(item, (tuple, list, Mapping)):
+        return any(is_array(leaf) for leaf in trees.leaves(item))
+    plain = (numbers.Number, str, bytes, type(None))
+    return not (is_array(item) or isinstance(item, plain))
 
 
 def _refuse_parts(name: str, x: Any, y: Any, sample_weight: Any) -> None:

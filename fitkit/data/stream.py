@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from fitkit.data.sources import Source
 from fitkit.errors import ConfigurationError
+from fitkit.random_states import random_state, set_random_state
+
+
+@dataclasses.dataclass
+class Place:
+    """Where in the data a training is.
+
+    Attributes:
+        number: of the pass over the data, from 0.
+        batches: how many of its batches are done, over all ranks.
+        began: the random state when the pass began (plain data).
+    """
+
+    number: int = 0
+    batches: int = 0
+    began: dict[str, Any] | None = None
 
 
 class Stream:
@@ -21,34 +40,80 @@ class Stream:
         source: where the batches come from.
         steps: batches in an epoch; None for one pass.
         first: the number of the first pass; shuffling follows from it.
+        ranks: how many batches of the whole a step takes.
+
+    Attributes:
+        place: where it is; with `steps` counted here, else by `note`.
     """
 
-    def __init__(self, source: Source, steps: int | None = None, first: int = 0) -> None:
+    def __init__(
+        self, source: Source, steps: int | None = None, first: int = 0, ranks: int = 1
+    ) -> None:
         self.source = source
         self.steps = source.steps if steps is None else steps
+        self.place = Place(first)
         self._limit = steps
-        self._number = first
+        self._ranks = ranks
         # No reference back to this stream: a ring would keep a loader's workers alive.
-        self._endless = _passes(source, first) if steps is not None else iter(())
+        self._endless = _passes(source, self.place, ranks) if steps is not None else iter(())
+        self._epochs = 0
 
-    def epoch(self) -> Iterator[Any]:
-        """The next epoch's batches."""
+    def epoch(self, done: int = 0) -> Iterator[Any]:
+        """The next epoch's batches.
+
+        Args:
+            done: steps of it that were made before the training was cut.
+        """
         if self._limit is not None:
-            return itertools.islice(self._endless, self._limit)
-        number = self._number
-        self._number += 1
-        return self.source.batches(number)
+            return itertools.islice(self._endless, self._limit - done)
+        if self._epochs:
+            self.place.number += 1
+            self.place.batches = 0
+        self._epochs += 1
+        return _begin(self.source, self.place)
+
+    def note(self, steps: int) -> None:
+        """Take note of how many of the epoch's steps are done."""
+        if self._limit is None:
+            self.place.batches = steps * self._ranks
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators of the data's own, which their order may follow from."""
+        return generators_of(self.source)
 
 
-def _passes(source: Source, first: int) -> Iterator[Any]:
+def generators_of(source: Any) -> list[torch.Generator]:
+    """The generators of a source, or of the one that it is a share of."""
+    found: list[torch.Generator] = getattr(getattr(source, "source", source), "generators", [])
+    return found
+
+
+def _begin(source: Source, place: Place) -> Iterator[Any]:
+    """A pass's batches from a place on; what is drawn at its beginning is drawn again."""
+    generators = generators_of(source)
+    if place.batches and place.began is not None:
+        now = random_state(generators)
+        set_random_state(place.began, generators)
+        batches = source.batches(place.number, place.batches)
+        set_random_state(now, generators)
+        return batches
+    place.began = random_state(generators)
+    return source.batches(place.number)
+
+
+def _passes(source: Source, place: Place, ranks: int) -> Iterator[Any]:
     """Pass after pass, until the source gives nothing or can't be read again."""
-    for number in itertools.count(first):
-        count = 0
-        for batch in source.batches(number):
-            count += 1
+    while True:
+        count = place.batches
+        for batch in _begin(source, place):
+            count += ranks
+            place.batches = count
             yield batch
         if not source.repeatable or count == 0:
             return
+        place.number += 1
+        place.batches = 0
 
 
 def limited(source: Source, steps: int | None) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,11 @@ def state_of(gauge: Gauge) -> State:
         return {"updated": gauge.totals.updated, "totals": gauge.totals.state.tolist()}
     if getattr(gauge, "leader", None) is not None:
         return {"samples": gauge.samples}
-    return {"samples": gauge.samples, "states": _metric_states(gauge.metric)}
+    return {"samples": gauge.samples, "states": metric_states(gauge.metric)}
 
 
-def _metric_states(metric: Metric) -> State:
+def metric_states(metric: Metric) -> State:
+    """What a torchmetrics object has counted, on the CPU: plain data that can be sent."""
     found: State = {}
     for name in metric._reductions:
         value = getattr(metric, name)
@@ -77,3 +79,16 @@ def _load_metric(metric: Metric, states: list[State]) -> None:
         setattr(metric, name, merged)
     metric._update_count = max(metric._update_count, 1)
     metric._computed = None
+
+
+def merged_metric_value(metric: Metric, states: list[State]) -> Any:
+    """What a torchmetrics object computes from the states of several ranks; it stays as it is.
+
+    Args:
+        states: each rank's `metric_states`.
+    """
+    whole = copy.deepcopy(metric)
+    # Else it would exchange its states with the other ranks once more.
+    whole.sync_on_compute = whole._to_sync = False
+    _load_metric(whole, states)
+    return whole.compute()

@@ -33,11 +33,14 @@ class Unset:
     def __repr__(self) -> str:
         return "unset"
 
+    def __reduce__(self) -> str:
+        return "UNSET"  # the one object, on other ranks too
+
 
 UNSET: Any = Unset()
 
 DEFAULTS: dict[str, Any] = {
-    "optimizer": "adam",
+    "optimizer": UNSET,
     "loss": None,
     "metrics": None,
     "learning_rate": None,
@@ -63,7 +66,8 @@ DEFAULTS: dict[str, Any] = {
     "jit_compile": False,
     "steps_per_execution": 1,
 }
-"""Every argument of `compile` but `gpus` (another spelling of two of these)."""
+"""Every argument of `compile` but `gpus` (another spelling of two of these). The optimizer is the
+model's `configure_optimizers`, or Adam."""
 
 HARDWARE = ("devices", "accelerator", "strategy", "precision", "num_nodes", "auto_select_gpus")
 """Arguments that decide on a new strategy."""
@@ -118,12 +122,12 @@ class Compilation:
         _check_combinations({**self.given, **given}, given)
         compilation = self._resolve({**self.given, **given}, self, given)
         compilation.optimizer.check_parameters(compilation.trainable(model))
-        if compilation.sync_batchnorm and compilation.strategy.world.size > 1:
-            raise ConfigurationError(
-                "sync_batchnorm=True isn't supported by this version of fitkit on several ranks; "
-                "leave it out: each rank normalises its own part of a batch."
-            )
         return compilation
+
+    @property
+    def names_optimizer(self) -> bool:
+        """Whether `compile` was given an optimizer."""
+        return self.given["optimizer"] is not UNSET
 
     def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The parameters that may learn: the model's and the losses' own."""
@@ -152,7 +156,9 @@ class Compilation:
             rate = None
         return cls(
             given=values,
-            optimizer=OptimizerChoice(values["optimizer"], rate),
+            optimizer=OptimizerChoice(
+                "adam" if values["optimizer"] is UNSET else values["optimizer"], rate
+            ),
             scheduler=SchedulerChoice.read(values["lr_scheduler"])
             if before is None or changed("lr_scheduler")
             else before.scheduler,

@@ -15,6 +15,7 @@ from fitkit.torch_errors import DTYPE_ERRORS, SHAPE_ERRORS, raised_in_torch
 
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
+HALF_LSTM = re.compile(r"could not create a primitive descriptor")
 INDEX_ERRORS = re.compile(r"index out of range in self")
 LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
 CALL_ERRORS = re.compile(
@@ -62,6 +63,11 @@ def explained(
             f"Inside the net tensors of several devices meet. {_first_line(text)} Make tensors in "
             "forward on the input's device (torch.zeros(…, device=x.device)), and keep constants "
             "with register_buffer."
+        )
+    if isinstance(error, RuntimeError) and HALF_LSTM.search(text):
+        return ConfigurationError(
+            f"This CPU can't compute a layer of the net in this number type. {_first_line(text)} "
+            "Write precision='bf16-mixed' (torch has no float16 LSTM on some CPUs)."
         )
     if isinstance(error, IndexError) and INDEX_ERRORS.search(text):
         return ConfigurationError(

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.optim import Optimizer
 
 from fitkit.callbacks import CallbackList, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.stream import Stream
+from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
+from fitkit.random_states import random_state, set_random_state
 from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
+from fitkit.training.learning import learning_for
 from fitkit.training.loop import train_batches
+from fitkit.training.own_optimizers import PlannedScheduler
 from fitkit.training.passes import evaluate_source
-from fitkit.training.rates import after_update, scale_rates, warm_up
-from fitkit.training.reduction import reduced
-from fitkit.training.runs import closing, compiled_step, share_of, updater_of, with_own
+from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
+from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
+from fitkit.training.reduction import noted_by, reduced
+from fitkit.training.runs import (
+    Step,
+    closing,
+    share_of,
+    step_for,
+    tell_of,
+    updaters_of,
+    with_own,
+)
 from fitkit.training.session import backend_flags, modes_restored, unchanged_on_error
-from fitkit.training.steps import CompiledStep
+from fitkit.training.snapshot import contents
+from fitkit.training.stage import Stage, running
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -51,37 +66,135 @@ class FitRun:
         self.held_out = (
             None if job.held_out is None else share_of(job.held_out, compilation, training=False)
         )
-        self.stream = Stream(self.source, job.steps_per_epoch, first=job.initial_epoch)
+        self.resumed = job.resumed
+        ranks = self.strategy.shares.world_size
+        self.stream = Stream(self.source, job.steps_per_epoch, job.initial_epoch, ranks)
+        self.epoch = job.initial_epoch
+        self.steps_done = self.steps_before = 0  # the latter before the epoch was cut
+        self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
+        self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
+        if self.resumed is not None:
+            self._take_place(self.resumed)
         held_out_target = None if self.held_out is None else self.held_out.target
-        self.step = compiled_step(
+        steps = self._updates_in_an_epoch()
+        # The optimizers are made here, after the module has its place.
+        self.optimizers = model.fit_state.optimizers_for(model, compilation)
+        self.stage, self.step = step_for(
             model,
             compilation,
-            self.strategy.door(model),
-            job.weights_by_class,
-            [self.source.target, held_out_target],
+            "training",
+            class_weights=job.weights_by_class,
+            all_targets=[self.source.target, held_out_target],
         )
-        steps = self._updates_in_an_epoch()
-        # The optimizer is made here, after the module has its place.
-        optimizer = model.optimizer
-        factor = scale_rates(
-            model.fit_state, optimizer, compilation.scale_lr, self.collectives.world_size
-        )
-        self.scheduler = model.fit_state.scheduler_for(
+        factor = scale_rates(model.fit_state, compilation.scale_lr, self.strategy.shares.world_size)
+        self.schedulers = model.fit_state.schedulers_for(
             model,
             compilation,
             epochs=job.epochs,
             initial_epoch=job.initial_epoch,
             steps=steps,
+            resumes=self.resumed is not None,
         )
-        begins = job.initial_epoch == 0
-        self.warm_up = warm_up(
-            optimizer, compilation.warmup_epochs if begins else None, steps, factor
-        )
-        self.updater = updater_of(
-            model, compilation, after_update=after_update(self.warm_up, self._scheduler_step())
-        )
-        self.validation_step: CompiledStep | None = None
+        self.warm_up = self._warm_up(steps, factor)
+        self.at_epochs = [
+            (plan, plan.mover())
+            for plan in self.schedulers
+            if plan.interval == "epoch" and model.automatic_optimization
+        ]
+        updaters = updaters_of(model, compilation, after_update=self._after_update)
+        self.learn = learning_for(model, compilation, self.stage, self.step, updaters)
+        self.learning = [p.requires_grad for p in compilation.trainable(model)]
+        self.validation: tuple[Stage, Step] | None = None
         self.history = History()
+
+    def _take_place(self, progress: Progress) -> None:
+        """Go on in the data where a training was cut."""
+        ranks, rank = self.strategy.shares.world_size, self.collectives.rank
+        warn_of_other_ranks(progress, self.collectives.world_size)
+        place = self.stream.place
+        place.number, place.batches = progress.number, progress.batches
+        # Where there are more ranks than before, rank 0's has all that an order follows from.
+        place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
+        set_seed_of(self.source, progress.seed)
+        self.steps_before = -(-progress.steps * len(progress.random) // ranks)
+        self.carried = progress.noted if progress.steps else []
+
+    def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
+        """The warm-up, from its beginning or from where it was."""
+        begins = self.job.initial_epoch == 0 or self.resumed is not None
+        epochs = self.compilation.warmup_epochs if begins else None
+        found = warm_up(self.model.fit_state.groups, epochs, steps, factor)
+        if found is not None and self.resumed is not None and self.resumed.warm_up is not None:
+            found.go_on(self.resumed.warm_up)
+        return found if self.resumed is None or self.resumed.warm_up is not None else None
+
+    @property
+    def is_between_groups(self) -> bool:
+        """Whether no batch waits for others to make an update with it, so that a save is whole."""
+        return self.learn.is_between_groups
+
+    def contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
+
+        Ranks:
+            Collective.
+        """
+        return contents(self.model)
+
+    def progress(self) -> Progress:
+        """Where the training is.
+
+        Ranks:
+            Collective.
+        """
+        is_between = self.logs is not None or self.steps_done == 0
+        book, place = self.step.logbook, self.stream.place
+        noted = {} if is_between else noted_by(book, self.steps_done - self.steps_before)
+        own = (place.began, random_state(self.stream.generators), noted)
+        told = self.collectives.gather(own)
+        new_pass = self.logs is not None and self.job.steps_per_epoch is None
+        epochs, values = list(self.history.epoch), copy_lists(self.history.history)
+        if self.logs is not None and self.epoch not in epochs:
+            # The history comes after the callbacks, one of which may be asking.
+            epochs.append(self.epoch)
+            for name, value in self.logs.items():
+                values.setdefault(name, []).append(value)
+        return Progress(
+            epoch=self.epoch + (self.logs is not None),
+            steps=0 if is_between else self.steps_done,
+            number=place.number + new_pass,
+            batches=0 if new_pass else place.batches,
+            began=[began for began, _, _ in told],
+            random=[random for _, random, _ in told],
+            seed=seed_of(self.source),
+            loader=None,
+            noted=[] if is_between else [*self.carried, *(notes for _, _, notes in told)],
+            history={"epoch": epochs, "history": values},
+            warm_up=None if self.warm_up is None else self.warm_up.state(),
+            callbacks=[
+                {"class": type(callback).__name__, "state": callback.state_dict()}
+                for callback in self.job.callback_list.callbacks
+            ],
+        )
+
+    def note(self, steps: int) -> None:
+        """Take note of how many of the epoch's steps are made."""
+        self.steps_done = steps
+        self.stream.note(steps)
+
+    def _restore(self) -> None:
+        """Give history and callbacks what they had, after their beginning."""
+        progress = self.resumed
+        if progress is None:
+            return
+        self.history.epoch = list(progress.history["epoch"])
+        self.history.history = copy_lists(progress.history["history"])
+        states = list(progress.callbacks)
+        for callback in self.job.callback_list.callbacks:
+            kept = next((s for s in states if s["class"] == type(callback).__name__), None)
+            if kept is not None:
+                states.remove(kept)
+                callback.load_state_dict(kept["state"])
 
     def _updates_in_an_epoch(self) -> int | None:
         """How many updates an epoch makes, where that is known."""
@@ -90,12 +203,14 @@ class FitRun:
             return None
         return -(-steps // self.compilation.accumulate_grad_batches)
 
-    def _scheduler_step(self) -> Callable[[], Any] | None:
-        """What moves a scheduler that counts updates."""
-        choice = self.compilation.scheduler
-        if choice is None or choice.interval != "step":
-            return None
-        return steps_to_the_end(self.scheduler)
+    def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
+        """What moves the rates after each of an optimizer's updates."""
+        moves = [
+            plan.mover()
+            for plan in self.schedulers
+            if plan.interval == "step" and plan.optimizer in (None, optimizer)
+        ]
+        return after_update(self.warm_up, moves, leads=optimizer is self.optimizers[0])
 
     def run(self) -> History:
         """Train for the epochs that were asked; the history of them."""
@@ -105,47 +220,103 @@ class FitRun:
         self._announce()
         callbacks.begin(model, self._params())
         try:
-            with modes_restored(model), backend_flags(self.compilation), closing(callbacks):
+            flags = backend_flags(self.compilation)
+            with modes_restored(model), flags, closing(callbacks), self._synchronized():
+                model.fit_state.run = self
                 callbacks.call("on_train_begin", {})
+                self._restore()
                 logs: dict[str, Any] = {}
                 for epoch in range(job.initial_epoch, job.epochs):
                     logs = self._epoch(epoch, callbacks, logs)
                     if model.stop_training:
                         break
                 callbacks.call("on_train_end", logs)
+                model.fit_state.progress = self.progress()
+        except BaseException as error:
+            tell_of(error, callbacks)
+            raise
         finally:
+            model.fit_state.run = None
             self.strategy.finish()
         return self.history
+
+    @contextlib.contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        """Let batch normalisation see all ranks' batches, where `compile` asked for that."""
+        if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
+            raise ConfigurationError(
+                f"sync_batchnorm=True can't be kept under strategy={self.strategy.name!r} with "
+                f"{self.strategy.replicas} replicas in one process. Start one process a device "
+                "(strategy='ddp', or ddp2 with torchrun --nproc-per-node=<devices>)."
+            )
+        if not self.compilation.sync_batchnorm or self.collectives.world_size == 1:
+            yield
+            return
+        with synchronized(self.model) as self.step.synchronization:
+            yield
 
     def _announce(self) -> None:
         """Say once, where there are several ranks, how many samples make one update."""
         ranks, size = self.collectives.world_size, self.source.batch_size
-        if ranks == 1 or self.collectives.rank or chosen_verbose(self.job.verbose) == 0:
+        replicas = self.strategy.replicas
+        several = ranks * replicas > 1
+        if not several or self.collectives.rank or chosen_verbose(self.job.verbose) == 0:
             return
-        kind = self.strategy.device.type
-        batch = f", batches of {ranks} x {size} = {ranks * size} samples" if size else ""
-        print(f"{ranks} processes on {kind}{batch}", flush=True)
+        shares = self.strategy.shares.world_size
+        what = f"{ranks} processes" if ranks > 1 else "1 process"
+        what += f" of {replicas} replicas each" if replicas > 1 else ""
+        whole = f"{shares} x {size} = {shares * size}" if size and shares > 1 else f"{size}"
+        batch = f", batches of {whole} samples" if size else ""
+        print(f"{what} on {self.strategy.device.type}{batch}", flush=True)
 
     def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
         """One epoch; its logs, or the last epoch's where the data have run out."""
         self.model.train()
-        self.step.logbook.reset()
+        self.model.current_epoch = self.epoch = epoch
+        self.steps_done = done = self.steps_before
+        self.logs = None
+        resumes = self.resumed is not None and epoch == self.resumed.epoch
+        if resumes and not done:
+            self._go_on_drawing()
+        self.step.begin()
         callbacks.call("on_epoch_begin", epoch, {})
-        batches = train_batches(
-            self.stream.epoch(), self.step, self.updater, callbacks, self._stops_now()
-        )
-        if self._ran_out(epoch, batches):
-            return last
-        logs = reduced(self.step.logbook, self.collectives)
+        self._follow_freezing()
+        if resumes and done:
+            self._go_on_drawing()
+        batches = self.stream.epoch(done)
+        with running(self.model, self.stage):
+            steps = train_batches(
+                batches, self.step, self.learn, callbacks, self._stops_now(), self.note, done
+            )
+            if self._ran_out(epoch, steps):
+                return last
+            self.step.finish()
+        logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
+        self.carried, self.steps_before = [], 0
         self.model.remember_names(list(logs))
         if self.held_out is not None and self.job.validates_after(epoch):
             values = self._validate(callbacks)
-            logs.update({f"val_{name}": value for name, value in values.items()})
-        self._schedule(logs)
+            logs.update({validation_name(name): value for name, value in values.items()})
+        self._schedule(epoch, logs)
+        self.logs = logs
         callbacks.call("on_epoch_end", epoch, logs)
         if self.job.callback_list.callbacks:
             self.model.stop_training = self._any_stops()
         return logs
+
+    def _go_on_drawing(self) -> None:
+        """Draw random numbers as the training would have that was cut."""
+        assert self.resumed is not None
+        state = self.resumed.of_rank(self.collectives.rank, "random")
+        if state is not None:
+            set_random_state(state, self.stream.generators)
+
+    def _follow_freezing(self) -> None:
+        """Wrap the module anew where a callback has frozen or freed parameters."""
+        learning = [p.requires_grad for p in self.compilation.trainable(self.model)]
+        if learning != self.learning:
+            self.learning = learning
+            self.strategy.rewrap()
 
     def _any_stops(self) -> bool:
         """Whether some rank's callbacks ask to stop."""
@@ -154,17 +325,17 @@ class FitRun:
     def _stops_now(self) -> Callable[[], bool] | None:
         """What tells after a batch whether to stop.
 
-        On several ranks that takes an exchange, made only where a callback of the user's acts
-        at batches: nobody else stops an epoch.
+        On several ranks that takes an exchange, made only where a callback acts at batches that
+        doesn't say it stops alike: nobody else stops one rank's epoch.
         """
         if self.collectives.world_size == 1:
             return lambda: self.model.stop_training
         acts = any(
-            overrides(callback, hook)
+            not callback.stops_alike and overrides(callback, hook)
             for callback in self.job.callback_list.callbacks
             for hook in BATCH_HOOKS
         )
-        return self._any_stops if acts else None
+        return self._any_stops if acts else lambda: self.model.stop_training
 
     def _ran_out(self, epoch: int, batches: int) -> bool:
         """Whether an epoch got no batches; fewer than asked end the training, with a warning."""
@@ -181,35 +352,38 @@ class FitRun:
     def _validate(self, callbacks: CallbackList) -> dict[str, Any]:
         """The values of a pass over the validation data."""
         assert self.held_out is not None
-        if self.validation_step is None:
-            # Below the wrapper: a rank without batches would never join its exchanges.
-            self.validation_step = compiled_step(
-                self.model, self.compilation, self.model, name="validation_data"
+        if self.validation is None:
+            self.validation = step_for(
+                self.model, self.compilation, "validation", name="validation_data"
             )
+        stage, step = self.validation
         return evaluate_source(
             self.model,
             self.compilation,
             self.held_out,
             self.job.validation_steps,
-            self.validation_step,
+            stage,
+            step,
             callbacks,
             name="validation_data",
         )
 
-    def _schedule(self, logs: dict[str, Any]) -> None:
-        """The scheduler's step at an epoch's end."""
-        choice, scheduler = self.compilation.scheduler, self.scheduler
-        if choice is None or choice.interval != "epoch":
-            return
+    def _schedule(self, epoch: int, logs: dict[str, Any]) -> None:
+        """The schedulers' steps at an epoch's end."""
         if self.warm_up is not None and not self.warm_up.is_over:
             return
-        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            steps_to_the_end(scheduler)()
-            return
-        watched = choice.monitor or ("val_loss" if self.held_out is not None else "loss")
+        for plan, move in self.at_epochs:
+            if not plan.watches:
+                move()
+            elif (epoch + 1) % plan.frequency == 0:
+                self._watch(plan, logs)
+
+    def _watch(self, plan: PlannedScheduler, logs: dict[str, Any]) -> None:
+        """Give a scheduler the value that it watches."""
+        watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
         validated = any(name.startswith("val_") for name in logs)
         if watched in logs:
-            scheduler.step(logs[watched])
+            plan.scheduler.step(logs[watched])
         elif validated or self.held_out is None or not watched.startswith("val_"):
             check_monitor(watched, logs)
 
@@ -223,22 +397,15 @@ class FitRun:
             "steps": self.stream.steps,
             "samples": self.source.samples,
             "batch_size": self.source.batch_size,
+            "validation": self.held_out is not None,
             "validation_steps": job.validation_steps or validation,
             "verbose": job.verbose,
         }
 
 
-def steps_to_the_end(scheduler: Any) -> Callable[[], Any]:
-    """The scheduler's step; one with a fixed length (OneCycleLR) keeps its last rate after it."""
-    total = getattr(scheduler, "total_steps", None)
-    if total is None:
-        return scheduler.step
-
-    def step() -> None:
-        if scheduler.last_epoch + 1 < total:
-            scheduler.step()
-
-    return step
+def validation_name(name: str) -> str:
+    """A validation's value among an epoch's; what a step logs as `val_loss` or `valid/f1` stays."""
+    return name if name.startswith("val") else f"val_{name}"
 
 
 def run_fit(model: Model, compilation: Compilation, job: FitJob) -> History:

@@ -1,37 +1,71 @@
-"""The optimizer and the scheduler of a model, kept from one fit to the next."""
+"""The optimizers and schedulers of a model, kept from one fit to the next."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from fitkit.errors import ConfigurationError
+from fitkit.distributed.precision import Scaling, scaled_steps
+from fitkit.distributed.strategies import Strategy
+from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.hooks import overridden
 from fitkit.notices import warn
-from fitkit.optimizers import check_trainable
+from fitkit.optimizers import OptimizerChoice, check_trainable
+from fitkit.schedulers import SchedulerChoice
 from fitkit.training.compilation import Compilation
+from fitkit.training.own_optimizers import PlannedScheduler, read_optimizers
+from fitkit.training.progress import Progress
+
+if TYPE_CHECKING:
+    from fitkit.training.fit_run import FitRun
 
 
 @dataclasses.dataclass
 class FitState:
-    """The optimizer and scheduler: made when it is first needed after `compile` named it.
+    """The optimizers and schedulers: made when they are first needed after `compile` named them.
 
     Attributes:
-        optimizer: None before it was needed.
-        scheduler: None where there is none, or before the first fit.
+        optimizers: one, or those of `configure_optimizers`; empty before they were needed.
+        schedulers: those of `configure_optimizers`, or the compiled one; empty where there are
+            none, or before the first fit.
+        frequencies: for how many batches in a row each optimizer is used; None for all each time.
         updates: how many updates were made so far; never starts anew.
         rate_factor: by how much the rates were scaled for the number of ranks.
+        accumulate: batches whose gradients make one update, from the next group on.
+        frozen: the parameters that `toggle_optimizer` froze.
+        scalings: scale the losses of half precision, one an optimizer; empty where none are.
+        stored_scalings: their states in a checkpoint.
+        run: the `fit` that runs; None outside of one.
+        progress: where the last `fit`, or the checkpoint that was loaded, has ended.
+        stored_schedulers: states that a checkpoint has for schedulers not made yet.
+        stored_groups: the optimizers' settings in that checkpoint.
     """
 
-    optimizer: Optimizer | None = None
-    scheduler: Any = None
+    optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
+    schedulers: list[PlannedScheduler] = dataclasses.field(default_factory=list)
+    frequencies: list[int] | None = None
     updates: int = 0
     rate_factor: float = 1.0
+    accumulate: int = 1
+    frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
+    scalings: list[Scaling] = dataclasses.field(default_factory=list)
+    stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    run: FitRun | None = None
+    progress: Progress | None = None
+    stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def optimizer_for(self, model: torch.nn.Module, compilation: Compilation) -> Optimizer:
-        """The optimizer over the model's parameters.
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets: all but the run."""
+        return {**self.__dict__, "run": None}
+
+    def optimizers_for(self, model: Any, compilation: Compilation) -> list[Optimizer]:
+        """The optimizers over the model's parameters.
 
         One that was made from a name is made anew where parameters have been replaced since;
         it would go on training the old ones.
@@ -41,21 +75,39 @@ class FitState:
                 parameters that are no longer the model's.
         """
         choice = compilation.optimizer
-        parameters = list(model.parameters())
         own = {id(parameter) for parameter in compilation.trainable(model)}
-        if self.optimizer is not None and not all(id(p) in own for p in held_by(self.optimizer)):
+        held = [parameter for optimizer in self.optimizers for parameter in held_by(optimizer)]
+        if not all(id(parameter) in own for parameter in held):
             if choice.is_instance:
                 choice.check_parameters(compilation.trainable(model))
             warn(
                 "Parameters of the net were replaced since its optimizer was made; the optimizer "
                 "is made anew, without its state."
             )
-            self.optimizer = self.scheduler = None
-        if self.optimizer is None:
-            self.optimizer = choice.build(parameters)
+            self.drop_optimizers()
+        if not self.optimizers:
+            if not compilation.names_optimizer and overridden(model, "configure_optimizers"):
+                self._configure(model, compilation)
+            else:
+                self.optimizers = [choice.build(list(model.parameters()))]
             self.rate_factor = 1.0
-            _warn_of_idle_loss(compilation, self.optimizer)
-        return self.optimizer
+            _warn_of_idle_loss(compilation, self.optimizers)
+        return self.optimizers
+
+    def _configure(self, model: Any, compilation: Compilation) -> None:
+        """Take what the model's own `configure_optimizers` gives."""
+        check_trainable(list(model.parameters()))
+        for name in ("learning_rate", "lr_scheduler"):
+            if compilation.given[name] is not None:
+                raise ConfigurationError(
+                    f"compile was given {name}, but {type(model).__name__} makes its optimizers "
+                    "in configure_optimizers. Set it there, or give compile the optimizer too."
+                )
+        found = read_optimizers(model.configure_optimizers())
+        for optimizer in found.optimizers:
+            OptimizerChoice(optimizer).check_parameters(compilation.trainable(model))
+        self.optimizers, self.schedulers = found.optimizers, found.schedulers
+        self.frequencies = found.frequencies
 
     def check(self, model: torch.nn.Module, compilation: Compilation) -> None:
         """Refuse to train where nothing can learn.
@@ -65,7 +117,7 @@ class FitState:
         """
         check_trainable(compilation.trainable(model))
 
-    def scheduler_for(
+    def schedulers_for(
         self,
         model: torch.nn.Module,
         compilation: Compilation,
@@ -73,75 +125,170 @@ class FitState:
         epochs: int,
         initial_epoch: int,
         steps: int | None,
-    ) -> Any:
-        """The scheduler of a fit.
+        resumes: bool = False,
+    ) -> list[PlannedScheduler]:
+        """The schedulers of a fit.
 
         One by name whose length `fit` gives (`"cosine"`) is made anew for each fit and moved on
-        to `initial_epoch`; any other is made once and goes on.
+        to `initial_epoch`; any other is made once and goes on. A checkpoint's states are given to
+        those that go on.
 
         Args:
             epochs: the final epoch's number.
             initial_epoch: the first epoch's number.
             steps: updates in an epoch; None where unknown.
+            resumes: whether a fit goes on that was cut.
         """
+        optimizers = self.optimizers_for(model, compilation)
         choice = compilation.scheduler
-        if choice is None:
-            return None
-        optimizer = self.optimizer_for(model, compilation)
-        if self.scheduler is not None and not choice.follows_fit:
-            return self.scheduler
-        if self.scheduler is not None:
+        begins_anew = choice is not None and choice.follows_fit and not resumes
+        if choice is not None and (choice.follows_fit or not self.schedulers):
+            self._make_scheduler(choice, optimizers[0], epochs, steps, begins_anew)
+        if begins_anew:
+            self._move_to(initial_epoch, steps)
+        else:
+            self.restore_schedulers()
+        return self.schedulers
+
+    def _make_scheduler(
+        self,
+        choice: SchedulerChoice,
+        optimizer: Optimizer,
+        epochs: int,
+        steps: int | None,
+        begins_anew: bool,
+    ) -> None:
+        if self.schedulers or (begins_anew and self.stored_schedulers):
+            self.stored_schedulers = []
             for group in optimizer.param_groups:
                 group["lr"] = group.get("initial_lr", group["lr"])
-        self.scheduler = choice.build(optimizer, epochs, None if steps is None else epochs * steps)
-        if choice.follows_fit and initial_epoch:
-            done = initial_epoch if choice.interval == "epoch" else initial_epoch * (steps or 0)
-            # torch warns where a scheduler moves before its optimizer has.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            for _ in range(done):
-                self.scheduler.step()
-        return self.scheduler
+        scheduler = choice.build(optimizer, epochs, None if steps is None else epochs * steps)
+        self.schedulers = [
+            PlannedScheduler(
+                scheduler,
+                choice.interval,
+                monitor=choice.monitor,
+                optimizer=optimizer,
+                follows_fit=choice.follows_fit,
+            )
+        ]
+
+    def _move_to(self, initial_epoch: int, steps: int | None) -> None:
+        """Move the scheduler to where it would be at the beginning of an epoch."""
+        (plan,) = self.schedulers
+        done = initial_epoch if plan.interval == "epoch" else initial_epoch * (steps or 0)
+        # torch warns where a scheduler moves before its optimizer has.
+        self.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
+        for _ in range(done):
+            plan.scheduler.step()
+
+    def restore_schedulers(self) -> None:
+        """Give schedulers the states that a checkpoint has for them.
+
+        Raises:
+            CheckpointError: it has other schedulers.
+        """
+        stored, self.stored_schedulers = self.stored_schedulers, []
+        groups, self.stored_groups = self.stored_groups, []
+        if not stored or not self.schedulers:
+            return
+        wanted = [entry["class"] for entry in stored]
+        classes = [type(plan.scheduler).__name__ for plan in self.schedulers]
+        if wanted != classes:
+            raise CheckpointError(
+                f"The checkpoint has the schedulers {', '.join(wanted)}, but the model is compiled "
+                f"with {', '.join(classes)}. Compile it as it was, or use load_weights."
+            )
+        for plan, entry in zip(self.schedulers, stored, strict=True):
+            plan.load_state(entry["state"])
+        # Making a scheduler has set the rates anew.
+        for group, kept in zip(self.groups, groups, strict=True):
+            group.update(kept)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """All optimizers' parameter groups, in their order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def only_others(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        """The learning parameters that other optimizers hold, and this one doesn't."""
+        own = {id(parameter) for parameter in held_by(optimizer)}
+        others = {id(p): p for other in self.optimizers for p in held_by(other)}
+        return [p for key, p in others.items() if key not in own and p.requires_grad]
+
+    def scalings_for(self, strategy: Strategy, count: int) -> list[Scaling]:
+        """What scales the losses, where the precision wants that; kept from fit to fit."""
+        if strategy.precision.scaler(strategy.device) is None:
+            self.scalings = []
+            return []
+        while len(self.scalings) < count:
+            scaler = strategy.precision.scaler(strategy.device)
+            assert scaler is not None
+            self.scalings.append(Scaling(scaler))
+        stored, self.stored_scalings = self.stored_scalings, []
+        for scaling, state in zip(self.scalings, stored, strict=False):
+            scaling.load_state_dict(state)
+        return self.scalings
+
+    @contextlib.contextmanager
+    def counting_steps(self) -> Iterator[None]:
+        """Count the updates that somebody else makes meanwhile."""
+
+        def count(*arguments: Any) -> None:
+            self.updates += 1
+
+        if self.scalings:
+            with scaled_steps(self.scalings[0], self.optimizers, count):
+                yield
+            return
+        handles = [optimizer.register_step_post_hook(count) for optimizer in self.optimizers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def set_rate(self, rate: float) -> None:
-        """Change the rate and keep the optimizer's state; a scheduler begins anew from there."""
-        self.scheduler = None
+        """Change the rates and keep the optimizers' state; schedulers begin anew from there."""
         self.rate_factor = 1.0
-        if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-                group.pop("initial_lr", None)
+        for group in self.groups:
+            group["lr"] = rate
+        self.drop_schedulers()
 
-    def drop_scheduler(self) -> None:
+    def drop_optimizers(self) -> None:
+        """Let the optimizers be made anew."""
+        self.optimizers, self.schedulers, self.frequencies = [], [], None
+
+    def drop_schedulers(self) -> None:
         """Let the next scheduler begin from the rates that there are now."""
-        self.scheduler = None
-        if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group.pop("initial_lr", None)
+        self.schedulers = []
+        for group in self.groups:
+            group.pop("initial_lr", None)
 
     def snapshot(self) -> tuple[Any, ...]:
         """What `restore` needs: the objects, and the groups' settings."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        return self.optimizer, self.scheduler, self.rate_factor, settings
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+        objects = (self.optimizers, self.schedulers, self.frequencies, self.rate_factor)
+        return *objects, settings
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Put the objects and the groups' settings back."""
-        self.optimizer, self.scheduler, self.rate_factor, settings = snapshot
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        for group, before in zip(groups, settings, strict=True):
+        *objects, settings = snapshot
+        self.optimizers, self.schedulers, self.frequencies, self.rate_factor = objects
+        for group, before in zip(self.groups, settings, strict=True):
             for key in set(group) - set(before) - {"params"}:
                 del group[key]
             group.update(before)
 
 
-def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+def held_by(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     """All parameters that an optimizer holds."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _warn_of_idle_loss(compilation: Compilation, optimizer: Optimizer) -> None:
+def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:
     """Say once that a loss has parameters which nobody trains."""
-    held = {id(parameter) for parameter in held_by(optimizer)}
+    held = {id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)}
     idle = [p for p in compilation.loss_parameters() if p.requires_grad and id(p) not in held]
     if idle:
         warn(

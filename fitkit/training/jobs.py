@@ -29,6 +29,7 @@ from fitkit.data.sources import (
 )
 from fitkit.data.stream import check_readable
 from fitkit.errors import ConfigurationError
+from fitkit.training.progress import Progress
 
 
 @dataclasses.dataclass
@@ -55,7 +56,6 @@ class FitJob:
     validation_steps: int | None
     validation_batch_size: int | None
     validation_freq: Any
-    resume_from: Any = None
 
     def __post_init__(self) -> None:
         check_data_type(self.x)
@@ -69,17 +69,19 @@ class FitJob:
         chosen_verbose(self.verbose)
         check_choice("shuffle", self.shuffle, (True, False, "batch"))
         self._check_validation_freq()
-        if self.resume_from is not None:
-            raise ConfigurationError(
-                f"resume_from={describe(self.resume_from)} isn't supported by this version of "
-                "fitkit. Load weights with model.load_weights(path) and give initial_epoch."
-            )
         self.weights_by_class = (
             None if self.class_weight is None else ClassWeights(self.class_weight)
         )
         self.callback_list = CallbackList(self.callbacks)
         self.source: Source | None = None
         self.held_out: Source | None = None
+        self.resumed: Progress | None = None
+
+    def go_on_from(self, progress: Progress | None) -> None:
+        """Begin where another fit was cut; None: at the beginning."""
+        self.resumed = progress
+        if progress is not None:
+            self.initial_epoch = progress.epoch
 
     def _check_validation_freq(self) -> None:
         frequency = self.validation_freq

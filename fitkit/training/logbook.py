@@ -1,4 +1,4 @@
-"""Running means over samples, without asking the device for a number at each step."""
+"""What a pass notes: losses, metrics, and what its steps log."""
 
 from __future__ import annotations
 
@@ -7,69 +7,26 @@ from typing import Any
 
 import torch
 
-FOLD_EVERY = 128
-"""Values kept before they are folded into a sum: bounds memory, costs one operation."""
-
-
-class RunningMean:
-    """The mean of batch values, weighted by their numbers of samples, in float64.
-
-    Adding keeps the tensor and does nothing else; the sums are made every `FOLD_EVERY`
-    values, on the values' own device.
-    """
-
-    __slots__ = ("_count", "_counts", "_sum", "_values")
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._values: list[torch.Tensor] = []
-        self._counts: list[int] = []
-        self._sum: torch.Tensor | None = None
-        self._count = 0
-
-    def add(self, value: torch.Tensor, samples: int) -> None:
-        """Take a batch's mean over `samples` samples; `value` is a detached 0-d tensor."""
-        self._values.append(value)
-        self._counts.append(samples)
-        if len(self._values) >= FOLD_EVERY:
-            self._fold()
-
-    def _fold(self) -> None:
-        if not self._values:
-            return
-        values = torch.stack(self._values).double()
-        counts = torch.tensor(self._counts, dtype=torch.float64, device=values.device)
-        total = values @ counts
-        self._sum = total if self._sum is None else self._sum + total
-        self._count += sum(self._counts)
-        self._values.clear()
-        self._counts.clear()
-
-    def sums(self) -> tuple[float, int]:
-        """The sum over the samples so far, read from the device, and their number."""
-        self._fold()
-        return (0.0 if self._sum is None else self._sum.item()), self._count
-
-    def result(self) -> float | None:
-        """The mean so far, read from the device; None before the first value."""
-        total, count = self.sums()
-        return total / count if count else None
+from fitkit.training.logged import Logged
+from fitkit.training.running_mean import RunningMean
 
 
 class Logbook:
-    """The loss, its parts and the metrics of one pass, by name and in order.
+    """The loss, its parts, the metrics and the logged values of one pass, by name and in order.
 
     Args:
         meters: the pass's metrics.
+
+    Attributes:
+        steps: how many steps this rank has made.
     """
 
     def __init__(self, meters: Any) -> None:
         self.loss = RunningMean()
         self.parts: dict[str, RunningMean] = {}
         self.meters = meters
+        self.logged = Logged()
+        self.steps = 0
 
     def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
         """Take the losses of a batch's several outputs."""
@@ -82,6 +39,8 @@ class Logbook:
         for part in self.parts.values():
             part.reset()
         self.meters.reset()
+        self.logged.reset()
+        self.steps = 0
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """The sum and the number of samples of the loss and of each of its parts."""
@@ -91,12 +50,13 @@ class Logbook:
         }
 
     def results(self) -> dict[str, Any]:
-        """All running values as Python floats: the loss, its parts, the metrics."""
+        """All running values as Python floats: the loss, its parts, the metrics, the logged."""
         found = {"loss": self.loss.result()}
         found.update({name: part.result() for name, part in self.parts.items()})
         return {
             **{name: value for name, value in found.items() if value is not None},
             **self.meters.results(),
+            **self.logged.results(),
         }
 
 
@@ -105,10 +65,14 @@ class LazyLogs(MutableMapping[str, Any]):
 
     Args:
         read: gives the values; called at the first access.
+        batch_loss: the batch's own loss, a 0-d tensor on the device; None where there is none.
     """
 
-    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, read: Callable[[], dict[str, Any]], batch_loss: torch.Tensor | None = None
+    ) -> None:
         self._read = read
+        self.batch_loss = batch_loss
         self._values: dict[str, Any] | None = None
 
     def _all(self) -> dict[str, Any]:

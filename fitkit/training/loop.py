@@ -3,65 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 from fitkit import trees
 from fitkit.callbacks import CallbackList
+from fitkit.training.learning import Learning
 from fitkit.training.logbook import LazyLogs
-from fitkit.training.steps import CompiledStep, PredictStep
-from fitkit.training.updates import Updater
+from fitkit.training.runs import Step
 
 
 def train_batches(
     batches: Iterator[Any],
-    step: CompiledStep,
-    updater: Updater,
+    step: Step,
+    learn: Learning,
     callbacks: CallbackList,
     stops: Callable[[], bool] | None,
+    note: Callable[[int], None],
+    done: int = 0,
 ) -> int:
     """Train on an epoch's batches.
 
     Args:
+        step: keeps the running values.
+        learn: makes the updates.
         stops: whether some rank wants to stop; asked after each step. None where nobody can.
+        note: takes the number of steps made, before anybody acts at a batch's end.
+        done: how many of the epoch's steps were made before it was cut.
 
     Returns:
-        How many steps there were.
+        How many steps the epoch has had.
     """
     begin = callbacks.hooks("on_train_batch_begin")
     end = callbacks.hooks("on_train_batch_end")
-    clear, update = updater.clear, updater.step
     results = step.logbook.results
-    index = -1
-    for index, batch in enumerate(batches):
+    index = done - 1
+    for index, batch in enumerate(batches, done):
         for hook in begin:
             hook(index, {})
-        clear()
-        if updater.accumulates:
-            with updater.around_step():
-                loss = step(batch)
-                update(loss, step.samples, step.total)
-        else:
-            loss = step(batch)
-            if updater.takes_closure:
-                updater.step_with_closure(loss, partial(step.again, batch))
-            else:
-                update(loss, step.samples, step.total)
-        if index == 0:
-            step.transfer.put_back()
+        learn(batch, index)
+        if index == done:
+            step.after_first()
         if end:
-            logs = LazyLogs(results)
+            note(index + 1)
+            logs = LazyLogs(results, step.logbook.loss.last)
             for hook in end:
                 hook(index, logs)
         if stops is not None and stops():
             break
-    updater.finish()
+    learn.finish()
+    note(index + 1)
+    step.logbook.steps = index + 1 - done
     return index + 1
 
 
-def evaluate_batches(batches: Iterator[Any], step: CompiledStep, callbacks: CallbackList) -> int:
+def evaluate_batches(batches: Iterator[Any], step: Step, callbacks: CallbackList) -> int:
     """Note losses and metrics of batches, without gradients.
 
     Returns:
@@ -75,18 +72,19 @@ def evaluate_batches(batches: Iterator[Any], step: CompiledStep, callbacks: Call
         for index, batch in enumerate(batches):
             for hook in begin:
                 hook(index, {})
-            step(batch)
+            step(batch, index)
             if index == 0:
-                step.transfer.put_back()
+                step.after_first()
             if end:
                 logs = LazyLogs(results)
                 for hook in end:
                     hook(index, logs)
+    step.logbook.steps = index + 1
     return index + 1
 
 
 def predict_batches(
-    batches: Iterator[Any], step: PredictStep, callbacks: CallbackList
+    batches: Iterator[Any], step: Callable[..., Any], callbacks: CallbackList
 ) -> list[Any]:
     """The net's outputs for each batch, in order, on the CPU."""
     begin = callbacks.hooks("on_predict_batch_begin")
@@ -96,7 +94,7 @@ def predict_batches(
         for index, batch in enumerate(batches):
             for hook in begin:
                 hook(index, {})
-            output = on_host(step(batch))
+            output = on_host(step(batch, index))
             for hook in end:
                 hook(index, {"outputs": output})
             outputs.append(output)

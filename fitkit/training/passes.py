@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fitkit import trees
 from fitkit.callbacks import CallbackList
 from fitkit.data.sources import Source
 from fitkit.data.stream import limited
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
+from fitkit.hooks import evaluation_stage
 from fitkit.notices import warn
 from fitkit.training.jobs import PassJob
 from fitkit.training.loop import evaluate_batches, predict_batches
 from fitkit.training.reduction import reduced
-from fitkit.training.runs import closing, compiled_step, pass_params, share_of, with_own
-from fitkit.training.session import backend_flags, caller_of, modes_restored, transfer_of
-from fitkit.training.steps import CompiledStep, PredictStep
+from fitkit.training.runs import (
+    Step,
+    closing,
+    pass_params,
+    predict_step_for,
+    share_of,
+    step_for,
+    with_own,
+)
+from fitkit.training.session import backend_flags, modes_restored
+from fitkit.training.stage import Stage, running
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -28,11 +39,12 @@ def run_evaluate(model: Model, compilation: Compilation, job: PassJob) -> dict[s
     """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
     compilation.strategy.place(model)
     source = share_of(job.source, compilation, training=False)
-    step = compiled_step(model, compilation, model, all_targets=[source.target])
+    name = evaluation_stage(model) or "test"
+    stage, step = step_for(model, compilation, name, all_targets=[source.target])
     callbacks = with_own(job.callback_list, job.verbose)
     callbacks.begin(model, pass_params("evaluate", source, job))
     with backend_flags(compilation), closing(callbacks):
-        return evaluate_source(model, compilation, source, job.steps, step, callbacks)
+        return evaluate_source(model, compilation, source, job.steps, stage, step, callbacks)
 
 
 def evaluate_source(
@@ -40,7 +52,8 @@ def evaluate_source(
     compilation: Compilation,
     source: Source,
     steps: int | None,
-    step: CompiledStep,
+    stage: Stage,
+    step: Step,
     callbacks: CallbackList,
     name: str = "x",
 ) -> dict[str, Any]:
@@ -49,17 +62,19 @@ def evaluate_source(
     Raises:
         ConfigurationError: there was no batch on any rank.
     """
-    collectives = compilation.strategy.collectives
-    step.logbook.reset()
-    with modes_restored(model):
+    shares = compilation.strategy.shares
+    step.begin()
+    with modes_restored(model), running(model, stage):
         model.eval()
         compilation.strategy.before_evaluation(model)
         callbacks.call("on_test_begin", {})
-        batches = evaluate_batches(_first(source, steps, collectives), step, callbacks)
-        if steps is not None and batches and collectives.world_size == 1 and batches < steps:
+        batches = evaluate_batches(_first(source, steps, shares), step, callbacks)
+        if steps is not None and batches and shares.world_size == 1 and batches < steps:
             warn(f"{name} ended after {batches} batches of the {steps} that were asked for.")
-        values = reduced(step.logbook, collectives)
-        if not values:
+        with torch.no_grad():
+            step.finish()
+        values, everyones = reduced(step.logbook, shares)
+        if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no batches.")
         model.remember_names(list(values))
         callbacks.call("on_test_end", values)
@@ -78,16 +93,17 @@ def run_predict(model: Model, compilation: Compilation, job: PassJob) -> Any:
     strategy = compilation.strategy
     strategy.place(model)
     source = share_of(job.source, compilation, training=False)
-    step = PredictStep(model, caller_of(model), transfer_of(model, strategy))
+    stage, step = predict_step_for(model, compilation)
     callbacks = with_own(job.callback_list, job.verbose)
     callbacks.begin(model, pass_params("predict", source, job))
-    with modes_restored(model), backend_flags(compilation), closing(callbacks):
+    flags, shares = backend_flags(compilation), strategy.shares
+    with modes_restored(model), flags, closing(callbacks), running(model, stage):
         model.eval()
         callbacks.call("on_predict_begin", {})
-        batches = _first(source, job.steps, strategy.collectives)
+        batches = _first(source, job.steps, shares)
         outputs = predict_batches(batches, step, callbacks)
         callbacks.call("on_predict_end", {})
-    everyone = strategy.collectives.gather(outputs)
+    everyone = shares.gather(outputs)
     whole: list[Any] = [None] * sum(len(part) for part in everyone)
     for rank, part in enumerate(everyone):
         whole[rank :: len(everyone)] = part  # batches were dealt out in turn

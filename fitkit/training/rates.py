@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
-
 from fitkit.errors import ConfigurationError
 from fitkit.training.fit_state import FitState
 
@@ -19,7 +17,7 @@ SCALINGS = {"linear": float, "sqrt": math.sqrt}
 """How the rate grows with the number of ranks; None: not at all."""
 
 
-def scale_rates(state: FitState, optimizer: Optimizer, scaling: str | None, ranks: int) -> float:
+def scale_rates(state: FitState, scaling: str | None, ranks: int) -> float:
     """Multiply the rates for a number of ranks, once; a later fit on others corrects them.
 
     Returns:
@@ -28,7 +26,7 @@ def scale_rates(state: FitState, optimizer: Optimizer, scaling: str | None, rank
     factor = 1.0 if scaling is None else SCALINGS[scaling](ranks)
     change = factor / state.rate_factor
     if change != 1.0:
-        for group in optimizer.param_groups:
+        for group in state.groups:
             group["lr"] *= change
             if "initial_lr" in group:
                 group["initial_lr"] *= change
@@ -40,14 +38,14 @@ class WarmUp:
     """Raises the rates linearly over the first updates; a scheduler waits until it is over.
 
     Args:
-        optimizer: whose rates are raised to what they are now.
+        groups: whose rates are raised to what they are now.
         updates: how many updates it takes.
         start: the fraction of the rates to begin above; the first update has one step of it.
     """
 
-    def __init__(self, optimizer: Optimizer, updates: int, start: float) -> None:
-        self._optimizer = optimizer
-        self._targets = [group["lr"] for group in optimizer.param_groups]
+    def __init__(self, groups: list[dict[str, Any]], updates: int, start: float) -> None:
+        self._groups = groups
+        self._targets = [group["lr"] for group in groups]
         self._updates = updates
         self._start = start
         self._done = 0
@@ -58,6 +56,16 @@ class WarmUp:
         """Whether the rates are what they were meant to be."""
         return self._done >= self._updates
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"done": self._done, "targets": list(self._targets)}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._done = int(state["done"])
+        self._targets = [float(target) for target in state["targets"]]
+        self._set()
+
     def step(self) -> None:
         """Take note of an update."""
         if not self.is_over:
@@ -67,12 +75,12 @@ class WarmUp:
     def _set(self) -> None:
         part = min((self._done + 1) / self._updates, 1.0)
         factor = self._start + (1.0 - self._start) * part
-        for group, target in zip(self._optimizer.param_groups, self._targets, strict=True):
+        for group, target in zip(self._groups, self._targets, strict=True):
             group["lr"] = target * factor
 
 
 def warm_up(
-    optimizer: Optimizer, epochs: float | None, steps: int | None, factor: float
+    groups: list[dict[str, Any]], epochs: float | None, steps: int | None, factor: float
 ) -> WarmUp | None:
     """The warm-up that `warmup_epochs` asks for.
 
@@ -93,20 +101,27 @@ def warm_up(
             "steps_per_epoch=…"
         )
     start = 1.0 / factor if factor != 1.0 else 0.0
-    return WarmUp(optimizer, max(1, round(epochs * steps)), start)
+    return WarmUp(groups, max(1, round(epochs * steps)), start)
 
 
 def after_update(
-    warm: WarmUp | None, scheduler_step: Callable[[], Any] | None
+    warm: WarmUp | None, moves: list[Callable[[], Any]], *, leads: bool = True
 ) -> Callable[[], Any] | None:
-    """What moves the rates after each update: the warm-up first, then the scheduler."""
-    if warm is None:
-        return scheduler_step
+    """What moves the rates after each update: the warm-up first, then the schedulers.
+
+    Args:
+        moves: the schedulers' steps.
+        leads: whether this optimizer's updates are those that the warm-up counts.
+    """
+    if warm is None and len(moves) <= 1:
+        return moves[0] if moves else None
 
     def step() -> None:
-        if not warm.is_over:
-            warm.step()
-        elif scheduler_step is not None:
-            scheduler_step()
+        if warm is not None and not warm.is_over:
+            if leads:
+                warm.step()
+            return
+        for move in moves:
+            move()
 
     return step

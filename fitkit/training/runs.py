@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import sharded
 from fitkit.data.sources import Source
-from fitkit.distributed.strategies import Strategy
+from fitkit.distributed.precision import match_state
+from fitkit.distributed.strategies import Door, Strategy
+from fitkit.hooks import has_own_steps
+from fitkit.notices import warn
+from fitkit.training.fit_state import held_by
 from fitkit.training.jobs import PassJob
 from fitkit.training.logbook import Logbook
-from fitkit.training.session import caller_of, transfer_of
-from fitkit.training.steps import CompiledStep
+from fitkit.training.own_steps import OwnPredictStep, OwnStep
+from fitkit.training.session import caller_of, mover_of
+from fitkit.training.stage import Stage
+from fitkit.training.steps import CompiledStep, PredictStep
 from fitkit.training.updates import Updater
 
 if TYPE_CHECKING:
@@ -22,10 +32,14 @@ if TYPE_CHECKING:
     from fitkit.training.compilation import Compilation
 
 
+Step = CompiledStep | OwnStep
+"""A batch's step: as `compile` describes it, or by the model's own hooks."""
+
+
 def compiled_step(
     model: Model,
     compilation: Compilation,
-    door: Callable[..., Any],
+    door: Door,
     class_weights: ClassWeights | None = None,
     all_targets: list[Any] | None = None,
     name: str = "x",
@@ -36,7 +50,8 @@ def compiled_step(
     return CompiledStep(
         door,
         caller_of(model),
-        transfer_of(model, strategy),
+        mover_of(model, strategy),
+        strategy.precision,
         compilation.loss.begin(),
         Logbook(compilation.metrics.meters()),
         class_weights,
@@ -45,25 +60,95 @@ def compiled_step(
     )
 
 
-def updater_of(
+def step_for(
+    model: Model,
+    compilation: Compilation,
+    stage: str,
+    *,
+    class_weights: ClassWeights | None = None,
+    all_targets: list[Any] | None = None,
+    name: str = "x",
+) -> tuple[Stage, Step]:
+    """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
+    strategy = compilation.strategy
+    if stage != "training":
+        door = strategy.evaluation_door(model)
+    elif learns_alone(model):
+        door = strategy.door(model)
+    else:
+        door = strategy.plain_door(model)
+    compiled = compiled_step(model, compilation, door, class_weights, all_targets, name)
+    running = Stage(stage, compiled.logbook.logged, compiled)
+    running.transferred = compiled.mover.transfer
+    by_turns = stage == "training" and not learns_alone(model)
+    if not (has_own_steps(model, stage) or by_turns):
+        return running, compiled
+    own = OwnStep(
+        model,
+        running,
+        door,
+        compiled.mover,
+        compiled.logbook,
+        strategy.shares,
+        partial(strategy.precision.forward, strategy.device.type),
+        optional_loss=not model.automatic_optimization,
+    )
+    return running, own
+
+
+def learns_alone(model: Model) -> bool:
+    """Whether one optimizer makes one update a step, as wrappers like DDP's want it."""
+    return model.automatic_optimization and len(model.fit_state.optimizers) <= 1
+
+
+def predict_step_for(model: Model, compilation: Compilation) -> tuple[Stage, Any]:
+    """The step of `predict`."""
+    strategy = compilation.strategy
+    door, mover = strategy.evaluation_door(model), mover_of(model, strategy)
+    compiled = PredictStep(door, caller_of(model), mover, strategy.precision)
+    stage = Stage("predict", predicting=compiled, transferred=mover.transfer)
+    if has_own_steps(model, "predict"):
+        around = partial(strategy.precision.forward, strategy.device.type)
+        return stage, OwnPredictStep(model, stage, door, mover, around)
+    return stage, compiled
+
+
+def updaters_of(
     model: Model,
     compilation: Compilation,
     *,
     accumulate: int | None = None,
-    after_update: Callable[[], Any] | None = None,
-) -> Updater:
-    """What turns the model's losses into updates."""
-    model.fit_state.check(model, compilation)
-    return Updater(
-        compilation.strategy,
-        model.fit_state,
-        model.optimizer,
-        compilation.trainable(model),
-        accumulate=compilation.accumulate_grad_batches if accumulate is None else accumulate,
-        clip_value=compilation.gradient_clip_val,
-        clip_algorithm=compilation.gradient_clip_algorithm,
-        after_update=after_update,
-    )
+    after_update: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
+) -> list[Updater]:
+    """What turns the model's losses into updates: one for each optimizer.
+
+    Args:
+        accumulate: instead of what `compile` was given.
+        after_update: gives for an optimizer what to call after each of its updates.
+    """
+    state, strategy = model.fit_state, compilation.strategy
+    state.check(model, compilation)
+    optimizers = state.optimizers_for(model, compilation)
+    for optimizer in optimizers:
+        match_state(optimizer)
+        strategy.precision.check_optimizer(optimizer)
+    several = len(optimizers) > 1
+    scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
+    return [
+        Updater(
+            strategy,
+            state,
+            optimizer,
+            held_by(optimizer) if several else compilation.trainable(model),
+            accumulate=compilation.accumulate_grad_batches if accumulate is None else accumulate,
+            clip_value=compilation.gradient_clip_val,
+            clip_algorithm=compilation.gradient_clip_algorithm,
+            after_update=after_update(optimizer),
+            exchanges=several,
+            scaling=scaling,
+        )
+        for optimizer, scaling in zip_longest(optimizers, scalings)
+    ]
 
 
 def share_of(source: Source | None, compilation: Compilation, *, training: bool) -> Source:
@@ -76,7 +161,7 @@ def share_of(source: Source | None, compilation: Compilation, *, training: bool)
     strategy: Strategy = compilation.strategy
     return sharded(
         source,
-        strategy.collectives,
+        strategy.shares,
         training=training,
         replace_sampler=compilation.replace_sampler,
         scatter=strategy.reads_on_rank_zero,
@@ -84,11 +169,15 @@ def share_of(source: Source | None, compilation: Compilation, *, training: bool)
 
 
 def with_own(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackList:
-    """The user's callbacks, then fitkit's: they see what the user's have added to the logs."""
+    """The user's callbacks, then fitkit's, which see what the user's have added to the logs.
+
+    At the end those that come last: what saves has to see what all others have done.
+    """
     added: list[Callback] = list(own)
     if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
         added.append(ProgressBar(verbose=verbose))
-    return CallbackList([*callbacks.callbacks, *added])
+    together = [*callbacks.callbacks, *added]
+    return CallbackList(sorted(together, key=lambda callback: callback.comes_last))
 
 
 @contextlib.contextmanager
@@ -100,6 +189,15 @@ def closing(callbacks: CallbackList) -> Iterator[None]:
         for callback in callbacks.callbacks:
             if isinstance(callback, ProgressBar):
                 callback.close()
+
+
+def tell_of(error: BaseException, callbacks: CallbackList) -> None:
+    """Call `on_exception`; what fails in it is a warning, and hides neither error nor others."""
+    for hook in callbacks.hooks("on_exception"):
+        try:
+            hook(error)
+        except Exception as another:
+            warn(f"on_exception failed: {type(another).__name__}: {another}")
 
 
 def pass_params(stage: str, source: Source, job: PassJob) -> dict[str, Any]:

@@ -11,8 +11,10 @@ import torch
 
 from fitkit.data.transfer import Transfer
 from fitkit.distributed.strategies import Strategy
+from fitkit.hooks import overridden
 from fitkit.training.calling import Caller
 from fitkit.training.compilation import Compilation
+from fitkit.training.moving import Mover
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -33,9 +35,11 @@ def _spreads(forward: Any) -> bool:
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def transfer_of(model: torch.nn.Module, strategy: Strategy) -> Transfer:
+def mover_of(model: Model, strategy: Strategy) -> Mover:
     """What brings batches to the model's device in the model's dtype."""
-    return Transfer(strategy.device, strategy.precision.input_dtype(model))
+    transfer = Transfer(strategy.device, strategy.precision.input_dtype(model))
+    own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
+    return Mover(transfer, own)
 
 
 @contextlib.contextmanager
@@ -74,7 +78,7 @@ def unchanged_on_error(model: Model) -> Iterator[None]:
 
     The first forward already changes running statistics, and making a scheduler changes rates.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state, history = model.fit_state, model.history
     before, updates = state.snapshot(), state.updates
     try:
@@ -83,7 +87,7 @@ def unchanged_on_error(model: Model) -> Iterator[None]:
             yield
     except BaseException:
         if state.updates == updates:
-            _put_back(buffers)
+            _put_back(model, buffers)
             state.restore(before)
             model.history = history
         raise
@@ -93,7 +97,8 @@ def unchanged_on_error(model: Model) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _put_back(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give buffers the values that were copied."""
-    for buffer, copy in copies:
-        buffer.copy_(copy)
+def _put_back(model: torch.nn.Module, copies: dict[str, torch.Tensor]) -> None:
+    """Give buffers the values that were copied; they may be on another device by now."""
+    for name, buffer in model.named_buffers():
+        if name in copies:
+            buffer.copy_(copies[name])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,16 @@ from fitkit import trees
 from fitkit.data.batches import samples_in, unpack
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
-from fitkit.data.transfer import LABEL_KEYS, Transfer
+from fitkit.data.transfer import LABEL_KEYS
+from fitkit.distributed.precision import Precision
+from fitkit.distributed.strategies import Door
+from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.losses import CompiledLoss
 from fitkit.training.calling import Caller
 from fitkit.training.explain import explained, shapes_of
 from fitkit.training.logbook import Logbook
+from fitkit.training.moving import Mover
 
 
 class CompiledStep:
@@ -29,7 +35,8 @@ class CompiledStep:
     Args:
         door: the way into the net's forward.
         caller: how inputs enter it.
-        transfer: brings a batch to the device.
+        mover: brings a batch to the device.
+        precision: in which number types the net computes.
         loss: the compiled loss.
         logbook: where losses and metrics are noted.
         class_weights: weights by label; training only.
@@ -40,13 +47,15 @@ class CompiledStep:
     Attributes:
         samples: of the last batch on this rank; 0 where it only filled a place.
         total: of the last batches on all ranks.
+        synchronization: what synchronised batch normalisations are told; None where there are none.
     """
 
     def __init__(
         self,
-        door: Callable[..., Any],
+        door: Door,
         caller: Caller,
-        transfer: Transfer,
+        mover: Mover,
+        precision: Precision,
         loss: CompiledLoss,
         logbook: Logbook,
         class_weights: ClassWeights | None = None,
@@ -54,8 +63,13 @@ class CompiledStep:
         name: str = "x",
     ) -> None:
         self.door = door
+        self.forward = forward_of(door)
         self.caller = caller
-        self.transfer = transfer
+        self.mover = mover
+        self._move = mover.move
+        self._around, self._wide = precision.forward, precision.predictions
+        self._kind = mover.transfer.device.type
+        self.synchronization: Synchronization | None = None
         self.loss = loss
         self.logbook = logbook
         self.meters = logbook.meters if logbook.meters.has_metrics else None
@@ -65,8 +79,20 @@ class CompiledStep:
         self.checked = False
         self.samples = 0
         self.total = 0
+        self._replicas = threading.Lock()
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def begin(self) -> None:
+        """Begin a new pass."""
+        self.logbook.reset()
+
+    def finish(self) -> None:
+        """End the pass; nothing is left to do."""
+
+    def after_first(self) -> None:
+        """Undo what the first batch's step did to the data's memory."""
+        self.mover.transfer.put_back()
+
+    def __call__(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss, noted in the logbook with the metrics.
 
         Raises:
@@ -75,7 +101,9 @@ class CompiledStep:
         """
         share = batch if type(batch) is Share else None
         x, y, weight = self._opened(batch if share is None else share.batch)
-        prediction, loss, parts = self._compute(x, y, weight)
+        if self.synchronization is not None:
+            self.synchronization.counts = share is None or share.count > 0
+        prediction, loss, parts = self._compute(self.forward, x, y, weight)
         samples = self.samples = self.total = samples_in(x, y)
         if share is not None:
             self.samples, self.total = share.count, share.total
@@ -90,13 +118,40 @@ class CompiledStep:
                 self.meters.update(prediction, y, weight)
         return loss
 
-    def again(self, batch: Any) -> torch.Tensor:
+    def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        return self._compute(*self._opened(batch.batch if type(batch) is Share else batch))[1]
+        opened = self._opened(batch.batch if type(batch) is Share else batch)
+        return self._compute(self.forward, *opened)[1]
+
+    def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
+        """The loss of a batch inside a step of the model's own; not noted, but for the metrics.
+
+        Args:
+            model: the model, or one of its replicas.
+            batch: on the device already.
+            counts: whether the metrics count it.
+        """
+        x, y, weight = self._parts(batch)
+        with self._replicas:  # the first batch's checks, and the metrics' sums
+            if not self.checked:
+                prediction, loss, parts = self._compute(model, x, y, weight)
+            else:
+                prediction = None
+        if prediction is None:
+            prediction, loss, parts = self._compute(model, x, y, weight)
+        with self._replicas, torch.no_grad():
+            if counts and parts:
+                self.logbook.add_parts(parts, samples_in(x, y))
+            if counts and self.meters is not None:
+                self.meters.update(prediction, y, weight)
+        return loss
 
     def _opened(self, batch: Any) -> tuple[Any, Any, Any]:
         """The batch's inputs, targets and weights, on the device."""
-        x, y, weight = unpack(self.transfer(batch))
+        return self._parts(self._move(batch))
+
+    def _parts(self, batch: Any) -> tuple[Any, Any, Any]:
+        x, y, weight = unpack(batch)
         if y is None:
             y = labels_inside(x)
         if self.class_weights is not None:
@@ -104,13 +159,15 @@ class CompiledStep:
         return x, y, weight
 
     def _compute(
-        self, x: Any, y: Any, weight: Any
+        self, forward: Callable[..., Any], x: Any, y: Any, weight: Any
     ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
         is_first = not self.checked
         if is_first:
             check_batch(x, weight, self.name)
         try:
-            prediction = self.caller(self.door, x)
+            with self._around(self._kind):
+                prediction = self.caller(forward, x)
+            prediction = self._wide(prediction)
             if is_first:
                 self._check(prediction, x, y)
             loss, parts = self.loss(prediction, y, weight)
@@ -119,7 +176,7 @@ class CompiledStep:
         except FitkitError:
             raise
         except Exception as error:
-            explanation = explained(error, self.door, x, y, self.name)
+            explanation = explained(error, self.door.net, x, y, self.name)
             if explanation is None:
                 raise
             raise explanation from error
@@ -127,7 +184,7 @@ class CompiledStep:
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
-        self.transfer.settle()
+        self.mover.transfer.settle()
         with torch.no_grad():
             self.loss.check(prediction, y)
             for targets in self.all_targets:
@@ -171,31 +228,44 @@ class PredictStep:
     """Computes the net's outputs for batches.
 
     Args:
-        door, caller, transfer: as in `CompiledStep`.
+        door, caller, mover, precision: as in `CompiledStep`.
     """
 
-    def __init__(self, door: Callable[..., Any], caller: Caller, transfer: Transfer) -> None:
+    def __init__(self, door: Door, caller: Caller, mover: Mover, precision: Precision) -> None:
         self.door = door
+        self.forward = forward_of(door)
         self.caller = caller
-        self.transfer = transfer
+        self.mover = mover
+        self._around, self._wide = precision.forward, precision.predictions
+        self._kind = mover.transfer.device.type
         self.checked = False
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, index: int = 0) -> Any:
         """The net's outputs for the batch's inputs; targets and weights are not looked at."""
-        x, _, _ = unpack(self.transfer(batch))
+        x, _, _ = unpack(self.mover(batch))
         if not self.checked:
             check_batch(x, None, "x")
         try:
-            outputs = self.caller(self.door, x)
+            with self._around(self._kind):
+                outputs = self._wide(self.caller(self.forward, x))
         except FitkitError:
             raise
         except Exception as error:
-            explanation = explained(error, self.door, x, None)
+            explanation = explained(error, self.door.net, x, None)
             if explanation is None:
                 raise
             raise explanation from error
         if not self.checked:
-            self.transfer.settle()
-            self.transfer.put_back()
+            self.mover.transfer.settle()
+            self.mover.transfer.put_back()
             self.checked = True
         return outputs
+
+    def inside(self, model: Callable[..., Any], batch: Any) -> Any:
+        """The outputs of a batch that is on the device, inside a `predict_step`."""
+        return self._wide(self.caller(model, unpack(batch)[0]))
+
+
+def forward_of(door: Door) -> Callable[..., Any]:
+    """How to call the net through a door; the net itself where nothing stands between."""
+    return door.net if type(door) is Door else partial(door, "")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
+from fitkit.distributed.precision import CLOSURE, Scaling
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import needs_closure
@@ -26,10 +28,14 @@ class Updater:
         optimizer: makes the update.
         parameters: all that may learn; their gradients are cleared before an update's first
             batch.
-        accumulate: batches whose gradients make one update.
+        accumulate: batches whose gradients make one update, to begin with; callbacks change it
+            in `fit_state.accumulate`, from the next group on.
         clip_value: limit of the gradients' norm or values; None for none.
         clip_algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
         after_update: called after each update (a scheduler that counts steps).
+        scaling: scales losses, where half precision needs that; None elsewhere.
+        exchanges: whether gradients are averaged over the ranks here, because the steps go past
+            the wrapper that does it otherwise.
 
     Accumulated gradients are the mean over all samples of the group, as one larger batch's
     would be, also where batches differ in length or the last group is short.
@@ -46,32 +52,52 @@ class Updater:
         clip_value: float | None = None,
         clip_algorithm: str = "norm",
         after_update: Callable[[], Any] | None = None,
+        exchanges: bool = False,
+        scaling: Scaling | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._fit_state = fit_state
         self._strategy = strategy
-        self._ranks = strategy.collectives.world_size
+        self._ranks = strategy.shares.world_size
         self._backward = strategy.backward
+        self._scaling = scaling
+        if scaling is not None:
+            self._backward = partial(scaling.backward, through=strategy.backward)
         self._parameters = parameters
-        self._accumulate = accumulate
+        fit_state.accumulate = accumulate
         self._clip_value = clip_value
         self._clip_algorithm = clip_algorithm
         self._after_update = after_update
         self._batches = 0  # of the group so far
         self._samples = 0  # of the group so far
         self._first = 1  # samples of the group's first step, on all ranks
-        self._exchanged = True
-        self.accumulates = accumulate > 1
+        self._exchanges = exchanges
         self.takes_closure = needs_closure(optimizer)
+        if self.takes_closure and scaling is not None:
+            raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
+        self._regroup(accumulate)
+
+    def _regroup(self, accumulate: int) -> None:
+        """Take another number of batches for an update; between two groups."""
         if self.takes_closure and accumulate > 1:
             raise ConfigurationError(
                 f"accumulate_grad_batches={accumulate} can't be combined with "
-                f"{type(optimizer).__name__}, which computes the loss several times a step."
+                f"{type(self.optimizer).__name__}, which computes the loss several times a step."
             )
+        self._accumulate = accumulate
+        self._exchanged = not self._exchanges
+        self.accumulates = accumulate > 1
+
+    @property
+    def is_between_groups(self) -> bool:
+        """Whether no batch waits for others to make an update with it."""
+        return self._batches == 0
 
     def clear(self) -> None:
         """Drop the gradients, unless a group of batches is being accumulated."""
         if self._batches == 0:
+            if self._accumulate != self._fit_state.accumulate:
+                self._regroup(self._fit_state.accumulate)
             for parameter in self._parameters:
                 parameter.grad = None
 
@@ -80,7 +106,7 @@ class Updater:
         if self._batches + 1 < self._accumulate:
             self._exchanged = False
             return self._strategy.accumulating()
-        self._exchanged = True
+        self._exchanged = not self._exchanges
         return contextlib.nullcontext()
 
     def step(self, loss: torch.Tensor, samples: int, total: int) -> None:
@@ -94,6 +120,8 @@ class Updater:
         if self._accumulate == 1:
             share = samples * self._ranks
             self._backward(loss if share == total else loss * (share / total))
+            if self._exchanges:
+                self._strategy.exchange_gradients(self._parameters)
             self._update()
             return
         if self._batches == 0:
@@ -115,7 +143,6 @@ class Updater:
         self._batches = 0
         if not self._exchanged:
             self._strategy.exchange_gradients(self._parameters)
-            self._exchanged = True
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients and self._samples != expected:
             torch._foreach_mul_(gradients, expected / max(self._samples, 1))
@@ -136,6 +163,8 @@ class Updater:
                 for parameter in self._parameters:
                     parameter.grad = None
                 self._backward(value)
+                if self._exchanges:
+                    self._strategy.exchange_gradients(self._parameters)
             self._clip()
             return value.detach()
 
@@ -143,9 +172,22 @@ class Updater:
         self._count_update()
 
     def _update(self) -> None:
+        if self._scaling is not None:
+            self._update_scaled(self._scaling)
+            return
         self._clip()
         self.optimizer.step()
         self._count_update()
+
+    def _update_scaled(self, scaling: Scaling) -> None:
+        """An update that is left out where gradients aren't finite."""
+        if self._clip_value is not None:
+            scaling.unscale(self.optimizer, self._parameters)
+            self._clip()
+        counts = scaling.step(self.optimizer)
+        scaling.update()
+        if counts:
+            self._count_update()
 
     def _count_update(self) -> None:
         self._fit_state.updates += 1

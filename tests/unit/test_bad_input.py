@@ -341,15 +341,6 @@ def test_an_error_in_a_factory_is_not_hidden_as_a_missing_attribute():
         model.optimizer  # noqa: B018
 
 
-@pytest.mark.parametrize("hook", ["training_step", "configure_optimizers", "validation_step"])
-def test_hooks_that_would_be_ignored_are_refused(hook):
-    own = type("Own", (fitkit.Model,), {hook: lambda self, *arguments: None})
-    model = own(torch.nn.Linear(4, 3))
-    model.compile("sgd", "cross_entropy")
-    with pytest.raises(ConfigurationError, match=hook):
-        model.fit(X, Y, verbose=0)
-
-
 def test_keras_positions_are_told_by_name():
     with pytest.raises(TypeError, match=r"fit\(\) .*By position it takes x, y.*batch_size=32"):
         compiled().fit(X, Y, 32, 10)

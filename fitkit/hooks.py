@@ -1,0 +1,273 @@
+"""The hooks of a model: what a subclass may do its own way.
+
+A subclass overrides one and keeps everything else. Whether it does is found out once a call, so
+that a model without hooks of its own pays for none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from fitkit.errors import ConfigurationError
+from fitkit.notices import warn
+
+if TYPE_CHECKING:
+    import torch
+
+STAGES = ("training", "validation", "test", "predict")
+"""What a step can be part of; `fit` has the first two, `evaluate` and `predict` the others."""
+
+
+class Hooks:
+    """The hooks that `Model` has, doing what `compile` describes."""
+
+    running: Any
+
+    # ------------------------------------------------------------------ steps
+    # Written as training_step(self, batch, batch_idx) in a subclass; here their arguments are left
+    # open for type checkers' sake, because a subclass may take fewer or more.
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        """One training batch: its loss.
+
+        An override may call this one by `super()`: it gives the compiled loss and counts the
+        compiled metrics.
+
+        Args:
+            *arguments: `batch`, as the data gave it, on the model's device, and `batch_idx`, its
+                number in the epoch, from 0, which the hook may leave out. With several optimizers
+                `optimizer_idx` gets the number of the one whose turn it is.
+
+        Returns:
+            The loss, a tensor with one number, or a dict that has it as `"loss"`. With
+            `automatic_optimization = False` anything. None leaves the batch out.
+        """
+        return self.running.compiled_loss(self, _batch_of(arguments, named))
+
+    def validation_step(self, *arguments: Any, **named: Any) -> Any:
+        """One batch of `fit`'s validation data, in evaluation mode and without gradients.
+
+        Returns:
+            Anything; a loss (or a dict with `"loss"`) becomes the pass's `loss`, its mean over
+            samples.
+        """
+        return self.running.compiled_loss(self, _batch_of(arguments, named))
+
+    def test_step(self, *arguments: Any, **named: Any) -> Any:
+        """One batch of `evaluate`, as `validation_step`, which stands in where it isn't there."""
+        return self.running.compiled_loss(self, _batch_of(arguments, named))
+
+    def predict_step(self, *arguments: Any, **named: Any) -> Any:
+        """One batch of `predict`: its outputs."""
+        return self.running.compiled_outputs(self, _batch_of(arguments, named))
+
+    # ------------------------------------------------------------------ after the replicas
+
+    def training_step_end(self, outputs: Any) -> Any:
+        """What the step returned, whole; the place for losses over all samples of a batch.
+
+        Args:
+            outputs: under `dp` and `ddp2` what the replicas returned, gathered: tensors joined
+                along dimension 0, scalars as a vector with one entry a replica. Elsewhere what
+                the step returned.
+
+        Returns:
+            As `training_step`. Without an override a gathered loss becomes its mean, weighted
+            by the replicas' numbers of samples.
+        """
+        return outputs
+
+    def validation_step_end(self, outputs: Any) -> Any:
+        """As `training_step_end`, after `validation_step`."""
+        return outputs
+
+    def test_step_end(self, outputs: Any) -> Any:
+        """As `training_step_end`, after `test_step`."""
+        return outputs
+
+    def predict_step_end(self, outputs: Any) -> Any:
+        """As `training_step_end`, after `predict_step`."""
+        return outputs
+
+    # ------------------------------------------------------------------ at an epoch's end
+
+    def training_epoch_end(self, outputs: list[Any]) -> None:
+        """Called after an epoch's last training batch, before the validation.
+
+        Args:
+            outputs: what this rank's steps gave, without gradients; kept only where this hook is
+                overridden.
+        """
+
+    def validation_epoch_end(self, outputs: list[Any]) -> None:
+        """As `training_epoch_end`, after a validation's last batch."""
+
+    def test_epoch_end(self, outputs: list[Any]) -> None:
+        """As `training_epoch_end`, after the last batch of `evaluate`."""
+
+    # ------------------------------------------------------------------ optimizers and devices
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers, where `compile` was given none.
+
+        Returns:
+            An optimizer; several in a list; `(optimizers, schedulers)`, two lists; a dict with
+            `"optimizer"` and, if wanted, `"lr_scheduler"` (a scheduler, or a dict with
+            `"scheduler"`, `"interval"`, `"frequency"`, `"monitor"`) and `"frequency"`; or a list
+            of such dicts.
+        """
+        return None
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device) -> Any:
+        """The batch on the device; an override does it for batches of one's own kind."""
+        return self.running.transferred(batch)
+
+
+def _batch_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return arguments[0] if arguments else named["batch"]
+
+
+def overridden(model: Hooks, hook: str) -> bool:
+    """Whether a model has its own code for a hook: in its class, or set on the instance."""
+    own = vars(model).get(hook) or getattr(type(model), hook)
+    return own is not getattr(Hooks, hook)
+
+
+def has_own_steps(model: Hooks, stage: str) -> bool:
+    """Whether a stage isn't wholly what `compile` describes."""
+    hooks = [f"{stage}_step", f"{stage}_step_end"]
+    hooks += [] if stage == "predict" else [f"{stage}_epoch_end"]
+    return any(overridden(model, hook) for hook in hooks)
+
+
+def evaluation_stage(model: Hooks) -> str | None:
+    """Whose steps `evaluate` calls: the test's, else the validation's; None where it has none."""
+    return next((stage for stage in ("test", "validation") if has_own_steps(model, stage)), None)
+
+
+def check_steps(model: Hooks) -> None:
+    """Warn of names that look like hooks, once a class; refuse steps of impossible arguments.
+
+    Raises:
+        ConfigurationError: a step that takes no batch.
+    """
+    _check_class(type(model))  # type: ignore[arg-type]
+    for stage in STAGES:
+        if overridden(model, f"{stage}_step"):
+            step_arguments(model, f"{stage}_step")
+
+
+@functools.cache
+def _check_class(kind: type) -> None:
+    names = [
+        name
+        for base in kind.__mro__
+        if issubclass(base, Hooks) and not base.__module__.startswith("fitkit.")
+        for name, value in vars(base).items()
+        if callable(value) and not name.startswith("_")
+    ]
+    for name in dict.fromkeys(names):
+        if name in vars(Hooks):
+            continue
+        meant = _meant(name)
+        if meant is not None and not any(meant in vars(base) for base in _own_bases(kind)):
+            warn(f"{kind.__name__}.{name} is never called by fitkit. Did you mean {meant}?")
+        elif name in INSTEAD:
+            warn(f"{kind.__name__}.{name} is never called by fitkit. {INSTEAD[name]}")
+
+
+def _own_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if not base.__module__.startswith("fitkit.")]
+
+
+def _meant(name: str) -> str | None:
+    """The hook that a name looks like; None where it looks like none."""
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    hooks = [hook for hook in vars(Hooks) if not hook.startswith("_") and hook != "running"]
+    close = difflib.get_close_matches(name, hooks, n=1, cutoff=0.87)
+    return close[0] if close else None
+
+
+OTHER_NAMES = {
+    "train_step": "training_step",
+    "val_step": "validation_step",
+    "eval_step": "validation_step",
+    "evaluation_step": "validation_step",
+    "train_step_end": "training_step_end",
+    "val_step_end": "validation_step_end",
+    "train_epoch_end": "training_epoch_end",
+    "val_epoch_end": "validation_epoch_end",
+    "configure_optimiser": "configure_optimizers",
+    "configure_optimisers": "configure_optimizers",
+    "batch_to_device": "transfer_batch_to_device",
+    "prediction_step": "predict_step",
+}
+"""What people call our hooks, beyond slips of the pen."""
+
+_CALLBACK = "Write a callback with {} and give it to fit."
+_LOADER = "Give the data to {}."
+INSTEAD = {
+    "on_train_start": _CALLBACK.format("on_train_begin"),
+    "on_train_end": _CALLBACK.format("on_train_end"),
+    "on_fit_start": _CALLBACK.format("on_train_begin"),
+    "on_fit_end": _CALLBACK.format("on_train_end"),
+    "on_epoch_start": _CALLBACK.format("on_epoch_begin"),
+    "on_epoch_end": _CALLBACK.format("on_epoch_end"),
+    "on_train_epoch_start": _CALLBACK.format("on_epoch_begin"),
+    "on_train_epoch_end": "Override training_epoch_end, or write a callback with on_epoch_end.",
+    "on_validation_start": _CALLBACK.format("on_test_begin"),
+    "on_validation_end": _CALLBACK.format("on_test_end"),
+    "on_validation_epoch_end": "Override validation_epoch_end.",
+    "on_test_epoch_end": "Override test_epoch_end.",
+    "on_train_batch_start": _CALLBACK.format("on_train_batch_begin"),
+    "on_train_batch_end": _CALLBACK.format("on_train_batch_end"),
+    "train_dataloader": _LOADER.format("fit(loader)"),
+    "val_dataloader": _LOADER.format("fit(…, validation_data=loader)"),
+    "test_dataloader": _LOADER.format("evaluate(loader)"),
+    "predict_dataloader": _LOADER.format("predict(loader)"),
+    "optimizer_step": "Set automatic_optimization = False and step in training_step.",
+    "optimizer_zero_grad": "Set automatic_optimization = False and step in training_step.",
+    "configure_gradient_clipping": "Write compile(gradient_clip_val=…).",
+    "configure_callbacks": "Give callbacks to fit.",
+}  # fmt: skip
+"""Hooks of Lightning's that fitkit doesn't call, and what to write instead."""
+
+
+def step_arguments(model: Hooks, step: str) -> tuple[str, ...]:
+    """What a step takes beside the batch: `"batch_idx"`, `"optimizer_idx"`, in its order.
+
+    Raises:
+        ConfigurationError: it takes no batch, or needs something that there isn't.
+    """
+    parameters = list(inspect.signature(getattr(model, step)).parameters.values())
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [item for item in parameters if item.kind in kinds]
+    if any(item.kind is inspect.Parameter.VAR_POSITIONAL for item in parameters):
+        return ("batch_idx",) if len(named) < 2 else _known(model, step, named[1:])
+    if not named:
+        raise ConfigurationError(
+            f"{type(model).__name__}.{step} takes no batch. Write def {step}(self, batch, "
+            "batch_idx)."
+        )
+    return _known(model, step, named[1:])
+
+
+def _known(model: Hooks, step: str, named: list[inspect.Parameter]) -> tuple[str, ...]:
+    found = []
+    for position, item in enumerate(named):
+        if item.name == "optimizer_idx":
+            found.append("optimizer_idx")
+        elif position == 0:
+            found.append("batch_idx")
+        elif item.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                f"{type(model).__name__}.{step} needs {item.name!r}, which fitkit doesn't have. "
+                f"Write def {step}(self, batch, batch_idx)."
+            )
+        else:
+            break
+    return tuple(found)

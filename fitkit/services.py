@@ -1,0 +1,254 @@
+"""What a model's own steps may call: logging, gathering, optimizers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+
+from fitkit import trees
+from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.logging_options import LogOptions, as_loggable, is_metric, joined, reduction_named
+
+if TYPE_CHECKING:
+    from fitkit.training.compilation import Compilation
+    from fitkit.training.fit_state import FitState
+
+
+class Services:
+    """The calls that `Model` offers to its steps and to callbacks.
+
+    Attributes:
+        automatic_optimization: whether `fit` makes the updates (default); with False
+            `training_step` makes them by `optimizers()` and `manual_backward`.
+        current_epoch: the number of the epoch that runs or ran last, from 0.
+    """
+
+    compilation: Compilation
+    fit_state: FitState
+    running: Any
+    automatic_optimization: bool = True
+    current_epoch: int = 0
+
+    # ------------------------------------------------------------------ logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        prog_bar: bool = True,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        sync_dist: bool = False,
+        rank_zero_only: bool = False,
+        metric_attribute: str | None = None,
+        add_dataloader_idx: bool = True,
+    ) -> None:
+        """Add a value to the logs: to the history, to callbacks, to the progress bar.
+
+        Args:
+            name: the key in the logs. In a validation it gets `val_` in front, unless it begins
+                with `val`.
+            value: a number, a tensor with one number, or a torchmetrics object (which is
+                computed over all ranks' samples at the epoch's end, then reset).
+            prog_bar: whether the progress bar shows it. Default True.
+            on_step: whether batches' logs have the latest value.
+            on_epoch: whether the epoch's logs have all values of the epoch as one. Where neither
+                is given, the epoch's, and the running value so far in batches' logs. Both True
+                make two names, `<name>_step` and `<name>_epoch`.
+            reduce_fx: how an epoch's values become one: `"mean"` (default), `"sum"`, `"min"`,
+                `"max"`, or torch's function of that name. A mean is over samples.
+            batch_size: by how many samples a mean weighs the value. Default: the batch's.
+            sync_dist: makes the value of a step that of all ranks, at an exchange a step, and
+                checks that all ranks log the same names. An epoch's value is always over all
+                ranks. Default False.
+            rank_zero_only: whether rank 0's value stands for all. Default False.
+            logger, metric_attribute, add_dataloader_idx: accepted for the sake of Lightning's
+                classes; without effect.
+
+        Raises:
+            ConfigurationError: outside of a run, or the name came with other arguments before.
+            ArgumentTypeError: no number.
+        """
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"self.log got the name {describe(name)}; it must be a string.")
+        check_count("batch_size", batch_size, optional=True)
+        options = _options(on_step, on_epoch, prog_bar, reduce_fx, sync_dist, rank_zero_only)
+        loggable = as_loggable(name, value)
+        notes = vars(self).get("_replica_notes")
+        if notes is not None:
+            notes.append((name, loggable, options, batch_size or vars(self)["_replica_samples"]))
+            return
+        if self.running is None:
+            raise ConfigurationError(
+                f"self.log({name!r}) was called outside of a run. Call it in a step, in its "
+                "_epoch_end, or in a callback's batch hook; in on_epoch_end write logs[name] = …"
+            )
+        self.running.log(name, loggable, options, batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """`log` each entry of a dict (or of a torchmetrics `MetricCollection`).
+
+        Args:
+            dictionary: names and values.
+            **options: as in `log`.
+        """
+        if not hasattr(dictionary, "items"):
+            raise ArgumentTypeError(
+                f"self.log_dict got {describe(dictionary)}; it takes a dict of names and values."
+            )
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print`, on rank 0 alone."""
+        if self.compilation.strategy.world.rank == 0:
+            print(*values, **options)
+
+    # ------------------------------------------------------------------ ranks and replicas
+
+    def all_gather(self, value: Any) -> Any:
+        """Every rank's tensors, one below the other; for a loss over all ranks' samples, say.
+
+        Args:
+            value: a tensor, or a tuple, list or dict of them; numbers become tensors.
+
+        Shapes: (N_r, ...) on each rank r, where the N_r may differ, gives (sum of N_r, ...) on
+            all; a number gives (world size,).
+
+        Returns:
+            The same structure. Gradients flow through it to the rank that each row comes from.
+
+        Ranks:
+            Collective: call it on every rank, in a forward or a callback.
+        """
+        strategy = self.compilation.strategy
+
+        def join(leaf: Any) -> Any:
+            if isinstance(leaf, (int, float)):
+                leaf = torch.tensor(leaf, device=strategy.device)
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return strategy.collectives.join_rows(leaf if leaf.ndim else leaf.reshape(1))
+
+        return trees.map_leaves(join, value)
+
+    def step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
+        """Bring the batch to this replica's device in the model's own way, then call a step."""
+        moved = self.transfer_batch_to_device(batch, self.device)  # type: ignore[attr-defined]
+        return getattr(self, method)(moved, *arguments)
+
+    def begin_replica(self, device: torch.device, samples: int) -> None:
+        """Make this copy of a model a replica, which keeps what it logs for `end_replicas`."""
+        vars(self).update(_replica_device=device, _replica_notes=[], _replica_samples=samples)
+
+    def end_replicas(self, replicas: list[Any]) -> None:
+        """Log what the replicas of a batch have logged: each name once, for the whole batch."""
+        notes: dict[str, list[Any]] = {}
+        for replica in replicas:
+            own = {id(module): path for path, module in replica.named_modules()}
+            for name, value, options, samples in vars(replica)["_replica_notes"]:
+                if is_metric(value) and id(value) in own:
+                    value = self.get_submodule(own[id(value)])  # type: ignore[attr-defined]
+                notes.setdefault(name, []).append((value, options, samples))
+        for name, entries in notes.items():
+            if self.running is not None:
+                value, samples = joined([(value, count) for value, _, count in entries], entries[0])
+                self.running.log(name, value, entries[0][1], samples)
+
+    # ------------------------------------------------------------------ optimizers
+
+    @property
+    def global_step(self) -> int:
+        """How many updates were made so far, over all calls of `fit`."""
+        return self.fit_state.updates
+
+    def optimizers(self) -> Any:
+        """The optimizer, or the list of them where there are several."""
+        found = self.fit_state.optimizers_for(self, self.compilation)
+        return found[0] if len(found) == 1 else list(found)
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler of `configure_optimizers`, the list of them, or None."""
+        found = [plan.scheduler for plan in self.fit_state.schedulers]
+        return (found[0] if len(found) == 1 else found) if found else None
+
+    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Compute a loss's gradients, averaged over the ranks, in a step that makes its updates.
+
+        Args:
+            loss: a tensor with one number: the mean over this rank's samples.
+            **options: of `Tensor.backward` (`retain_graph`, …).
+
+        Ranks:
+            Collective: every rank calls it equally often.
+        """
+        if self.automatic_optimization or getattr(self.running, "backward", None) is None:
+            raise ConfigurationError(
+                "manual_backward belongs into training_step, with automatic_optimization = False "
+                "(set it in __init__)."
+            )
+        self.running.backward(loss, **options)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float,
+        gradient_clip_algorithm: str = "norm",
+    ) -> None:
+        """Limit the gradients of an optimizer's parameters: their common norm, or each entry."""
+        check_number("gradient_clip_val", gradient_clip_val, above=0)
+        check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+        for scaling in self.fit_state.scalings[:1]:
+            scaling.unscale(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        clip = clip_grad_norm_ if gradient_clip_algorithm == "norm" else clip_grad_value_
+        clip(held, gradient_clip_val)
+
+    def toggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
+        """Let only this optimizer's parameters need gradients, until `untoggle_optimizer`."""
+        self.untoggle_optimizer(optimizer)
+        frozen = self.fit_state.only_others(optimizer)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        self.fit_state.frozen = frozen
+
+    def untoggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
+        """Let the parameters need gradients again that `toggle_optimizer` froze."""
+        for parameter in self.fit_state.frozen:
+            parameter.requires_grad_(True)
+        self.fit_state.frozen = []
+
+
+@functools.lru_cache(maxsize=256)
+def _options(
+    on_step: bool | None,
+    on_epoch: bool | None,
+    prog_bar: bool,
+    reduce_fx: Any,
+    sync_dist: bool,
+    rank_zero_only: bool,
+) -> LogOptions:
+    for name, value in (("on_step", on_step), ("on_epoch", on_epoch)):
+        check_flag(name, value, optional=True)
+    for name, value in (("prog_bar", prog_bar), ("sync_dist", sync_dist)):
+        check_flag(name, value)
+    check_flag("rank_zero_only", rank_zero_only)
+    if sync_dist and rank_zero_only:
+        raise ConfigurationError(
+            "sync_dist=True and rank_zero_only=True contradict each other: a value is that of all "
+            "ranks or of rank 0."
+        )
+    by_epoch = on_epoch if on_epoch is not None else not on_step
+    return LogOptions(
+        bool(on_step), by_epoch, prog_bar, reduction_named(reduce_fx), sync_dist, rank_zero_only
+    )

@@ -1,0 +1,208 @@
+"""What a training batch leads to: one update, one by each optimizer, or what the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from fitkit.errors import ConfigurationError
+from fitkit.hooks import overridden
+from fitkit.training.compilation import DEFAULTS, Compilation
+from fitkit.training.fit_state import FitState
+from fitkit.training.stage import Stage
+from fitkit.training.updates import Updater
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+
+
+class Learning(Protocol):
+    """Learns from one batch after another."""
+
+    def __call__(self, batch: Any, index: int) -> None: ...
+
+    @property
+    def is_between_groups(self) -> bool:
+        """Whether no batch waits for others to make an update with it."""
+
+    def finish(self) -> None:
+        """Make the update of a group of batches that the epoch's end cuts short."""
+
+
+class Automatic:
+    """One optimizer's update from each batch (or group of batches).
+
+    Args:
+        step: computes the loss.
+        updater: makes the update.
+        alone: whether this is the only rank: a step may leave out a batch then.
+    """
+
+    def __init__(self, step: Any, updater: Updater, *, alone: bool) -> None:
+        self._step = step
+        self._updater = updater
+        self._alone = alone
+        self.finish = updater.finish
+
+    @property
+    def is_between_groups(self) -> bool:
+        return self._updater.is_between_groups
+
+    def __call__(self, batch: Any, index: int, **optimizer: int) -> None:
+        step, updater = self._step, self._updater
+        updater.clear()
+        if updater.accumulates:
+            with updater.around_step():
+                self._learn(step(batch, index, **optimizer))
+        elif updater.takes_closure:
+            loss = step(batch, index, **optimizer)
+            updater.step_with_closure(loss, partial(step.again, batch, index))
+        else:
+            self._learn(step(batch, index, **optimizer))
+
+    def _learn(self, loss: torch.Tensor | None) -> None:
+        if loss is not None:
+            self._updater.step(loss, self._step.samples, self._step.total)
+        elif not self._alone:
+            raise ConfigurationError(
+                "training_step returned None, to leave out a batch. Several ranks make each step "
+                "together: return a loss of 0 * (the sum of the net's outputs) instead."
+            )
+
+
+class Alternating:
+    """Several optimizers: each batch is for each of them in turn, or for the one whose turn it is.
+
+    While an optimizer's step runs, only its own parameters need gradients.
+
+    Args:
+        step: computes the loss for an optimizer's number.
+        updaters: one an optimizer.
+        state: holds the optimizers, and for how many batches in a row each is used.
+        alone: as in `Automatic`.
+    """
+
+    def __init__(self, step: Any, updaters: list[Updater], state: FitState, *, alone: bool) -> None:
+        self._learners = [Automatic(step, updater, alone=alone) for updater in updaters]
+        self._optimizers = [updater.optimizer for updater in updaters]
+        self._state = state
+        turns = state.frequencies or []
+        self._turns = [number for number, count in enumerate(turns) for _ in range(count)]
+
+    def __call__(self, batch: Any, index: int) -> None:
+        numbers = range(len(self._learners))
+        if self._turns:
+            turn = self._turns[index % len(self._turns)]
+            numbers = range(turn, turn + 1)
+        for number in numbers:
+            with only_for(self._optimizers[number], self._state):
+                self._learners[number](batch, index, optimizer_idx=number)
+
+    @property
+    def is_between_groups(self) -> bool:
+        return all(learner.is_between_groups for learner in self._learners)
+
+    def finish(self) -> None:
+        for learner in self._learners:
+            learner.finish()
+
+
+class Manual:
+    """The step makes the updates itself (`automatic_optimization = False`); they are counted.
+
+    Args:
+        step: calls the model's `training_step`.
+        state: holds the optimizers, and counts the updates.
+    """
+
+    def __init__(self, step: Any, state: FitState) -> None:
+        self._step = step
+        self._state = state
+
+    def __call__(self, batch: Any, index: int) -> None:
+        with self._state.counting_steps():
+            self._step(batch, index)
+        for scaling in self._state.scalings:
+            scaling.update()
+
+    @property
+    def is_between_groups(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Nothing is left over."""
+
+
+@contextmanager
+def only_for(optimizer: Optimizer, state: FitState) -> Iterator[None]:
+    """Let only an optimizer's own parameters need gradients."""
+    frozen = state.only_others(optimizer)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+def learning_for(
+    model: Model, compilation: Compilation, stage: Stage, step: Any, updaters: list[Updater]
+) -> Learning:
+    """What a batch leads to, by the model's optimizers.
+
+    Args:
+        stage: the training; manual optimization computes gradients by it.
+        step: computes losses.
+        updaters: one an optimizer.
+    """
+    strategy, state = compilation.strategy, model.fit_state
+    if not model.automatic_optimization:
+        check_manual(model, compilation)
+        parameters = compilation.trainable(model)
+
+        def backward(loss: torch.Tensor, **options: Any) -> None:
+            share = step.samples * strategy.shares.world_size
+            scaled = loss if share == step.total else loss * (share / step.total)
+            if state.scalings:
+                scaled = state.scalings[0].scaler.scale(scaled)
+            scaled.backward(**options)
+            strategy.exchange_gradients(parameters)
+
+        stage.backward = backward
+        return Manual(step, state)
+    alone = strategy.collectives.world_size == 1
+    if len(updaters) == 1:
+        return Automatic(step, updaters[0], alone=alone)
+    return Alternating(step, updaters, state, alone=alone)
+
+
+def check_manual(model: Model, compilation: Compilation) -> None:
+    """Refuse what a model that makes its own updates can't be asked for.
+
+    Raises:
+        ConfigurationError: no `training_step`, or options that belong to automatic optimization.
+    """
+    if not overridden(model, "training_step"):
+        raise ConfigurationError(
+            f"{type(model).__name__} has automatic_optimization = False, but no training_step, so "
+            "nobody makes the updates. Define it, or leave automatic_optimization out."
+        )
+    strategy = compilation.strategy
+    if strategy.replicates:
+        raise ConfigurationError(
+            f"automatic_optimization = False can't be kept under strategy={strategy.name!r}: "
+            "training_step runs once for each part of a batch, and each would make an update. "
+            "Write strategy='ddp', or let fit make the updates."
+        )
+    for name in ("gradient_clip_val", "accumulate_grad_batches", "warmup_epochs"):
+        if compilation.given[name] not in (None, 0, DEFAULTS[name]):
+            raise ConfigurationError(
+                f"{name}={compilation.given[name]!r} can't be kept with automatic_optimization = "
+                "False: the updates are made in training_step. Do it there."
+            )

@@ -1,0 +1,268 @@
+"""One batch by the steps of a model's own: `training_step` and its kin."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fitkit import trees
+from fitkit.arguments import describe
+from fitkit.data.batches import samples_of
+from fitkit.data.sharding import Share
+from fitkit.distributed.collectives import Collectives
+from fitkit.distributed.rows import mean_by
+from fitkit.distributed.strategies import Door
+from fitkit.distributed.sync_batchnorm import Synchronization
+from fitkit.errors import ConfigurationError
+from fitkit.hooks import overridden, step_arguments
+from fitkit.logging_options import is_metric
+from fitkit.training.logbook import Logbook
+from fitkit.training.moving import Mover
+from fitkit.training.stage import Stage
+
+
+class OwnStep:
+    """Calls a stage's step and its `_step_end`, and keeps the pass's running values.
+
+    Args:
+        model: whose hooks they are.
+        stage: what the hooks need to know.
+        door: the way into them.
+        mover: brings a batch to the device.
+        logbook: where losses and logged values are noted.
+        collectives: what the ranks exchange logged values by.
+        around: surrounds each step (the precision's autocast).
+        optional_loss: whether a training step may return anything (manual optimization).
+
+    Attributes:
+        samples: of the last batch on this rank; 0 where it only filled a place.
+        total: of the last batches on all ranks.
+        synchronization: what synchronised batch normalisations are told; None where there are none.
+        outputs: what the steps returned; None where nobody wants it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stage: Stage,
+        door: Door,
+        mover: Mover,
+        logbook: Logbook,
+        collectives: Collectives,
+        around: Any = contextlib.nullcontext,
+        *,
+        optional_loss: bool = False,
+    ) -> None:
+        self.model = model
+        self.stage = stage
+        self.door = door
+        self.mover = mover
+        self.logbook = logbook
+        self.samples = 0
+        self.total = 0
+        self.outputs: list[Any] | None = None
+        self._collectives = collectives
+        self._around = around
+        self._method = f"{stage.name}_step"
+        self._arguments = step_arguments(model, self._method)
+        self._end = getattr(model, f"{stage.name}_step_end")
+        self._has_end = overridden(model, f"{stage.name}_step_end")
+        self._moves = overridden(model, "transfer_batch_to_device")
+        self._needs_loss = stage.name == "training" and not optional_loss
+        self.synchronization: Synchronization | None = None
+        self._is_first = True
+        self._keeps = overridden(model, f"{stage.name}_epoch_end")
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new pass."""
+        self.logbook.reset()
+        self.stage.seen = 0
+        self.outputs = [] if self._keeps else None
+
+    def finish(self) -> None:
+        """Call the pass's `_epoch_end`."""
+        if self.outputs is None:
+            return
+        outputs, self.outputs = self.outputs, []
+        self.stage.is_filler = False
+        getattr(self.model, f"{self.stage.name}_epoch_end")(outputs)
+
+    def __call__(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor | None:
+        """The batch's loss, if it has one, noted in the logbook.
+
+        Raises:
+            ConfigurationError: a training step gave no loss that can be learned from.
+        """
+        stage = self.stage
+        share = batch if type(batch) is Share else None
+        batch = batch if share is None else share.batch
+        self.samples = self.total = samples_of(batch)
+        if share is not None:
+            self.samples, self.total = share.count, share.total
+        stage.samples, stage.is_filler = self.samples, share is not None and share.count == 0
+        if self.synchronization is not None:
+            self.synchronization.counts = not stage.is_filler
+        keeping = _metrics_kept(self.model) if stage.is_filler else contextlib.nullcontext()
+        with keeping:
+            outputs = self._run(batch, index, optimizer_idx)
+            loss = self._loss(outputs)
+        if not stage.is_filler:
+            stage.seen += self.samples
+            if loss is not None:
+                self.logbook.loss.add(loss.detach(), self.samples)
+            if self.outputs is not None:
+                self.outputs.append(_kept(outputs, training=stage.name == "training"))
+        if stage.name == "training":  # elsewhere ranks may make unequal numbers of steps
+            stage.logged.exchange(self._collectives)
+        return loss
+
+    def again(self, batch: Any, index: int) -> torch.Tensor:
+        """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
+        self.stage.is_filler = True
+        with _metrics_kept(self.model):
+            batch = batch.batch if type(batch) is Share else batch
+            loss = self._loss(self._run(batch, index, 0))
+        assert loss is not None
+        return loss
+
+    def after_first(self) -> None:
+        """Undo what the first batch's step did to the data's memory."""
+        self.mover.transfer.put_back()
+
+    def _run(self, batch: Any, index: int, optimizer_idx: int) -> Any:
+        values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
+        arguments = [values[name] for name in self._arguments]
+        door, stage = self.door, self.stage
+        stage.is_step = True
+        try:
+            with self._around():
+                if self._moves:
+                    outputs = door("step_on_device", batch, self._method, *arguments)
+                else:
+                    outputs = door(self._method, self.mover.transfer(batch), *arguments)
+                if self._has_end:
+                    outputs = self._end(outputs)
+                elif door.weights is not None:
+                    outputs = with_mean_loss(outputs, door.weights)
+        finally:
+            stage.is_step = False
+        if self._is_first:
+            self.mover.transfer.settle()
+        return outputs
+
+    def _loss(self, outputs: Any) -> torch.Tensor | None:
+        found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = None
+        if isinstance(found, torch.Tensor) and found.numel() == 1:
+            loss = found.reshape(())
+        elif self.stage.name != "training" and isinstance(found, float):
+            loss = torch.tensor(found)
+        if self._needs_loss and outputs is not None and (self._is_first or loss is None):
+            self._check(loss, found, outputs)
+        self._is_first = False
+        return loss
+
+    def _check(self, loss: torch.Tensor | None, found: Any, outputs: Any) -> None:
+        """Refuse what can't be learned from."""
+        hooks = "training_step_end" if self._has_end else "training_step"
+        if loss is None:
+            what = "a dict without 'loss'" if isinstance(outputs, Mapping) else describe(found)
+            if isinstance(found, torch.Tensor):
+                what = f"a tensor of shape {tuple(found.shape)}"
+            raise ConfigurationError(
+                f"{hooks} returned {what}. Return the loss, a tensor with one number (its "
+                ".mean(), say), or a dict that has it as 'loss'."
+            )
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                f"The loss that {hooks} returned has no gradient, so nothing can learn from it. "
+                "Compute it from the net's output, without .item(), .detach() or no_grad."
+            )
+
+
+def with_mean_loss(outputs: Any, weights: list[int]) -> Any:
+    """Gathered outputs with the replicas' losses as their mean, weighted by samples."""
+    if isinstance(outputs, Mapping):
+        if not isinstance(outputs.get("loss"), torch.Tensor):
+            return outputs
+        return {**outputs, "loss": with_mean_loss(outputs["loss"], weights)}
+    if isinstance(outputs, torch.Tensor) and outputs.shape == (len(weights),):
+        return mean_by(outputs, weights)
+    return outputs
+
+
+class _Loss(torch.Tensor):
+    """A loss that `training_epoch_end` may also take for the dict that Lightning makes of it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self if key == "loss" else super().__getitem__(key)
+
+
+def _kept(outputs: Any, *, training: bool) -> Any:
+    """A step's outputs without gradients."""
+    if training and isinstance(outputs, torch.Tensor):
+        return outputs.detach().as_subclass(_Loss)
+    return trees.map_leaves(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs
+    )
+
+
+@contextlib.contextmanager
+def _metrics_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Let a batch that counts for nothing leave the model's torchmetrics objects as they are."""
+    metrics: list[Any] = [module for module in model.modules() if is_metric(module)]
+    before = [(metric._copy_state_dict(), metric._update_count) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, (state, count) in zip(metrics, before, strict=True):
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, None
+
+
+class OwnPredictStep:
+    """Calls `predict_step` and `predict_step_end`.
+
+    Args:
+        model, stage, door, mover, around: as in `OwnStep`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stage: Stage,
+        door: Door,
+        mover: Mover,
+        around: Any = contextlib.nullcontext,
+    ) -> None:
+        self.stage = stage
+        self._door = door
+        self._transfer = mover.transfer
+        self._around = around
+        self._takes_index = "batch_idx" in step_arguments(model, "predict_step")
+        self._end = model.predict_step_end
+        self._moves = overridden(model, "transfer_batch_to_device")
+        self._is_first = True
+
+    def __call__(self, batch: Any, index: int = 0) -> Any:
+        """The outputs for a batch."""
+        arguments = (index,) if self._takes_index else ()
+        self.stage.samples = samples_of(batch)
+        with self._around():
+            if self._moves:
+                outputs = self._door("step_on_device", batch, "predict_step", *arguments)
+            else:
+                outputs = self._door("predict_step", self._transfer(batch), *arguments)
+            outputs = self._end(outputs)
+        if self._is_first:
+            self._transfer.settle()
+            self._transfer.put_back()
+            self._is_first = False
+        return outputs

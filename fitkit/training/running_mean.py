@@ -1,0 +1,59 @@
+"""Running means over samples, without asking the device for a number at each step."""
+
+from __future__ import annotations
+
+import torch
+
+FOLD_EVERY = 128
+"""Values kept before they are folded into a sum: bounds memory, costs one operation."""
+
+
+class RunningMean:
+    """The mean of batch values, weighted by their numbers of samples, in float64.
+
+    Adding keeps the tensor and does nothing else; the sums are made every `FOLD_EVERY`
+    values, on the values' own device.
+    """
+
+    __slots__ = ("_count", "_counts", "_sum", "_values", "last")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.last: torch.Tensor | None = None
+        self._values: list[torch.Tensor] = []
+        self._counts: list[int] = []
+        self._sum: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self, value: torch.Tensor, samples: int) -> None:
+        """Take a batch's mean over `samples` samples; `value` is a detached 0-d tensor."""
+        self.last = value
+        self._values.append(value)
+        self._counts.append(samples)
+        if len(self._values) >= FOLD_EVERY:
+            self._fold()
+
+    def _fold(self) -> None:
+        if not self._values:
+            return
+        device = self._values[0].device
+        values = torch.stack([value.to(device) for value in self._values]).double()
+        counts = torch.tensor(self._counts, dtype=torch.float64, device=values.device)
+        total = values @ counts
+        self._sum = total if self._sum is None else self._sum + total
+        self._count += sum(self._counts)
+        self._values.clear()
+        self._counts.clear()
+
+    def sums(self) -> tuple[float, int]:
+        """The sum over the samples so far, read from the device, and their number."""
+        self._fold()
+        return (0.0 if self._sum is None else self._sum.item()), self._count
+
+    def result(self) -> float | None:
+        """The mean so far, read from the device; None before the first value."""
+        total, count = self.sums()
+        return total / count if count else None

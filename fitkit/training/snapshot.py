@@ -1,0 +1,249 @@
+"""All of a model's training as one file, and back."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import fitkit.checkpoint as files
+from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.training.compilation import UNSET
+from fitkit.training.progress import Progress
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+
+NAMED = (
+    "optimizer", "loss", "metrics", "weighted_metrics", "learning_rate", "loss_weights",
+    "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
+    "precision", "scale_lr", "warmup_epochs",
+)  # fmt: skip
+"""What a file keeps of `compile`'s arguments, where they were given by name."""
+
+
+def save(model: Model, path: Any) -> None:
+    """Write weights, optimizers, schedulers and progress to one file, whole or not at all.
+
+    Ranks:
+        Collective within a run: all ranks call it, rank 0 writes.
+    """
+    weights, state = contents(model)
+    collectives = model.compilation.strategy.collectives
+    problem: BaseException | None = None
+    if model.compilation.strategy.world.rank == 0:
+        try:
+            files.save_checkpoint(path, weights, state)
+        except Exception as error:
+            if collectives.world_size == 1:
+                raise
+            problem = error
+    if collectives.world_size > 1:
+        # The others wait until the file is there, and share its failure.
+        problem = collectives.broadcast(problem)
+        if problem is not None:
+            raise problem
+
+
+def contents(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
+
+    Ranks:
+        Collective within a run.
+    """
+    run = model.fit_state.run
+    progress = model.fit_state.progress if run is None else run.progress()
+    state = {
+        "compiled": named_arguments(model.compilation.given),
+        "training": training_state(model),
+        "progress": None if progress is None else progress.as_dict(),
+    }
+    return model.weights_module().state_dict(), state
+
+
+def training_state(model: Model) -> dict[str, Any]:
+    """Optimizers, schedulers and counters, as plain data."""
+    state = model.fit_state
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        "optimizers": [
+            {
+                "class": type(optimizer).__name__,
+                "names": [
+                    [names.get(id(p), "") for p in group["params"]]
+                    for group in optimizer.param_groups
+                ],
+                "state": optimizer.state_dict(),
+            }
+            for optimizer in state.optimizers
+        ],
+        "schedulers": [
+            {"class": type(plan.scheduler).__name__, "state": plan.scheduler.state_dict()}
+            for plan in state.schedulers
+        ],
+        "scalings": [scaling.state_dict() for scaling in state.scalings],
+        "updates": state.updates,
+        "rate_factor": state.rate_factor,
+    }
+
+
+def load(model: Model, path: Any) -> Progress | None:
+    """Put weights, optimizers and schedulers back; all is checked before anything changes.
+
+    Returns:
+        Where the training was; None where it hadn't begun.
+    """
+    with files.open_checkpoint(path) as found:
+        name = os.fspath(path)
+        training, kept = found.state.get("training"), found.state.get("progress")
+        if not isinstance(training, dict) or not isinstance(kept, (dict, type(None))):
+            raise CheckpointError(f"{name} lacks the training's state. Use load_weights.")
+        progress = None if kept is None else Progress.from_dict(kept, name)
+        weights = files.fitting_weights(found.weights, name, model.weights_module())
+        restore = checked_training(model, training, name)
+        weights.assign()
+        restore()
+    model.fit_state.progress = progress
+    return progress
+
+
+def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
+    """What puts optimizers and schedulers back, after a look whether they fit.
+
+    Raises:
+        CheckpointError: other optimizers or schedulers than the model's.
+    """
+    state = model.fit_state
+    stored = training.get("optimizers", [])
+    if not stored:
+        return functools.partial(_restore_counters, state, training)
+    before = state.snapshot()
+    try:
+        optimizers = state.optimizers_for(model, model.compilation)
+        classes = [type(optimizer).__name__ for optimizer in optimizers]
+        wanted = [entry["class"] for entry in stored]
+        if classes != wanted:
+            raise CheckpointError(
+                f"{path} was made with {', '.join(wanted)}, but the model is compiled with "
+                f"{', '.join(classes)}. Compile it as it was, or use load_weights."
+            )
+        for optimizer, entry in zip(optimizers, stored, strict=True):
+            files.check_optimizer_state(optimizer, entry["state"])
+            _check_order(model, optimizer, entry, path)
+    except BaseException:
+        state.restore(before)
+        raise
+
+    def restore() -> None:
+        for optimizer, entry in zip(optimizers, stored, strict=True):
+            optimizer.load_state_dict(entry["state"])
+        state.stored_schedulers = list(training.get("schedulers", []))
+        state.stored_groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in state.groups
+        ]
+        if state.schedulers:
+            state.restore_schedulers()
+        _restore_counters(state, training)
+
+    return restore
+
+
+def _restore_counters(state: Any, training: dict[str, Any]) -> None:
+    state.updates = int(training.get("updates", 0))
+    state.rate_factor = float(training.get("rate_factor", 1.0))
+    state.stored_scalings = list(training.get("scalings", []))
+
+
+def _check_order(model: Model, optimizer: Any, entry: dict[str, Any], path: str) -> None:
+    """Warn where parameters that torch tells apart by their order alone have other names now."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    now = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+    then = entry.get("names") or now
+    if now != then and sorted(chain(*now)) == sorted(chain(*then)):
+        raise CheckpointError(
+            f"{path} has the optimizer's parameters in another order than the model: their states "
+            "would be mixed up. Register the layers in the order in which they were."
+        )
+
+
+def named_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`compile`'s arguments as far as they are plain data; others as None and a note."""
+    kept: dict[str, Any] = {"named": {}, "objects": []}
+    for name in NAMED:
+        value = given[name]
+        if value is UNSET:
+            continue
+        if _is_plain(value):
+            kept["named"][name] = value
+        else:
+            kept["objects"].append(name)
+    return kept
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
+    """A compiled model as a file describes it.
+
+    Args:
+        make: gives a model for a net.
+
+    Raises:
+        CheckpointError: optimizer, loss or metrics were objects, which no file can hold.
+    """
+    with files.open_checkpoint(path) as found:
+        compiled = found.state.get("compiled")
+    model = make(net)
+    if not isinstance(compiled, dict) or not isinstance(compiled.get("named"), dict):
+        raise CheckpointError(f"{os.fspath(path)} doesn't say how its model was compiled.")
+    objects = [name for name in compiled.get("objects", []) if name in NAMED]
+    if objects:
+        raise CheckpointError(
+            f"{os.fspath(path)} was saved by a model whose {', '.join(map(str, objects))} "
+            "weren't given by name, and no file holds objects. Write model = fitkit.Model(net); "
+            f"model.compile({', '.join(f'{name}=…' for name in objects)}); model.load(path)."
+        )
+    named = {name: value for name, value in compiled["named"].items() if name in NAMED}
+    try:
+        model.compile(**named)
+    except ConfigurationError as error:
+        raise CheckpointError(
+            f"{os.fspath(path)} was compiled with {named}, which this version refuses: {error}"
+        ) from error
+    load(model, path)
+    return model
+
+
+def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
+    """The path of the checkpoint to go on from; None to begin at the beginning.
+
+    Args:
+        asked: what `fit` was given: a path, `"last"` or None.
+        callbacks: those that save know their newest file by `last_path()`, and those that
+            restore by themselves also have `restores = True`.
+
+    Raises:
+        ConfigurationError: `"last"`, but no callback saves any.
+    """
+    if asked is not None and asked != "last":
+        return asked
+    savers = [callback for callback in callbacks if hasattr(callback, "last_path")]
+    if asked == "last" and not savers:
+        raise ConfigurationError(
+            "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "
+            "BackupAndRestore). Give one, or the checkpoint's path."
+        )
+    wanted = [c for c in savers if asked == "last" or getattr(c, "restores", False)]
+    paths = [path for path in (callback.last_path() for callback in wanted) if path is not None]
+    return max(paths, key=os.path.getmtime, default=None)

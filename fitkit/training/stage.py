@@ -1,0 +1,75 @@
+"""What runs on a model right now: what its hooks and its `log` need to know."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fitkit.logging_options import LogOptions
+from fitkit.training.logged import Logged
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+    from fitkit.training.steps import CompiledStep, PredictStep
+
+
+@dataclasses.dataclass
+class Stage:
+    """One pass over data: an epoch's training, a validation, `evaluate`, `predict`.
+
+    Attributes:
+        name: `"training"`, `"validation"`, `"test"` or `"predict"`.
+        logged: what `self.log` was given.
+        compiled: what `compile` described, for the hooks that call `super()`.
+        transferred: brings a batch to the device as fitkit itself does.
+        samples: of the current batch, on this rank.
+        seen: samples of the pass so far, on this rank.
+        is_step: whether a step runs, and not the hook at the pass's end.
+        is_filler: whether the current batch only fills a place and counts for nothing.
+        backward: computes a loss's gradients and averages them over the ranks; training only.
+    """
+
+    name: str
+    logged: Logged = dataclasses.field(default_factory=Logged)
+    compiled: CompiledStep | None = None
+    predicting: PredictStep | None = None
+    transferred: Callable[[Any], Any] = lambda batch: batch
+    samples: int = 0
+    seen: int = 0
+    is_step: bool = False
+    is_filler: bool = False
+    backward: Callable[[torch.Tensor], None] | None = None
+
+    def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        """The compiled loss of a batch that is on the device; compiled metrics count it."""
+        assert self.compiled is not None
+        return self.compiled.inside(model, batch, counts=not self.is_filler)
+
+    def compiled_outputs(self, model: Any, batch: Any) -> Any:
+        """The net's outputs for a batch that is on the device."""
+        assert self.predicting is not None
+        return self.predicting.inside(model, batch)
+
+    def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
+        """Take a value that a hook logs, unless its batch counts for nothing."""
+        if self.is_filler:
+            return
+        if samples is None:
+            # What is logged at a pass's end stands for all samples of this rank.
+            samples = self.samples if self.is_step else max(self.seen, 1)
+        self.logged.add(name, value, options, samples)
+
+
+@contextlib.contextmanager
+def running(model: Model, stage: Stage) -> Iterator[Stage]:
+    """Make a stage the model's current one; calls of verbs may nest."""
+    before = model.running
+    model.running = stage
+    try:
+        yield stage
+    finally:
+        model.running = before

@@ -1,0 +1,509 @@
+"""A model's own steps, against loops written by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.nn import functional as F
+
+import fitkit
+
+X, Y = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)), torch.arange(50) % 3
+BATCHES = list(zip(X.split(16), Y.split(16), strict=True))
+QUIET = {"verbose": 0, "shuffle": False, "batch_size": 16}
+
+
+def linear():
+    torch.manual_seed(1)
+    return nn.Linear(4, 3)
+
+
+class Classifier(fitkit.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_hand(epochs, scheduler=None):
+    """The weights, and each epoch's batch losses, of a loop written by hand."""
+    net, losses = linear(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    moves = scheduler(optimizer) if scheduler else None
+    for _ in range(epochs):
+        losses.append([])
+        for x, y in BATCHES:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        if moves:
+            moves.step()
+    return net, losses
+
+
+def weighted(losses):
+    return sum(loss * len(y) for loss, (_, y) in zip(losses, BATCHES, strict=True)) / len(X)
+
+
+@pytest.mark.parametrize("returns", ["loss", "dict"])
+def test_a_training_step_learns_as_the_same_loop_by_hand(returns):
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if returns == "loss" else {"loss": loss, "size": len(batch[1])}
+
+    model = Own()
+    history = model.fit(X, Y, epochs=2, **QUIET).history
+    net, losses = by_hand(2)
+    assert torch.equal(model.layer.weight, net.weight)
+    assert history == {"loss": pytest.approx([weighted(epoch) for epoch in losses], rel=1e-6)}
+    assert model.global_step == 8 and model.current_epoch == 1
+
+
+def test_the_own_step_may_ask_for_the_compiled_loss_and_metrics():
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            return fitkit.Model.training_step(self, batch, batch_idx) * 1.0
+
+    plain = Classifier.__mro__[1](linear())
+    model = Own()
+    for each in (plain, model):
+        each.compile(torch.optim.SGD(each.parameters(), 0.1), "cross_entropy", ["accuracy"])
+    wanted, found = (each.fit(X, Y, epochs=2, **QUIET).history for each in (plain, model))
+    assert found["accuracy"] == wanted["accuracy"]
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+
+
+def test_logged_values_are_reduced_as_asked():
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("mean", loss)
+            self.log("number", batch_idx, reduce_fx="sum")
+            self.log("low", loss, reduce_fx=torch.min)
+            self.log("high", loss, reduce_fx="max")
+            self.log("last", loss, on_step=True)
+            self.log("both", loss, on_step=True, on_epoch=True)
+            self.log("weighed", float(batch_idx), batch_size=batch_idx + 1)
+            return loss
+
+    history = Own().fit(X, Y, **QUIET).history
+    _, (losses,) = by_hand(1)
+    close = pytest.approx
+    assert {name: values[0] for name, values in history.items()} == {
+        "loss": close(weighted(losses)), "mean": close(weighted(losses)), "number": 6.0,
+        "low": close(min(losses)), "high": close(max(losses)), "last": close(losses[-1]),
+        "both_step": close(losses[-1]), "both_epoch": close(weighted(losses)),
+        "weighed": close((0 + 2 + 6 + 12) / 10),
+    }  # fmt: skip
+
+
+def test_batch_logs_have_the_latest_value_and_the_running_mean():
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("a", batch_idx, on_step=True)
+            self.log("b", batch_idx, batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    note = fitkit.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append((logs["a"], logs["b"]))
+    )
+    Own().fit(X, Y, callbacks=note, **QUIET)
+    assert seen == [(0, 0), (1, 0.5), (2, 1), (3, 1.5)]
+
+
+def test_a_torchmetrics_object_counts_an_epoch_and_begins_anew():
+    class Own(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.f1 = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
+
+        def validation_step(self, batch, batch_idx):
+            x, y = batch
+            self.f1.update(self(x), y)
+            self.log("f1", self.f1)
+
+    model = Own()
+    history = model.fit(X, Y, epochs=2, validation_data=(X, Y), **QUIET).history
+    judge = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
+    assert history["val_f1"][-1] == pytest.approx(judge(model(X), Y).item())
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(history["val_f1"][-1])
+    assert not model.f1.update_called
+
+
+def test_validation_and_test_steps_and_their_ends():
+    class Own(Classifier):
+        def validation_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def validation_step_end(self, outputs):
+            self.log("val_seen", 1, reduce_fx="sum")
+            return {"loss": outputs * 2}
+
+        def validation_epoch_end(self, outputs):
+            assert not any(output["loss"].requires_grad for output in outputs)
+            self.log("steps", len(outputs))
+
+        def test_step(self, batch, batch_idx):
+            assert not self.training and not torch.is_grad_enabled()
+            self.log("hits", (self(batch[0]).argmax(1) == batch[1]).sum(), reduce_fx="sum")
+
+    model = Own()
+    logs = model.fit(X, Y, validation_data=(X, Y), **QUIET).history
+    loss = F.cross_entropy(model(X), Y).item()
+    assert logs["val_loss"] == pytest.approx([2 * loss])
+    assert logs["val_seen"] == [4] and logs["val_steps"] == [4]
+    hits = (model(X).argmax(1) == Y).sum().item()
+    assert model.evaluate(X, Y, return_dict=True, verbose=0) == {"hits": hits}
+
+
+def test_evaluate_takes_the_validation_steps_where_there_is_no_test_step():
+    class Own(Classifier):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_hits", (self(batch[0]).argmax(1) == batch[1]).sum(), reduce_fx="sum")
+
+    model = Own()
+    assert model.evaluate(X, Y, verbose=0) == (model(X).argmax(1) == Y).sum().item()
+
+
+def test_predict_step_and_its_end():
+    class Own(Classifier):
+        def predict_step(self, batch, batch_idx):
+            return {"label": super().predict_step(batch, batch_idx).argmax(1)}
+
+        def predict_step_end(self, outputs):
+            return outputs["label"] + 10
+
+    model = Own()
+    assert (model.predict(X, verbose=0) == (model(X).argmax(1) + 10).numpy()).all()
+
+
+def test_training_epoch_end_takes_losses_as_tensors_and_as_lightnings_dicts():
+    kept = []
+
+    class Own(Classifier):
+        def training_epoch_end(self, outputs):
+            kept.append(torch.stack(outputs).tolist())
+            kept.append([output["loss"].item() for output in outputs])
+
+    Own().fit(X, Y, **QUIET)
+    _, (losses,) = by_hand(1)
+    assert kept == [losses, losses]
+
+
+def test_transfer_batch_to_device_takes_batches_of_ones_own_kind():
+    @dataclasses.dataclass
+    class Pair:
+        text: str
+        x: torch.Tensor
+        y: torch.Tensor
+
+    class Own(Classifier):
+        def transfer_batch_to_device(self, batch, device):
+            assert device == self.device
+            return batch.x.to(device), batch.y.to(device)
+
+    model = Own()
+    model.fit([Pair("a", x, y) for x, y in BATCHES], verbose=0)
+    assert torch.equal(model.layer.weight, by_hand(1)[0].weight)
+    compiled = type("Compiled", (fitkit.Model,), {
+        "transfer_batch_to_device": Own.transfer_batch_to_device})(linear())
+    compiled.compile(torch.optim.SGD(compiled.parameters(), 0.1, 0.9), "cross_entropy")
+    compiled.fit([Pair("a", x, y) for x, y in BATCHES], verbose=0)
+    assert torch.equal(compiled.net.weight, by_hand(1)[0].weight)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+@pytest.mark.parametrize("shape", [
+    lambda o: ([o], [halving(o)]),
+    lambda o: {"optimizer": o, "lr_scheduler": halving(o)},
+    lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": halving(o), "interval": "epoch"}},
+    lambda o: [{"optimizer": o, "lr_scheduler": {"scheduler": halving(o), "frequency": 1}}],
+])  # fmt: skip
+def test_every_shape_of_configure_optimizers(shape):
+    class Own(Classifier):
+        def configure_optimizers(self):
+            return shape(super().configure_optimizers())
+
+    model = Own()
+    model.fit(X, Y, epochs=3, **QUIET)
+    assert torch.equal(model.layer.weight, by_hand(3, halving)[0].weight)
+    assert isinstance(model.optimizers(), torch.optim.SGD)
+    assert model.lr_schedulers().last_epoch == 3
+
+
+def test_schedulers_move_by_updates_and_by_what_they_watch():
+    class Own(Classifier):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+            return [optimizer], [
+                {"scheduler": halving(optimizer), "interval": "step", "frequency": 2},
+                {"scheduler": plateau, "monitor": "constant"},
+            ]
+
+        def training_epoch_end(self, outputs):
+            self.log("constant", 1.0)
+
+    model = Own()
+    model.fit(X, Y, epochs=2, **QUIET)
+    # Eight updates halve it four times; the second epoch brings nothing better than the first.
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4 * 0.1)
+
+
+@pytest.mark.parametrize("returned", [
+    None, [], "adam", 3, {"lr_scheduler": None}, {"optimizer": 1}, ([], []), [1, 2],
+    {"optimizer": torch.optim.SGD([torch.zeros(1)], 0.1)},
+    {"optimizer": torch.optim.SGD([torch.zeros(1)], 0.1), "lr_schedulers": 1},
+])  # fmt: skip
+def test_what_configure_optimizers_cant_return(returned):
+    class Own(Classifier):
+        def configure_optimizers(self):
+            return returned
+
+    with pytest.raises(fitkit.ConfigurationError):
+        Own().fit(X, Y, **QUIET)
+
+
+def test_compiles_optimizer_wins_and_its_rate_alone_is_refused():
+    model = Classifier()
+    model.compile(learning_rate=0.5)
+    with pytest.raises(fitkit.ConfigurationError, match="configure_optimizers"):
+        model.fit(X, Y, **QUIET)
+    model.compile("adam")
+    model.fit(X, Y, **QUIET)
+    assert isinstance(model.optimizer, torch.optim.Adam)
+    assert model.optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Adversaries(fitkit.Model):
+    """Two nets with opposite aims."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.maker, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.maker.parameters(), 0.01),
+                torch.optim.SGD(self.judge.parameters(), 0.1)]
+
+    def losses(self, x):
+        return -self.judge(self.maker(x)).mean(), lambda: F.softplus(
+            self.judge(self.maker(x).detach()) - self.judge(x)).mean()
+
+    def run_by_hand(self, turns=((0, 1),)):
+        maker, judge = self.configure_optimizers()
+        for index, (x, _) in enumerate(BATCHES):
+            for turn in turns[index % len(turns)]:
+                optimizer = (maker, judge)[turn]
+                loss = self.losses(x)[0] if turn == 0 else self.losses(x)[1]()
+                self.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return self
+
+
+class ByTurns(Adversaries):
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        learning = {name for name, p in self.named_parameters() if p.requires_grad}
+        assert all(name.startswith(("maker", "judge")[optimizer_idx]) for name in learning)
+        first, second = self.losses(batch[0])
+        return first if optimizer_idx == 0 else second()
+
+
+class ByHand(Adversaries):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        maker, judge = self.optimizers()
+        self.toggle_optimizer(maker)
+        loss = self.losses(batch[0])[0]
+        maker.zero_grad()
+        self.manual_backward(loss)
+        maker.step()
+        self.untoggle_optimizer(maker)
+        judge_loss = self.losses(batch[0])[1]()
+        judge.zero_grad()
+        self.manual_backward(judge_loss)
+        judge.step()
+        self.log_dict({"maker": loss, "judge": judge_loss})
+
+
+@pytest.mark.parametrize("kind", [ByTurns, ByHand])
+def test_two_optimizers_do_as_a_loop_by_hand(kind):
+    model = kind()
+    history = model.fit(X, Y, **QUIET).history
+    wanted = Adversaries().run_by_hand()
+    for found, expected in zip(model.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        assert found.requires_grad
+    assert model.global_step == 8
+    assert set(history) == ({"loss"} if kind is ByTurns else {"maker", "judge"})
+
+
+def test_frequencies_give_optimizers_batches_in_turn():
+    class Own(ByTurns):
+        def configure_optimizers(self):
+            maker, judge = super().configure_optimizers()
+            return [{"optimizer": maker, "frequency": 1}, {"optimizer": judge, "frequency": 2}]
+
+    model = Own()
+    model.fit(X, Y, **QUIET)
+    wanted = Adversaries().run_by_hand(turns=((0,), (1,), (1,)))
+    for found, expected in zip(model.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+def test_a_gradient_penalty_learns_through_its_own_gradient():
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            x = batch[0].requires_grad_()
+            loss = F.cross_entropy(self(x).tanh(), batch[1])
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + slope.pow(2).sum()
+
+    model = Own()
+    model.fit(X, Y, **QUIET)
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for x, y in BATCHES:
+        x = x.clone().requires_grad_()
+        loss = F.cross_entropy(net(x).tanh(), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        optimizer.zero_grad()
+        (loss + slope.pow(2).sum()).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.layer.weight, net.weight, rtol=0, atol=1e-7)
+
+
+def test_lbfgs_and_accumulation_with_an_own_step():
+    for options in ({"optimizer": torch.optim.LBFGS}, {"accumulate_grad_batches": 2}):
+        plain, own = fitkit.Model(linear()), Classifier()
+        plain.compile(loss="cross_entropy", **{"optimizer": "sgd", **options})
+        own.compile(**{"optimizer": "sgd", **options})
+        for model in (plain, own):
+            model.fit(X, Y, **QUIET)
+        torch.testing.assert_close(own.layer.weight, plain.net.weight, rtol=0, atol=1e-6)
+
+
+def test_a_batch_whose_step_returns_none_is_left_out():
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx else super().training_step(batch, batch_idx)
+
+    model = Own()
+    model.fit(X, Y, **QUIET)
+    assert model.global_step == 1
+
+
+@pytest.mark.parametrize(("returned", "message"), [
+    (lambda loss: loss.expand(3), r"shape \(3,\)"),
+    (lambda loss: {"value": loss}, "without 'loss'"),
+    (lambda loss: loss.item(), "returned"),
+    (lambda loss: loss.detach(), "no gradient"),
+])  # fmt: skip
+def test_what_a_training_step_cant_return(returned, message):
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            return returned(super().training_step(batch, batch_idx))
+
+    model = Own()
+    before = model.layer.weight.clone()
+    with pytest.raises(fitkit.ConfigurationError, match=message):
+        model.fit(X, Y, **QUIET)
+    assert torch.equal(model.layer.weight, before)
+
+
+@pytest.mark.parametrize(("log", "message"), [
+    (lambda model: model.log("a", torch.zeros(3)), r"shape \(3,\)"),
+    (lambda model: model.log("a", "text"), "takes a number"),
+    (lambda model: model.log("a", {"b": 1}), "log_dict"),
+    (lambda model: model.log(3, 1.0), "must be a string"),
+    (lambda model: model.log("a", 1.0, reduce_fx="median"), "mean, sum, min, max"),
+    (lambda model: model.log("a", 1.0, sync_dist=True, rank_zero_only=True), "contradict"),
+    (lambda model: [model.log("a", 1.0, reduce_fx=fx) for fx in ("mean", "sum")], "one name"),
+    (lambda model: model.log_dict([1.0]), "takes a dict"),
+])  # fmt: skip
+def test_what_cant_be_logged(log, message):
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            log(self)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(fitkit.ConfigurationError, match=message):
+        Own().fit(X, Y, **QUIET)
+    with pytest.raises(fitkit.ConfigurationError, match="outside of a run"):
+        Own().log("a", 1.0)
+
+
+def test_names_that_look_like_hooks_bring_a_warning_with_the_right_name():
+    class Own(Classifier):
+        def training_step_ends(self, outputs): ...
+        def val_step(self, batch, batch_idx): ...
+        def on_train_epoch_end(self): ...
+        def shared_step(self, batch): ...
+
+    with pytest.warns(UserWarning, match="never called") as caught:
+        Own().fit(X, Y, **QUIET)
+    messages = " ".join(str(warning.message) for warning in caught)
+    assert "Did you mean training_step_end?" in messages
+    assert "Did you mean validation_step?" in messages
+    assert "Override training_epoch_end" in messages
+    assert "shared_step" not in messages
+
+
+def test_a_step_needs_a_batch_and_nothing_that_there_isnt():
+    for step in (lambda self: None, lambda self, batch, batch_idx, dataloader_idx: None):
+        kind = type("Own", (Classifier,), {"training_step": step})
+        with pytest.raises(fitkit.ConfigurationError, match="def training_step"):
+            kind().fit(X, Y, **QUIET)
+
+
+def test_manual_optimization_refuses_what_it_cant_keep():
+    model = ByHand()
+    model.compile(gradient_clip_val=1.0)
+    with pytest.raises(fitkit.ConfigurationError, match="gradient_clip_val"):
+        model.fit(X, Y, **QUIET)
+    with pytest.raises(fitkit.ConfigurationError, match="training_step"):
+        Classifier().manual_backward(torch.zeros(1))
+    idle = fitkit.Model(linear())
+    idle.automatic_optimization = False
+    with pytest.raises(fitkit.ConfigurationError, match="no training_step"):
+        idle.fit(X, Y, **QUIET)
+
+
+def test_train_on_batch_and_its_kin_call_the_own_steps():
+    model = ByTurns()
+    model.train_on_batch(*BATCHES[0])
+    assert model.global_step == 2
+    own = Classifier()
+    loss = own.train_on_batch(*BATCHES[0])
+    assert loss == pytest.approx(F.cross_entropy(linear()(BATCHES[0][0]), BATCHES[0][1]).item())
+
+
+def test_hooks_set_on_an_instance_count_too():
+    model = fitkit.Model(linear())
+    model.training_step = lambda batch, batch_idx: F.cross_entropy(model(batch[0]), batch[1])
+    model.compile(torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    model.fit(X, Y, **QUIET)
+    assert torch.equal(model.net.weight, by_hand(1)[0].weight)
