@@ -1,9 +1,57 @@
 """Callbacks: the base class, and those that ship."""
 
+from fitkit.callbacks.accumulation import GradientAccumulationScheduler
+from fitkit.callbacks.backbone_finetuning import BackboneFinetuning
+from fitkit.callbacks.backup import BackupAndRestore
 from fitkit.callbacks.base import Callback
 from fitkit.callbacks.collection import CallbackList
+from fitkit.callbacks.device_stats import DeviceStatsMonitor
+from fitkit.callbacks.early_stopping import EarlyStopping
+from fitkit.callbacks.epoch_files import CSVLogger, JSONLogger
+from fitkit.callbacks.evaluate_every import EvaluateEvery, MetricCallback
 from fitkit.callbacks.history import History
 from fitkit.callbacks.lambda_callback import LambdaCallback
+from fitkit.callbacks.learning_rates import LearningRateMonitor, LearningRateScheduler
+from fitkit.callbacks.loss_spikes import DetectLossSpike
+from fitkit.callbacks.model_checkpoint import ModelCheckpoint
+from fitkit.callbacks.moving_average import EMA, SwapEMAWeights
+from fitkit.callbacks.non_finite import DetectNonFinite
 from fitkit.callbacks.progress import ProgressBar
+from fitkit.callbacks.reduce_on_plateau import ReduceLROnPlateau
+from fitkit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+from fitkit.callbacks.terminate_on_nan import TerminateOnNaN
+from fitkit.callbacks.throughput import ThroughputMonitor
+from fitkit.callbacks.timer import Timer
 
-__all__ = ["Callback", "CallbackList", "History", "LambdaCallback", "ProgressBar"]
+ProgbarLogger = ProgressBar
+"""Keras's name for the progress bar."""
+
+__all__ = [
+    "EMA",
+    "BackboneFinetuning",
+    "BackupAndRestore",
+    "CSVLogger",
+    "Callback",
+    "CallbackList",
+    "DetectLossSpike",
+    "DetectNonFinite",
+    "DeviceStatsMonitor",
+    "EarlyStopping",
+    "EvaluateEvery",
+    "GradientAccumulationScheduler",
+    "History",
+    "JSONLogger",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "LearningRateScheduler",
+    "MetricCallback",
+    "ModelCheckpoint",
+    "ProgbarLogger",
+    "ProgressBar",
+    "ReduceLROnPlateau",
+    "StochasticWeightAveraging",
+    "SwapEMAWeights",
+    "TerminateOnNaN",
+    "ThroughputMonitor",
+    "Timer",
+]

@@ -26,15 +26,30 @@ class Callback:
     training's and the validation's (`val_…`) values. The epoch's logs are one dict, shared
     by all callbacks in list order: what you add, later callbacks and the history see.
 
+    Ranks:
+        Every rank calls the hooks of its own copy of a callback; the object that you passed is
+        rank 0's. So what changes weights or rates does it everywhere, and what prints or writes
+        files asks `self.model.is_global_zero`. `fit` makes as many training steps on each rank,
+        and the epoch's logs are the same on all: hooks of training batches and of epochs may
+        be collective, those of test and predict batches not.
+
     Attributes:
         model: the Model that runs.
         params: what is known of the run: `stage` (`"fit"`, `"evaluate"`, `"predict"`),
             `epochs`, `initial_epoch`, `steps` (batches an epoch; None where unknown),
-            `validation_steps`, `samples`, `batch_size`, `verbose`.
+            `validation` (whether there is any), `validation_steps`, `samples`, `batch_size`,
+            `verbose`. All callbacks of a run share this dict.
+        stops_alike: whether this callback, where it sets `model.stop_training` at a batch, does
+            so at the same batch on every rank (or never does). Where one that acts at batches
+            doesn't say so, the ranks ask each other after every step.
+        comes_last: whether the hooks are called after those of all other callbacks, fitkit's own
+            too: what saves has to see what they have done.
     """
 
     model: Model
     params: dict[str, Any]
+    stops_alike: bool = False
+    comes_last: bool = False
 
     def set_model(self, model: Model) -> None:
         """Called once before the first hook with the model that runs."""
@@ -43,6 +58,23 @@ class Callback:
     def set_params(self, params: dict[str, Any]) -> None:
         """Called once before the first hook with what is known of the run."""
         self.params = params
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other ranks: all but the model, which is there already."""
+        return {name: value for name, value in vars(self).items() if name != "model"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback: plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave; called after `on_train_begin`, which begins anew."""
+
+    def prepare_optimizers(self, model: Model) -> None:
+        """Arrange parameter groups as the callback's runs have them, before a resumed fit loads.
+
+        A stored optimizer's state fits an optimizer of the same groups only.
+        """
 
     # fit
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -62,6 +94,12 @@ class Callback:
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """A training batch ended."""
+
+    def on_exception(self, error: BaseException) -> None:
+        """`fit` ends by an exception, also by Ctrl-C or `sys.exit`; `on_train_end` isn't called.
+
+        Other ranks may have failed or gone: nothing here may be collective.
+        """
 
     # evaluate, and the validation in fit
     def on_test_begin(self, logs: Logs | None = None) -> None:

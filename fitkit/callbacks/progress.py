@@ -40,6 +40,8 @@ class ProgressBar(Callback):
         clock: seconds from any beginning.
     """
 
+    stops_alike = True
+
     def __init__(
         self,
         verbose: int | str | None = None,

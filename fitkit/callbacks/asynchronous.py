@@ -1,0 +1,187 @@
+"""Checkpoints written at once, or by a thread while the training goes on."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fitkit.callbacks.ranks import from_rank_zero, several_ranks
+from fitkit.checkpoint import save_checkpoint, save_weights
+from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.notices import warn
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+
+
+class CheckpointWriter:
+    """Writes a model's checkpoints: rank 0 does, and all ranks share its failures.
+
+    Args:
+        weights_only: whether the files get the weights alone.
+        asynchronous: whether a thread writes them, from copies in main memory. One is written at
+            a time: the next save waits for it. Its error comes at the next save, or at `finish`.
+    """
+
+    def __init__(self, *, weights_only: bool = False, asynchronous: bool = False) -> None:
+        self.weights_only = weights_only
+        self.asynchronous = asynchronous
+        self._copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other ranks: how to write, and nothing that is being written."""
+        fresh = CheckpointWriter(weights_only=self.weights_only, asynchronous=self.asynchronous)
+        return vars(fresh)
+
+    def save(self, model: Model, path: str, then: Callable[[], None] = lambda: None) -> None:
+        """Write a file; its folder is made where it lacks.
+
+        Args:
+            then: called on rank 0 when the file is there.
+
+        Ranks:
+            Collective.
+
+        Raises:
+            CheckpointError: this file or, asynchronously, the one before can't be written.
+        """
+        self.finish(model)
+        contents = self._contents(model)
+        if model.is_global_zero:
+            if self.asynchronous:
+                contents = self._copies.of(contents)
+                self._start(lambda: self._write(path, contents, then))
+                return
+            self._attempt(lambda: self._write(path, contents, then))
+        if not self.asynchronous:
+            self._share(model)
+
+    def finish(self, model: Model) -> None:
+        """Wait for what is being written.
+
+        Ranks:
+            Collective.
+
+        Raises:
+            CheckpointError: it couldn't be.
+        """
+        if self.asynchronous:
+            self.wait()
+            self._share(model)
+
+    def wait(self) -> None:
+        """Wait on this rank alone; an error stays for the next save or `finish`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def give_up(self) -> None:
+        """The run has failed: wait on this rank; an error is a warning."""
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            warn(f"The last checkpoint wasn't written: {error}")
+
+    def _contents(self, model: Model) -> Any:
+        run = model.fit_state.run
+        if run is None:
+            raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")
+        if self.weights_only:
+            return model.weights_module().state_dict()
+        return run.contents()
+
+    def _write(self, path: str, contents: Any, then: Callable[[], None]) -> None:
+        folder = os.path.dirname(path) or "."
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} can't be written: the folder {folder} can't be made ({error.strerror}). "
+                "Choose another."
+            ) from error
+        if self.weights_only:
+            save_weights(path, contents)
+        else:
+            save_checkpoint(path, *contents)
+        then()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        # No daemon: the interpreter waits for a file that is half written.
+        self._thread = threading.Thread(
+            target=self._attempt, args=(work,), name="fitkit-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._error = error
+
+    def _share(self, model: Model) -> None:
+        """Raise rank 0's error on all ranks."""
+        error, self._error = self._error, None
+        if several_ranks(model):
+            error = from_rank_zero(model, error)
+        if error is not None:
+            raise error
+
+
+class HostCopies:
+    """Copies of tensors in main memory, which is used again for the next copies."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+
+    def of(self, value: Any) -> Any:
+        """A copy of nested dicts, lists and tuples; the one before must no longer be in use.
+
+        Tensors that share memory share it in the copy, too.
+        """
+        used: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+        made: dict[int, torch.UntypedStorage] = {}
+
+        def copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+            if storage.data_ptr() not in made:
+                kind = (storage.nbytes(), storage.device.type == "cuda")
+                waiting = self._free.get(kind)
+                host = waiting.pop() if waiting else _host_memory(*kind)
+                host.copy_(storage)
+                used.setdefault(kind, []).append(host)
+                made[storage.data_ptr()] = host
+            return made[storage.data_ptr()]
+
+        def copied(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                if item.layout != torch.strided or not item.numel() or item.is_quantized:
+                    return item.detach().to("cpu", copy=True)
+                host = torch.empty(0, dtype=item.dtype)
+                return host.set_(
+                    copied_storage(item.detach().untyped_storage()),
+                    item.storage_offset(), item.shape, item.stride(),
+                )  # fmt: skip
+            if isinstance(item, dict):
+                twin = copy.copy(item)  # A state dict has attributes, too.
+                twin.update((key, copied(entry)) for key, entry in item.items())
+                return twin
+            if type(item) in (list, tuple):
+                return type(item)(copied(entry) for entry in item)
+            return copy.deepcopy(item)
+
+        try:
+            return copied(value)
+        finally:
+            self._free = used
+
+
+def _host_memory(size_bytes: int, for_cuda: bool) -> torch.UntypedStorage:
+    """New memory; pinned, where it is filled from a GPU."""
+    made = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=for_cuda)
+    return made.untyped_storage()

@@ -1,0 +1,198 @@
+"""Training a new head first, then its pretrained backbone with a rate of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fitkit.arguments import check_count, check_flag, check_number, describe
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.learner import optimizers_of, put_rate, refuse_scheduler
+from fitkit.callbacks.ranks import say
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.registry import nearest
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+
+
+def doubled(epoch: int) -> float:
+    """The default of `lambda_func`."""
+    return 2.0
+
+
+class BackboneFinetuning(Callback):
+    """Freezes a part of the net, and lets it learn from some epoch on, at a rate of its own.
+
+    The part's parameters get a parameter group of their own in the optimizer, which stays after
+    `fit`. What was frozen already stays so.
+
+    Args:
+        unfreeze_backbone_at_epoch: the first epoch (from 0) in which it learns. Default 10.
+        lambda_func: `lambda_func(epoch)`: by what the backbone's rate is multiplied in each
+            epoch after that. Default: doubled.
+        backbone_initial_ratio_lr: the backbone's first rate, as a part of the rest's. Default 0.1.
+        backbone_initial_lr: that rate itself, instead. Default None.
+        should_align: whether the backbone's rate stops growing at the rest's. Default True.
+        train_bn: whether batch normalization in the frozen part goes on learning. Without it, it
+            also keeps its running statistics. Default True.
+        verbose: whether to say when it unfreezes. Default False.
+        backbone: the part's name among the net's modules. Default `"backbone"`.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a part
+            that isn't there, or a scheduler that sets the rates too.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = doubled,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        train_bn: bool = True,
+        verbose: bool = False,
+        backbone: str = "backbone",
+    ) -> None:
+        check_count("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, minimum=0)
+        if not callable(lambda_func):
+            raise ArgumentTypeError(f"lambda_func={describe(lambda_func)} must be callable.")
+        check_number("backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0)
+        check_number("backbone_initial_lr", backbone_initial_lr, above=0, optional=True)
+        check_flag("should_align", should_align)
+        check_flag("train_bn", train_bn)
+        check_flag("verbose", verbose)
+        if not isinstance(backbone, str) or not backbone:
+            raise ArgumentTypeError(f"backbone={describe(backbone)} must be a module's name.")
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.backbone = backbone
+        self._reset()
+
+    def _reset(self) -> None:
+        self.is_frozen = False
+        self._unfrozen_at: int | None = None
+        self._frozen: list[nn.Parameter] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_frozen": []}
+
+    def prepare_optimizers(self, model: Model) -> None:
+        for optimizer in optimizers_of(model):
+            split_off(optimizer, self._part(model))
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        refuse_scheduler(self.model, type(self).__name__)
+        self._reset()
+        part = self._part(self.model)
+        self._check_rest(part)
+        self.prepare_optimizers(self.model)
+        if self.params.get("initial_epoch", 0) < self.unfreeze_backbone_at_epoch:
+            self._freeze(part)
+
+    def _part(self, model: Model) -> nn.Module:
+        net = model if model.net is None else model.net
+        modules = dict(net.named_modules())
+        if self.backbone in modules:
+            return modules[self.backbone]
+        close = nearest(self.backbone, [name for name in modules if name])
+        suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        names = ", ".join(repr(name) for name, _ in net.named_children()) or "none"
+        raise ConfigurationError(
+            f"backbone={self.backbone!r} is no module of the net.{suggestion} Its modules: {names}."
+        )
+
+    def _check_rest(self, part: nn.Module) -> None:
+        own = {id(parameter) for parameter in part.parameters()}
+        if all(id(p) in own for p in self.model.parameters() if p.requires_grad):
+            raise ConfigurationError(
+                f"The whole net that can learn is in {self.backbone!r}; nothing would be left to "
+                "train while it is frozen."
+            )
+
+    def _freeze(self, part: nn.Module) -> None:
+        spared = {id(p) for layer in _normalizations(part) for p in layer.parameters()}
+        for parameter in part.parameters():
+            if parameter.requires_grad and not (self.train_bn and id(parameter) in spared):
+                parameter.requires_grad = False
+                parameter.grad = None
+                self._frozen.append(parameter)
+        self.is_frozen = True
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch < self.unfreeze_backbone_at_epoch:
+            if self.is_frozen and not self.train_bn:
+                for layer in _normalizations(self._part(self.model)):
+                    layer.eval()  # fit has just put the whole model into training mode
+        elif self._unfrozen_at is None:
+            self._unfreeze(epoch)
+        else:
+            self._raise_rate(epoch)
+
+    def _unfreeze(self, epoch: int) -> None:
+        for parameter in self._frozen:
+            parameter.requires_grad = True
+        self._frozen = []
+        self.is_frozen = False
+        self._unfrozen_at = epoch
+        for own, rest in self._rates():
+            first = self.backbone_initial_lr
+            put_rate(own, rest * self.backbone_initial_ratio_lr if first is None else first)
+            if self.verbose:
+                rate = float(own["lr"])
+                say(self.model, f"Epoch {epoch + 1}: {self.backbone} learns at {rate:.4g}.")
+
+    def _raise_rate(self, epoch: int) -> None:
+        for own, rest in self._rates():
+            rate = float(own["lr"]) * self.lambda_func(epoch)
+            put_rate(own, min(rate, rest) if self.should_align else rate)
+
+    def _rates(self) -> list[tuple[dict[str, Any], float]]:
+        """Each group of the backbone, and the rate of the first other one of its optimizer."""
+        part = {id(parameter) for parameter in self._part(self.model).parameters()}
+        found = []
+        for optimizer in optimizers_of(self.model):
+            own = [g for g in optimizer.param_groups if g["params"] and id(g["params"][0]) in part]
+            rest = [g for g in optimizer.param_groups if all(g is not one for one in own)]
+            found += [(group, float(rest[0]["lr"])) for group in own if rest]
+        return found
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        for parameter in self._frozen:  # fit ended before they were to learn
+            parameter.requires_grad = True
+        self._frozen = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unfrozen_at": self._unfrozen_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unfrozen_at = state["unfrozen_at"]
+
+
+def split_off(optimizer: torch.optim.Optimizer, part: nn.Module) -> None:
+    """Give a module's parameters groups of their own, with the options that they have."""
+    own = {id(parameter) for parameter in part.parameters()}
+    for group in list(optimizer.param_groups):
+        inside = [parameter for parameter in group["params"] if id(parameter) in own]
+        if inside and len(inside) < len(group["params"]):
+            options = {name: value for name, value in group.items() if name != "params"}
+            group["params"] = [p for p in group["params"] if id(p) not in own]
+            # Not add_param_group: these parameters keep their state, and their group's options.
+            optimizer.param_groups.append({"params": inside, **copy.deepcopy(options)})
+
+
+def _normalizations(part: nn.Module) -> list[nn.Module]:
+    kinds = nn.modules.batchnorm._BatchNorm
+    return [module for module in part.modules() if isinstance(module, kinds)]

@@ -1,0 +1,259 @@
+"""Backups of a training, from which the same command goes on after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import fitkit.checkpoint as files
+from fitkit.arguments import check_choice, check_count, check_flag, describe
+from fitkit.callbacks.agreement import Wishes
+from fitkit.callbacks.asynchronous import CheckpointWriter
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
+from fitkit.callbacks.signals import Preempted, SignalNotes, requeue
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fitkit.notices import warn
+
+NAME = re.compile(r"backup-(\d{6,})\.h5")
+
+
+class BackupAndRestore(Callback):
+    """Saves all of a training now and then; the same command, run again, goes on from there.
+
+    Nothing is repeated and nothing left out: weights, optimizer, schedulers, the order of the data
+    and random numbers are as if the training had never been cut. When `fit` has ended, the
+    backups are deleted. They take precedence over nothing: `resume_from=` given to `fit` wins.
+
+    While `fit` runs in the main thread, SIGTERM (and in a SLURM batch job SIGUSR1) lets all ranks
+    finish a step, save, and exit with the status 143 (138); after SIGUSR1 the job is put into the
+    queue again by `scontrol requeue`. A handler of your own is called when the file is there. A
+    signal that comes during a validation takes effect after it.
+
+    Args:
+        backup_dir: a folder for this training alone; it is made. Several nodes must share it.
+        save_freq: `"epoch"` (default), a number of batches, counted over epochs, or False: only at
+            a signal.
+        double_checkpoint: Keras's way to say `keep=2`. Default False.
+        delete_checkpoint: whether the backups are deleted when `fit` has ended. Default True.
+        keep: how many backups to keep: where the newest is damaged, the one before serves, with a
+            warning. Default 1.
+        catch_signals: default True.
+        asynchronous: whether a thread writes while the training goes on; see `ModelCheckpoint`.
+            Default False.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be; ranks that don't see the
+            same backups.
+        CheckpointError: a backup can't be written, or all that are there are damaged.
+    """
+
+    restores = True
+    stops_alike = True
+    comes_last = True
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        *,
+        keep: int = 1,
+        catch_signals: bool = True,
+        asynchronous: bool = False,
+    ) -> None:
+        if not isinstance(backup_dir, (str, os.PathLike)) or not os.fspath(backup_dir):
+            raise ArgumentTypeError(f"backup_dir={describe(backup_dir)} must be a path.")
+        if isinstance(save_freq, str):
+            check_choice("save_freq", save_freq, ("epoch",))
+        elif save_freq is not False:
+            check_count("save_freq", save_freq)
+        check_flag("double_checkpoint", double_checkpoint)
+        check_flag("delete_checkpoint", delete_checkpoint)
+        check_count("keep", keep)
+        check_flag("catch_signals", catch_signals)
+        check_flag("asynchronous", asynchronous)
+        self.backup_dir = Path(backup_dir)
+        self.save_freq = save_freq
+        self.keep = max(keep, 2) if double_checkpoint else keep
+        self.delete_checkpoint = delete_checkpoint
+        self.catch_signals = catch_signals
+        self._writer = CheckpointWriter(asynchronous=asynchronous)
+        self._wishes = Wishes()
+        self._signals = SignalNotes()
+        self._damaged: list[Path] = []
+        self._since = 0
+        self._due = self._ends = self._in_step = False
+        if catch_signals or not isinstance(save_freq, str):
+            # Only then: a hook at batches costs a little.
+            vars(self)["on_train_batch_begin"] = self._before_batch
+            vars(self)["on_train_batch_end"] = self._after_batch
+
+    # ------------------------------------------------------------------ moments
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._since, self._due, self._ends, self._in_step = 0, False, False, False
+        self._wishes.begin()
+        self._check_alike()
+        if self.catch_signals:
+            self._signals.begin()
+
+    def _check_alike(self) -> None:
+        """Refuse to train where some ranks go on and others begin.
+
+        A rank that doesn't see the folder would train on other data than the rest.
+        """
+        if not several_ranks(self.model):
+            return
+        run = self.model.fit_state.run
+        resumed = None if run is None else run.resumed
+        place = None if resumed is None else (resumed.epoch, resumed.steps)
+        places = from_all_ranks(self.model, place)
+        for rank, other in enumerate(places):
+            if other != places[0]:
+                raise ConfigurationError(
+                    f"Rank {rank} doesn't find the same backup in {self.backup_dir} as rank 0. "
+                    "backup_dir must be a folder that all nodes share."
+                )
+
+    def _before_batch(self, batch: int, logs: Logs | None = None) -> None:
+        self._in_step = True
+
+    def _after_batch(self, batch: int, logs: Logs) -> None:
+        self._in_step = False
+        if self.catch_signals:
+            arrived = self._signals.arrived is not None
+            self._ends = self._wishes.after_step(self.model, arrived) or self._ends
+        if type(self.save_freq) is int:
+            self._since += 1
+            if self._since >= self.save_freq:
+                self._since, self._due = 0, True
+        run = self.model.fit_state.run
+        if (self._due or self._ends) and run is not None and run.is_between_groups:
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self._stops():
+            # That isn't saved: a run that goes on from the backup before decides it again.
+            return
+        if self._due or self._ends or self.save_freq == "epoch":
+            self._save()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        stops = self._stops()
+        if self._ends and stops:
+            self._writer.finish(self.model)
+            self._exit(f"left {self.backup_dir} as it was")
+        if self._ends:
+            self._save()
+        self._writer.finish(self.model)
+        self._signals.restore()
+        if self.delete_checkpoint and self.model.is_global_zero:
+            self._delete()
+
+    def on_exception(self, error: BaseException) -> None:
+        self._writer.give_up()
+        self._signals.restore()
+        run = self.model.fit_state.run
+        # The signal has ended the DataLoader's workers before this process saw it.
+        ended = self._signals.arrived is not None and "DataLoader worker" in str(error)
+        if not ended or several_ranks(self.model) or run is None:
+            return
+        if not self._in_step and run.is_between_groups:
+            self._ends = True
+            self._save()
+        raise Preempted(self._signals.arrived or 0)
+
+    def _stops(self) -> bool:
+        """Whether a callback ends the training; takes note of signals on the way."""
+        own = self.model.stop_training, self._signals.arrived is not None
+        everyones = from_all_ranks(self.model, own)
+        self._ends = self._ends or any(arrived for _, arrived in everyones)
+        return any(stops for stops, _ in everyones)
+
+    # ------------------------------------------------------------------ saving
+
+    def _save(self) -> None:
+        """Write a backup; after a signal it is the last thing that this process does."""
+        self._due = False
+        path = from_rank_zero(self.model, str(self._next_path()))
+        self._writer.save(self.model, path, self._prune)
+        if self._ends:
+            self._writer.finish(self.model)
+            self._exit(f"saved {path}")
+
+    def _exit(self, done: str) -> None:
+        """Leave as the scheduler wants it, on all ranks."""
+        arrived = from_all_ranks(self.model, self._signals.arrived)
+        number = next(each for each in arrived if each is not None)
+        error = Preempted(number)
+        self._signals.restore()
+        if self.model.is_global_zero:
+            said = f"fitkit: got signal {number}, {done}; ends with status {error.code}."
+            print(said, file=sys.stderr, flush=True)
+            if number != 15:
+                requeue()
+        self._signals.pass_on()
+        raise error
+
+    def _there(self) -> list[Path]:
+        """The backups that are there, the oldest first."""
+        if not self.backup_dir.is_dir():
+            return []
+        named = [(NAME.fullmatch(path.name), path) for path in self.backup_dir.iterdir()]
+        numbered = [(int(match[1]), path) for match, path in named if match]
+        return [path for _, path in sorted(numbered)]
+
+    def _next_path(self) -> Path:
+        there = self._there()
+        match = NAME.fullmatch(there[-1].name) if there else None
+        return self.backup_dir / f"backup-{int(match[1]) + 1 if match else 1:06d}.h5"
+
+    def _prune(self) -> None:
+        """Delete what a newer backup stands for now."""
+        damaged, self._damaged = self._damaged, []
+        whole = [path for path in self._there() if path not in damaged]
+        for path in [*damaged, *whole[: -self.keep]]:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def _delete(self) -> None:
+        for path in self._there():
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        with contextlib.suppress(OSError):  # it has other files
+            self.backup_dir.rmdir()
+
+    # ------------------------------------------------------------------ going on
+
+    def last_path(self) -> str | None:
+        """The newest backup that is whole; None where there is none.
+
+        Raises:
+            CheckpointError: there are backups, and all are damaged.
+        """
+        self._writer.wait()
+        self._damaged = []
+        first: CheckpointError | None = None
+        for path in reversed(self._there()):
+            try:
+                with files.open_checkpoint(path):
+                    return str(path)
+            except CheckpointError as error:
+                warn(f"The backup {path} can't be used: {error}")
+                self._damaged.append(path)
+                first = first or error
+        if first is not None:
+            raise first
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"since": self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._since = int(state["since"])

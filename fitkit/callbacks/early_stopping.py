@@ -1,0 +1,129 @@
+"""Stopping when a value no longer improves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from fitkit.arguments import check_choice, check_count, check_flag, check_number
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.monitor import Monitor
+from fitkit.callbacks.ranks import say
+
+
+class EarlyStopping(Callback):
+    """Ends `fit` when the monitored value has not improved for some epochs.
+
+    An epoch improves where its value is better than the best so far by more than `min_delta`;
+    NaN never is. Epochs without the value (validation_freq) don't count.
+
+    Args:
+        monitor: a name of the epoch's logs. Default `"val_loss"`.
+        min_delta: the least improvement that counts, at least 0. Default 0.
+        patience: epochs without improvement after which to stop. Default 0, which is as 1.
+        verbose: 1 says when it stops and what it restores. Default 0.
+        mode: `"min"`, `"max"` or `"auto"` (default): by the name, where it tells.
+        baseline: a value to beat: improvements that don't reach it let the patience run out.
+        restore_best_weights: whether the model gets the best epoch's weights and buffers when
+            `fit` ends, early or not. The optimizer's state isn't rewound. Copies are kept in
+            main memory. Default False.
+        start_from_epoch: earlier epochs (from 0) are not looked at. Default 0.
+
+    Attributes:
+        best: the best value so far; infinite before the first.
+        best_epoch: its epoch, from 0.
+        wait: epochs since.
+        stopped_epoch: the epoch that it stopped in; 0 where it did not.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be; at the first epoch's end
+            at the latest, a name that the logs don't have.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        check_count("patience", patience, minimum=0)
+        check_choice("verbose", verbose, (0, 1, False, True))
+        check_number("baseline", baseline, optional=True)
+        check_flag("restore_best_weights", restore_best_weights)
+        check_count("start_from_epoch", start_from_epoch, minimum=0)
+        self.monitor = monitor
+        self._watch = Monitor(monitor, mode, min_delta, type(self).__name__)
+        self.patience = patience
+        self.verbose = verbose
+        self.baseline = baseline
+        self.restore_best_weights = restore_best_weights
+        self.start_from_epoch = start_from_epoch
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best = self._watch.worst
+        self.best_epoch = 0
+        self.wait = 0
+        self.stopped_epoch = 0
+        self.best_weights: dict[str, Any] | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._reset()
+        self._watch.begin(self.model, self.params)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        value = self._watch.read(self.model, self.params, logs)
+        if value is None or epoch < self.start_from_epoch:
+            return
+        if self.restore_best_weights and self.best_weights is None:
+            self._keep_weights(epoch)  # Also of a first epoch that is NaN.
+        self.wait += 1
+        if self._watch.better(value, self.best):
+            self.best = value
+            self._keep_weights(epoch)
+            if self.baseline is None or self._watch.better(value, self.baseline):
+                self.wait = 0
+        elif self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        if self.stopped_epoch and self.verbose:
+            say(self.model, f"Stopped early after epoch {self.stopped_epoch + 1}.")
+        if self.best_weights is None:
+            return
+        if self.verbose:
+            say(self.model, f"Restored the weights of epoch {self.best_epoch + 1}, the best.")
+        self.model.load_state_dict(self.best_weights)
+        self.best_weights = None
+
+    def _keep_weights(self, epoch: int) -> None:
+        self.best_epoch = epoch
+        if self.restore_best_weights:
+            self.best_weights = copied_to_host(self.model.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def copied_to_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a module's state, with its tensors in main memory."""
+    return {
+        name: value.detach().to("cpu", copy=True)
+        if isinstance(value, torch.Tensor)
+        else copy.deepcopy(value)
+        for name, value in state.items()
+    }

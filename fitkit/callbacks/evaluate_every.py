@@ -1,0 +1,122 @@
+"""Values over further data at the ends of epochs: the compiled ones, or other metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from fitkit.arguments import check_count, describe
+from fitkit.callbacks.base import Callback
+from fitkit.callbacks.monitor import announce_prefix
+from fitkit.data.sources import check_data_type
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.metrics import CompiledMetrics
+
+
+class EvaluateEvery(Callback):
+    """Evaluates the model on a further data set every so many epochs.
+
+    Adds `<name>_loss`, `<name>_accuracy`, … to those epochs' logs; callbacks after it in the list
+    can monitor them.
+
+    Args:
+        x, y, batch_size, sample_weight, steps: as in `model.evaluate`; data that can be read
+            more than once.
+        every: epochs between two evaluations; 1 (default) is after each.
+        name: what the logs' names begin with. Default `"extra"`.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be.
+
+    Ranks:
+        The values are over all samples, each counted once, however many ranks there are.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        every: int = 1,
+        name: str = "extra",
+        batch_size: int = 32,
+        sample_weight: Any = None,
+        steps: int | None = None,
+    ) -> None:
+        check_data_type(x)
+        if isinstance(x, Iterator):
+            raise ConfigurationError(
+                f"x is a {type(x).__name__}, which can be read only once. Give arrays, a Dataset, "
+                "a DataLoader or a list of batches."
+            )
+        check_count("every", every)
+        check_count("batch_size", batch_size)
+        check_count("steps", steps, optional=True)
+        if not isinstance(name, str) or not name:
+            raise ArgumentTypeError(f"name={describe(name)} must be a word for the logs' names.")
+        self.data = {
+            "x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight,
+            "steps": steps,
+        }  # fmt: skip
+        self.every = every
+        self.name = name
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        announce_prefix(params, f"{self.name}_")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if (epoch + 1) % self.every == 0:
+            names = self.model.metrics_names
+            values = self._values()
+            self.model.remember_names(names)
+            logs.update({f"{self.name}_{name}": value for name, value in values.items()})
+
+    def _values(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.model.evaluate(**self.data, verbose=0, return_dict=True)
+        return found
+
+
+class MetricCallback(EvaluateEvery):
+    """Computes metrics over a whole data set at epochs' ends, beside those that compile has.
+
+    For what makes no sense batch by batch, or costs too much in training: AUROC, a confusion
+    matrix, FID. Metrics get probabilities and labels as compile's do.
+
+    Args:
+        metrics: what compile's `metrics` takes: names, torchmetrics objects, a
+            `MetricCollection`, callables `(prediction, target)`; a list or dict of them.
+        x, y, batch_size, sample_weight, steps, every: as in `EvaluateEvery`.
+        name: what the logs' names begin with. Default `"val"`.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be.
+
+    Ranks:
+        The metrics' states are merged over all ranks, so the values are those of one process.
+    """
+
+    def __init__(
+        self, metrics: Any, x: Any, y: Any = None, *, name: str = "val", **options: Any
+    ) -> None:
+        super().__init__(x, y, name=name, **options)
+        self.metrics = metrics
+        compiled = CompiledMetrics(metrics)
+        if not compiled:
+            raise ConfigurationError(f"metrics={describe(metrics)} has no metric.")
+
+    def _values(self) -> dict[str, Any]:
+        compilation = self.model.compilation
+        self.model.compilation = dataclasses.replace(
+            compilation, metrics=CompiledMetrics(self.metrics)
+        )
+        try:
+            values = super()._values()
+        finally:
+            self.model.compilation = compilation
+        # The loss, and those of several outputs, are none of these metrics.
+        told = {name for name in values if name == "loss" or name.endswith("_loss")}
+        return {name: value for name, value in values.items() if name not in told}

@@ -1,0 +1,161 @@
+"""Setting the learning rate by a function of the epoch, and logging it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from fitkit.arguments import check_choice, check_flag, describe
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.learner import optimizers_of, rate_of, refuse_scheduler, set_rate
+from fitkit.callbacks.ranks import from_rank_zero, say
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate at each epoch's begin, and logs it as `learning_rate`.
+
+    Args:
+        schedule: `schedule(epoch, rate) -> rate` or `schedule(epoch) -> rate`; epochs count from
+            0. Called on rank 0. Where there are several parameter groups, the first has this
+            rate and the others keep their ratio to it.
+        verbose: 1 says each epoch's rate. Default 0.
+
+    Raises:
+        ArgumentTypeError: no function of one or two arguments, or one that gives no number.
+        ConfigurationError: when fit begins, a scheduler that sets the rates too; a rate below 0.
+    """
+
+    stops_alike = True
+
+    def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
+        check_choice("verbose", verbose, (0, 1, False, True))
+        self.schedule = schedule
+        self.verbose = verbose
+        self._takes_rate = _takes_rate(schedule)
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        refuse_scheduler(self.model, type(self).__name__)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        asked = self._asked(epoch) if self.model.is_global_zero else None
+        rate = from_rank_zero(self.model, asked)
+        assert rate is not None
+        set_rate(self.model, rate)
+        if self.verbose:
+            say(self.model, f"Epoch {epoch + 1}: the learning rate is {rate:.4g}.")
+
+    def _asked(self, epoch: int) -> float:
+        rate = rate_of(self.model)
+        given = self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch)
+        try:
+            number = float(given)
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(
+                f"The schedule gave {describe(given)} for epoch {epoch}; it must give a number."
+            ) from None
+        if not 0 <= number < float("inf"):
+            raise ConfigurationError(
+                f"The schedule gave the rate {number} for epoch {epoch}; it must be finite and at "
+                "least 0."
+            )
+        return number
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        logs.setdefault("learning_rate", rate_of(self.model))
+
+
+def _takes_rate(schedule: object) -> bool:
+    """Whether a schedule takes the rate beside the epoch.
+
+    By its signature: trying it with two arguments would hide errors that come from inside it.
+    """
+    if not callable(schedule):
+        raise ArgumentTypeError(
+            f"schedule={describe(schedule)} must be a function (epoch, rate) -> rate."
+        )
+    try:
+        signature = inspect.signature(schedule)
+    except ValueError:  # A builtin that doesn't tell.
+        return False
+    for arguments in ((0, 0.0), (0,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return len(arguments) == 2
+    raise ArgumentTypeError(f"schedule takes {signature}; it must take (epoch, rate) or (epoch).")
+
+
+class LearningRateMonitor(Callback):
+    """Adds `learning_rate`, the rate of the epoch's last step, to the epoch's logs.
+
+    Further parameter groups get `learning_rate_1`, and so on, through all optimizers.
+
+    Args:
+        logging_interval: `"step"` keeps each step's rate too; `"epoch"` or None (default) not.
+        log_momentum: whether to add `momentum` (Adam's first beta). Default False.
+        log_weight_decay: whether to add `weight_decay`. Default False.
+
+    Attributes:
+        rates: with `"step"`, the first group's rate at each step of the last fit.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        logging_interval: str | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        check_choice("logging_interval", logging_interval, (None, "step", "epoch"))
+        check_flag("log_momentum", log_momentum)
+        check_flag("log_weight_decay", log_weight_decay)
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.rates: list[float] = []
+        self._used: list[Any] = []
+        self._optimizers: list[Optimizer] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_optimizers": []}
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self.rates = []
+        # Asking the model for them looks through all parameters: not at each batch.
+        self._optimizers = optimizers_of(self.model)
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        # At a batch's end a scheduler that counts steps has moved on already.
+        self._used = [group["lr"] for group in self._groups()]
+        if self.logging_interval == "step":
+            self.rates.append(float(self._used[0]))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        groups = self._groups()
+        self._add(logs, "learning_rate", [float(rate) for rate in self._used])
+        if self.log_momentum:
+            self._add(logs, "momentum", [_momentum(group) for group in groups])
+        if self.log_weight_decay:
+            self._add(logs, "weight_decay", [group.get("weight_decay") for group in groups])
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._optimizers = []
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _add(self, logs: dict[str, Any], name: str, values: list[Any]) -> None:
+        for index, value in enumerate(values):
+            if value is not None:
+                logs[f"{name}_{index}" if index else name] = float(value)
+
+
+def _momentum(group: dict[str, Any]) -> Any:
+    betas = group.get("betas")
+    return betas[0] if betas else group.get("momentum")

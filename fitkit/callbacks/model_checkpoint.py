@@ -1,0 +1,365 @@
+"""Checkpoints of the best, the last or all epochs, under names with their numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.callbacks.agreement import Wishes
+from fitkit.callbacks.asynchronous import CheckpointWriter
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.file_names import FileNames
+from fitkit.callbacks.monitor import Monitor
+from fitkit.callbacks.ranks import from_rank_zero, say, several_ranks
+from fitkit.callbacks.signals import Preempted
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.notices import warn
+
+WHOLE = (".h5", ".hdf5")
+WEIGHTS = (".h5", ".hdf5", ".safetensors", ".pt", ".pth")
+
+
+class ModelCheckpoint(Callback):
+    """Saves the model after epochs, or within them.
+
+    A file is there whole or not at all. Where batches are accumulated, a save within an epoch waits
+    for the update that is due. Missing folders are made.
+
+    Args:
+        filepath: the file's name; numbers in braces are filled in, like
+            `"{epoch:02d}-{val_loss:.2f}.h5"`: `epoch` (from 1), `step` (updates so far), `batch`
+            (from 1, for saves within epochs), and the logs.
+        monitor: the log that tells which is best. Default `"val_loss"`.
+        verbose: 1 says what is saved. Default 0.
+        save_best_only: whether only epochs are saved whose value is better than all before.
+            Default False.
+        save_weights_only: whether files get the weights alone (`.h5`, `.safetensors`, `.pt`);
+            default False: everything that `fit(resume_from=…)` needs (`.h5`).
+        mode: `"min"`, `"max"` or `"auto"` (default): by the name, where it tells.
+        save_freq: `"epoch"` (default), or a number of batches, counted over epochs.
+        initial_value_threshold: a value that the first best has to beat. Default none.
+        save_top_k: how many of the best to keep; files of this callback that are no longer among
+            them are deleted. Default None: all are kept; 0 keeps none (with `save_last`).
+        save_last: whether `last.h5` (with `filepath`'s folder and suffix) always has the
+            newest. Default False.
+        every_n_train_steps: another way to say `save_freq`: a number of batches.
+        train_time_interval: save when so much time has passed, in seconds or as a timedelta.
+        save_on_exception: whether `exception.h5` in `filepath`'s folder is written when `fit`
+            fails or is interrupted. It goes on at the step that failed; the random numbers
+            drawn in it aren't drawn again. Where one of several ranks has failed there is
+            nobody to save with, and nothing is written. Default False.
+        asynchronous: whether a thread writes while the training goes on, one file at a time. It
+            costs a copy of all that is saved in main memory. An error comes at the next save, or
+            at the end of `fit`. Default False.
+
+    Attributes:
+        best: the best value so far; infinite before the first. Stays from one fit to the next.
+        best_model_path: its file; None before the first, or where nothing is monitored.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be; at the first save a name in
+            `filepath` that the logs don't have.
+        CheckpointError: a file can't be written; what was there is untouched.
+    """
+
+    stops_alike = True
+    comes_last = True
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        initial_value_threshold: float | None = None,
+        *,
+        save_top_k: int | None = None,
+        save_last: bool = False,
+        every_n_train_steps: int | None = None,
+        train_time_interval: float | timedelta | None = None,
+        save_on_exception: bool = False,
+        asynchronous: bool = False,
+    ) -> None:
+        check_choice("verbose", verbose, (0, 1, False, True))
+        for name in ("save_best_only", "save_weights_only", "save_last", "save_on_exception"):
+            check_flag(name, locals()[name])
+        check_flag("asynchronous", asynchronous)
+        check_number("initial_value_threshold", initial_value_threshold, optional=True)
+        check_count("save_top_k", save_top_k, minimum=0, optional=True)
+        self._names = FileNames(
+            filepath,
+            WEIGHTS if save_weights_only else WHOLE,
+            "weights" if save_weights_only else "whole checkpoints",
+        )
+        self._steps, self._interval_s = _frequency(
+            save_freq, every_n_train_steps, train_time_interval
+        )
+        self.filepath = self._names.template
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_best_only = save_best_only
+        self.save_weights_only = save_weights_only
+        self.save_top_k = save_top_k
+        self.save_last = save_last
+        self.save_on_exception = save_on_exception
+        self._watch: Monitor | None = None
+        if save_best_only or save_top_k:
+            self._watch = Monitor(monitor, mode, callback=type(self).__name__)
+        self._check_top_k()
+        if self._within_epochs or save_on_exception:
+            # Only then: a hook at batches costs a little.
+            vars(self)["on_train_batch_end"] = self._after_batch
+        self._writer = CheckpointWriter(weights_only=save_weights_only, asynchronous=asynchronous)
+        self._wishes = Wishes()
+        self._kept: list[tuple[float, str]] = []  # the best first
+        self._last: str | None = None
+        self._since = self._batch = self._updates_before = 0
+        self._due = False
+        self._saved_at = time.monotonic()
+        worst = self._watch.worst if self._watch is not None else float("inf")
+        self.best = worst if initial_value_threshold is None else float(initial_value_threshold)
+        self.best_model_path: str | None = None
+
+    def _check_top_k(self) -> None:
+        if self.save_best_only and self.save_top_k is not None:
+            raise ConfigurationError(
+                "save_best_only keeps every file that was the best in its time; save_top_k=1 keeps "
+                "the best alone. Give one of them."
+            )
+        if (self.save_top_k or 0) > 1 and not self._names.fields:
+            raise ConfigurationError(
+                f"save_top_k={self.save_top_k} needs as many names, but "
+                f"filepath={self.filepath!r} is one. Write {{epoch}} into it."
+            )
+
+    @property
+    def _within_epochs(self) -> bool:
+        return self._steps is not None or self._interval_s is not None
+
+    # ------------------------------------------------------------------ moments
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._since, self._due = 0, False
+        self._saved_at = time.monotonic()
+        self._wishes.begin()
+        self._updates_before = self.model.global_step
+        if self._watch is None:
+            return
+        if self._within_epochs and self.monitor.startswith("val_"):
+            raise ConfigurationError(
+                f"ModelCheckpoint is to save within epochs by monitor={self.monitor!r}, which is "
+                f"known at their ends only. Write save_freq='epoch' or "
+                f"monitor={self.monitor.removeprefix('val_')!r}."
+            )
+        self._watch.begin(self.model, self.params)
+
+    def _after_batch(self, batch: int, logs: Logs) -> None:
+        self._batch = batch
+        if not self._within_epochs:
+            return
+        if self._is_due():
+            self._due = True
+        run = self.model.fit_state.run
+        if self._due and run is not None and run.is_between_groups:
+            self._save(logs)
+
+    def _is_due(self) -> bool:
+        """Whether this batch's end is a moment to save, on all ranks alike."""
+        if self._steps is not None:
+            self._since += 1
+            if self._since < self._steps:
+                return False
+            self._since = 0
+            return True
+        assert self._interval_s is not None
+        is_time = (
+            self.model.is_global_zero and self._interval_s <= time.monotonic() - self._saved_at
+        )
+        return self._wishes.after_step(self.model, is_time)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self._due or not self._within_epochs:
+            self._save(logs)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._writer.finish(self.model)
+
+    def on_exception(self, error: BaseException) -> None:
+        self._writer.give_up()
+        run = self.model.fit_state.run
+        if not self.save_on_exception or isinstance(error, Preempted) or run is None:
+            return
+        if several_ranks(self.model) or self.model.global_step == self._updates_before:
+            return
+        path = str(self._names.folder / f"exception{self._names.suffix}")
+        self._last = path
+        at_once = CheckpointWriter(weights_only=self.save_weights_only)
+        at_once.save(self.model, path)
+        say(self.model, f"fit ended by {type(error).__name__}; saved {path}.")
+
+    # ------------------------------------------------------------------ saving
+
+    def _save(self, logs: Mapping[str, Any]) -> None:
+        """Save what this moment asks for."""
+        self._due, self._saved_at = False, time.monotonic()
+        path = self._path(logs)
+        removed: list[str] = []
+        wanted = self.save_top_k != 0
+        if self._watch is not None:
+            # Within an epoch, reading logs waits for the device: only where one is needed.
+            known = logs if isinstance(logs, dict) else dict(logs)
+            value = self._watch.read(self.model, self.params, known)
+            wanted = value is not None and self._take(value, path, removed)
+        last = self._last_name if self.save_last else None
+        if not wanted and last is None:
+            return
+        # Before it is saved: the file itself tells a resumed run of it.
+        self._last = path if last is None else last
+        first = path if wanted else self._last
+        if last in (first, *removed):
+            removed, last = [other for other in removed if other != last], None
+        self._writer.save(self.model, first, lambda: _afterwards(first, last, removed))
+        if self.verbose:
+            say(self.model, f"Saved {first}.")
+
+    def _path(self, logs: Mapping[str, Any]) -> str:
+        """This save's name, the same on all ranks."""
+        numbers = {"epoch": self.model.current_epoch + 1, "step": self.model.global_step}
+        if self._within_epochs:
+            numbers["batch"] = self._batch + 1
+        return from_rank_zero(self.model, self._names.name(numbers, logs))
+
+    def _take(self, value: float, path: str, removed: list[str]) -> bool:
+        """Whether a value's file is to be saved.
+
+        Args:
+            removed: gets the files that aren't wanted any longer.
+        """
+        assert self._watch is not None
+        is_best = self._watch.better(value, self.best)
+        if self.save_top_k is None:
+            wanted = is_best
+        else:
+            wanted = self._is_among_best(value, path, removed)
+        if is_best and wanted:
+            if self.verbose:
+                say(self.model, f"{self.monitor} improved from {self.best:g} to {value:g}.")
+            self.best, self.best_model_path = value, path
+        return wanted
+
+    def _is_among_best(self, value: float, path: str, removed: list[str]) -> bool:
+        assert self._watch is not None and self.save_top_k
+        others = [(known, name) for known, name in self._kept if name != path]
+        place = len(others)
+        while place and self._outranks(value, others[place - 1][0]):
+            place -= 1
+        if place >= self.save_top_k:
+            return False
+        others.insert(place, (value, path))
+        removed += [name for _, name in others[self.save_top_k :]]
+        self._kept = others[: self.save_top_k]
+        return True
+
+    def _outranks(self, value: float, other: float) -> bool:
+        assert self._watch is not None
+        return self._watch.better(value, other) or (math.isnan(other) and not math.isnan(value))
+
+    # ------------------------------------------------------------------ going on
+
+    @property
+    def _last_name(self) -> str:
+        return str(self._names.folder / f"last{self._names.suffix}")
+
+    def last_path(self) -> str | None:
+        """The newest checkpoint of this callback, of this run or of one before; None: none.
+
+        Raises:
+            ConfigurationError: its files hold weights only.
+        """
+        if self.save_weights_only:
+            raise ConfigurationError(
+                "resume_from='last' needs whole checkpoints, but this ModelCheckpoint has "
+                "save_weights_only=True."
+            )
+        self._writer.wait()
+        own = [self._last_name, str(self._names.folder / f"exception{self._names.suffix}")]
+        there = [path for path in (self._last, *own, *self._names.found()) if path is not None]
+        there = [path for path in there if os.path.isfile(path)]
+        return max(there, key=lambda path: os.stat(path).st_mtime_ns, default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self.best,
+            "best_model_path": self.best_model_path,
+            "kept": [[value, path] for value, path in self._kept],
+            "since": self._since,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave.
+
+        Files that a checkpoint names may be deleted later; so only those count whose names
+        `filepath` could have given.
+        """
+        self.best = float(state["best"])
+        best = state["best_model_path"]
+        self.best_model_path = best if isinstance(best, str) else None
+        self._kept = [
+            (float(value), path) for value, path in state["kept"] if self._names.matches(path)
+        ]
+        self._since = int(state["since"])
+
+
+def _frequency(
+    save_freq: Any, every_n_train_steps: Any, train_time_interval: Any
+) -> tuple[int | None, float | None]:
+    """After how many batches, or seconds, to save; neither: after each epoch."""
+    check_count("every_n_train_steps", every_n_train_steps, optional=True)
+    if isinstance(train_time_interval, timedelta):
+        train_time_interval = train_time_interval.total_seconds()
+    check_number("train_time_interval", train_time_interval, above=0, optional=True)
+    steps = None
+    if isinstance(save_freq, str):
+        check_choice("save_freq", save_freq, ("epoch",))
+    else:
+        if isinstance(save_freq, bool):
+            raise ArgumentTypeError(
+                f"save_freq={describe(save_freq)} must be 'epoch' or a number of batches."
+            )
+        check_count("save_freq", save_freq)
+        steps = int(save_freq)
+    given = [value for value in (steps, every_n_train_steps, train_time_interval) if value]
+    if len(given) > 1:
+        raise ConfigurationError(
+            "save_freq, every_n_train_steps and train_time_interval each say when to save. Give "
+            "one, or one callback for each."
+        )
+    return steps or every_n_train_steps, train_time_interval
+
+
+def _afterwards(path: str, last: str | None, removed: list[str]) -> None:
+    """What rank 0 does when a file is there: a second name for it, and others' end."""
+    if last is not None:
+        twin = f"{path}.{os.getpid()}.link"
+        try:
+            os.link(path, twin)
+        except OSError:  # a file system without links
+            shutil.copy2(path, twin)
+        os.replace(twin, last)
+    for other in removed:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                Path(other).unlink()
+        except OSError as error:
+            warn(f"{other} is no longer wanted, but can't be deleted: {error}.")

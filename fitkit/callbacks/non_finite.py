@@ -1,0 +1,196 @@
+"""Finding where NaN and infinity come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fitkit import trees
+from fitkit.arguments import check_choice, check_count, check_flag
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.ranks import from_all_ranks, say
+from fitkit.callbacks.terminate_on_nan import NonFiniteError
+from fitkit.notices import warn
+
+
+@dataclasses.dataclass(frozen=True)
+class Sighting:
+    """One place looked at in one batch.
+
+    Attributes:
+        batch: its index.
+        what: the place, in words.
+        flag: a 0-d tensor, True where some value isn't finite; read later.
+    """
+
+    batch: int
+    what: str
+    flag: torch.Tensor
+
+
+class DetectNonFinite(Callback):
+    """Names the first module whose output (or parameter whose gradient) is NaN or infinite.
+
+    For debugging: each module's output is looked at in each training batch, which costs an
+    operation a tensor. The device is asked every `check_every` batches only, and the first
+    place in the order of computation is named: the input, the modules' outputs, the gradients.
+
+    Args:
+        action: `"raise"` (default) a NonFiniteError, `"stop"` the training, or `"warn"`, once.
+        check_every: batches between two looks. Default 10.
+        gradients: whether to look at gradients too. Default True; under `"16-mixed"` precision
+            they aren't, since its loss scale lets some of them overflow on purpose.
+
+    Attributes:
+        found: what was found, in words; None where nothing was.
+
+    Ranks:
+        Each rank looks at its own batches; a finding on any of them counts for all.
+
+    Raises:
+        NonFiniteError: from `fit`; a `FloatingPointError`.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self, action: str = "raise", check_every: int = 10, gradients: bool = True
+    ) -> None:
+        check_choice("action", action, ("raise", "stop", "warn"))
+        check_count("check_every", check_every)
+        check_flag("gradients", gradients)
+        self.action = action
+        self.check_every = check_every
+        self.gradients = gradients
+        self.found: str | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._handles: list[Any] = []
+        self._sightings: list[Sighting] = []
+        self._epoch = 0
+        self._batch = 0
+        self._looks = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.update(_handles=[], _sightings=[])
+        return state
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._remove()
+        self._reset()
+        self.found = None
+        for name, parameter in self._net().named_parameters():
+            self._look(f"the parameter {name}, before the first batch", parameter)
+        self._check()
+        if self.found is None:
+            self._handles = list(self._hooks())
+
+    def _hooks(self) -> Iterator[Any]:
+        """Hooks on every module, in the order in which they will fire."""
+        net = self._net()
+        yield net.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        for name, module in net.named_modules():
+            kind = type(module).__name__
+            label = f"the output of {name} ({kind})" if name else f"the net's output ({kind})"
+            yield module.register_forward_hook(self._output_hook(label))
+        scaled = str(self.model.compilation.precision).lower() in ("16", "16-mixed")
+        if scaled or not self.gradients:
+            return
+        for name, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                yield parameter.register_hook(self._gradient_hook(f"the gradient of {name}"))
+
+    def _net(self) -> torch.nn.Module:
+        """The module whose names users know."""
+        net: torch.nn.Module | None = self.model.net
+        return self.model if net is None else net
+
+    def _see_input(self, module: Any, args: Any, kwargs: Any) -> None:
+        if self._looks:
+            self._look("the net's input", (args, kwargs))
+
+    def _output_hook(self, label: str) -> Callable[..., None]:
+        def see(module: Any, inputs: Any, output: Any) -> None:
+            if self._looks:
+                self._look(label, output)
+
+        return see
+
+    def _gradient_hook(self, label: str) -> Callable[[torch.Tensor], None]:
+        def see(gradient: torch.Tensor) -> None:
+            if self._looks:
+                self._look(label, gradient)
+
+        return see
+
+    @torch.no_grad()
+    def _look(self, what: str, tree: Any) -> None:
+        """Note, on the device, whether all floating numbers of a tree are finite."""
+        tree = dict(tree) if hasattr(tree, "items") else tree
+        for leaf in trees.leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                flag = ~torch.isfinite(leaf.detach()).all()
+                self._sightings.append(Sighting(self._batch, what, flag))
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._batch = batch
+        self._looks = bool(self._handles)
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._looks = False
+        if (batch + 1) % self.check_every == 0:
+            self._check()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._check()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._remove()
+
+    def _check(self) -> None:
+        """Read the flags, with one look at the device; the same on every rank."""
+        sightings, self._sightings = self._sightings, []
+        if self.found is not None:
+            return
+        told = from_all_ranks(self.model, self._first(sightings))
+        for rank, finding in enumerate(told):
+            if finding is not None:
+                where = f" (rank {rank})" if len(told) > 1 else ""
+                self.found = finding + where
+                self._act(self.found)
+                return
+
+    def _first(self, sightings: list[Sighting]) -> str | None:
+        if not sightings:
+            return None
+        device = sightings[0].flag.device
+        flags = torch.stack([sighting.flag.to(device) for sighting in sightings]).tolist()
+        for flag, sighting in zip(flags, sightings, strict=True):
+            if flag:
+                when = f"in epoch {self._epoch + 1}, batch {sighting.batch}"
+                return f"{sighting.what} is NaN or infinite first, {when}"
+        return None
+
+    def _act(self, finding: str) -> None:
+        self._remove()
+        if self.action == "raise":
+            raise NonFiniteError(f"{finding[0].upper()}{finding[1:]}.")
+        if self.action == "stop":
+            say(self.model, f"Training stops: {finding}.")
+            self.model.stop_training = True
+        elif self.model.is_global_zero:
+            warn(f"{finding[0].upper()}{finding[1:]}.")
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._looks = False

@@ -1,0 +1,282 @@
+"""Callbacks that set or log learning rates, group batches, or unfreeze: by hand arithmetic."""
+
+import numpy as np
+import pytest
+import torch
+
+import fitkit
+from fitkit.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    LearningRateScheduler,
+)
+from fitkit.callbacks.learner import rate_of, set_rate
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.training.fit_state import FitState
+
+X = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(12, 1, generator=torch.Generator().manual_seed(1))
+
+
+def linear(**arguments):
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse", **{"learning_rate": 1e-3, **arguments})
+    return model
+
+
+class Rates(Callback):
+    """Notes the rate of each update."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.seen.append(rate_of(self.model))
+
+
+# ------------------------------------------------------------------ LearningRateScheduler
+
+
+def test_a_schedule_sets_each_epochs_rate_and_logs_it(capsys):
+    model, rates = linear(), Rates()
+    asked = []
+
+    def schedule(epoch, rate):
+        asked.append((epoch, rate))
+        return 0.1 / (epoch + 1)
+
+    callback = LearningRateScheduler(schedule, verbose=1)
+    history = model.fit(X, Y, epochs=3, verbose=0, callbacks=[callback, rates]).history
+    assert rates.seen == history["learning_rate"] == [0.1, 0.05, 0.1 / 3]
+    assert asked == [(0, 1e-3), (1, 0.1), (2, 0.05)]
+    assert capsys.readouterr().out.splitlines()[0] == "Epoch 1: the learning rate is 0.1."
+
+
+def test_a_schedule_of_the_epoch_alone_is_known_by_its_signature():
+    model = linear()
+    history = model.fit(
+        X, Y, epochs=2, verbose=0, callbacks=LearningRateScheduler(lambda epoch: 1.0 - epoch / 2)
+    ).history
+    assert history["learning_rate"] == [1.0, 0.5]
+    # An error of the schedule's own isn't taken for the other form.
+    with pytest.raises(TypeError, match="unsupported operand"):
+        model.fit(X, Y, verbose=0, callbacks=LearningRateScheduler(lambda epoch, rate: rate + ""))
+
+
+@pytest.mark.parametrize("given", [None, 1e-3, lambda: 1, lambda a, b, c: 1])
+def test_what_is_no_schedule_fails_at_construction(given):
+    with pytest.raises(ArgumentTypeError, match="epoch"):
+        LearningRateScheduler(given)
+
+
+@pytest.mark.parametrize(("given", "text"), [("fast", "number"), (-1, "at least 0"), (None, "nu")])
+def test_what_is_no_rate_is_said_with_its_epoch(given, text):
+    with pytest.raises(ConfigurationError, match=f"epoch 0.*{text}"):
+        linear().fit(X, Y, verbose=0, callbacks=LearningRateScheduler(lambda epoch: given))
+
+
+def test_groups_keep_their_ratios_and_tensors_stay_tensors():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    model = fitkit.Model(net)
+    first, second = net[0].parameters(), net[1].parameters()
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.Adam(
+        [{"params": first, "lr": rate}, {"params": second, "lr": 0.05}], capturable=False
+    )
+    model.compile(optimizer, "mse")
+    set_rate(model, 0.1)
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(0.1)
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.01)
+    set_rate(model, 0.0)
+    set_rate(model, 0.2)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.2, 0.2])
+
+
+# ------------------------------------------------------------------ LearningRateMonitor
+
+
+def test_the_monitor_logs_what_the_epochs_last_step_used():
+    model = linear(
+        learning_rate=1.0,
+        lr_scheduler={
+            "scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+            "interval": "step",
+        },
+    )
+    monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    history = model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=monitor).history
+    assert monitor.rates == [1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+    assert history["learning_rate"] == [0.25, 0.03125]
+    assert history["momentum"] == history["weight_decay"] == [0, 0]
+    model.compile("adam", learning_rate=0.1, lr_scheduler=lambda o: _halving(o))
+    history = model.fit(X, Y, epochs=2, verbose=0, callbacks=LearningRateMonitor()).history
+    assert history["learning_rate"] == [0.1, 0.05]
+
+
+def _halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def test_further_groups_get_numbers():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    model = fitkit.Model(net)
+    groups = [{"params": layer.parameters(), "lr": 0.1 + i} for i, layer in enumerate(net)]
+    model.compile(torch.optim.SGD(groups), "mse")
+    history = model.fit(X, Y, verbose=0, callbacks=LearningRateMonitor()).history
+    assert (history["learning_rate"], history["learning_rate_1"]) == ([0.1], [1.1])
+
+
+# ------------------------------------------------------------------ accumulation
+
+
+@pytest.mark.skipif(not hasattr(FitState(), "accumulate"), reason="needs FitState.accumulate")
+def test_batches_are_grouped_as_the_epochs_schedule_says():
+    model = linear(learning_rate=0.1)
+    reference = torch.nn.Linear(2, 1)
+    reference.load_state_dict(model.net.state_dict())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    scheduler = GradientAccumulationScheduler({1: 2, 2: 5})
+    # 6 batches of 2: singly; in pairs; 5 and the last one alone.
+    for sizes in ([2] * 6, [4] * 3, [10, 2]):
+        for x, y in zip(X.split(sizes), Y.split(sizes), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(reference(x), y).backward()
+            optimizer.step()
+    updates = []
+
+    class Counts(Callback):
+        def on_epoch_end(self, epoch, logs):
+            updates.append(self.model.fit_state.updates)
+
+    model.fit(
+        X, Y, batch_size=2, epochs=3, shuffle=False, verbose=0, callbacks=[scheduler, Counts()]
+    )
+    assert updates == [6, 9, 11]
+    for one, two in zip(model.net.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+    model.fit(X, Y, batch_size=2, verbose=0)
+    assert model.fit_state.updates == 17  # compile's own number again
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [({}, ConfigurationError), ({0: 0}, ConfigurationError), ({-1: 2}, ConfigurationError),
+     ({0: 1.5}, ArgumentTypeError), ([2], ArgumentTypeError), ({True: 2}, ArgumentTypeError)],
+)  # fmt: skip
+def test_a_wrong_schedule_of_groups_fails_at_construction(given, error):
+    with pytest.raises(error):
+        GradientAccumulationScheduler(given)
+
+
+def test_the_last_entry_that_has_begun_counts():
+    scheduler = GradientAccumulationScheduler({4: 2, 1: 8})
+    assert [scheduler.batches_in(epoch) for epoch in (0, 1, 3, 4, 9)] == [None, 8, 8, 2, 2]
+
+
+# ------------------------------------------------------------------ BackboneFinetuning
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4))
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+class Watches(Callback):
+    """Notes weights and rates at each epoch's end."""
+
+    def __init__(self):
+        self.weights, self.means, self.scales, self.rates = [], [], [], []
+
+    def on_epoch_end(self, epoch, logs):
+        net = self.model.net
+        self.weights.append(net.backbone[0].weight.detach().clone())
+        self.scales.append(net.backbone[1].weight.detach().clone())
+        self.means.append(net.backbone[1].running_mean.clone())
+        self.rates.append([group["lr"] for group in self.model.optimizer.param_groups])
+
+
+def finetuned(epochs=5, **options):
+    torch.manual_seed(0)
+    model = fitkit.Model(Net())
+    model.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "mse")
+    watches, begin = Watches(), model.net.backbone[0].weight.detach().clone()
+    callback = BackboneFinetuning(2, **options)
+    model.fit(X, Y, epochs=epochs, verbose=0, callbacks=[callback, watches])
+    return model, watches, begin
+
+
+def test_the_backbone_waits_then_learns_at_its_own_growing_rate():
+    model, watches, begin = finetuned(backbone_initial_ratio_lr=0.3)
+    assert torch.equal(watches.weights[0], begin) and torch.equal(watches.weights[1], begin)
+    assert not torch.equal(watches.weights[2], begin)
+    assert [rates[0] for rates in watches.rates] == [0.1] * 5
+    # From epoch 2 on 0.3 of the head's rate, doubled each epoch, and never above it.
+    assert [r[1] for r in watches.rates][2:] == pytest.approx([0.03, 0.06, 0.1])
+    assert not torch.equal(watches.scales[0], torch.ones(4))  # train_bn
+    held = [p for group in model.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()} and len(held) == 6
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_without_train_bn_its_statistics_wait_too_and_alignment_is_optional():
+    _, watches, _ = finetuned(
+        train_bn=False, backbone_initial_lr=0.08, should_align=False, lambda_func=lambda epoch: 3
+    )
+    assert torch.equal(watches.means[1], torch.zeros(4))
+    assert torch.equal(watches.scales[1], torch.ones(4))
+    assert not torch.equal(watches.means[2], torch.zeros(4))
+    assert [r[1] for r in watches.rates][2:] == pytest.approx([0.08, 0.24, 0.72])
+
+
+def test_a_training_that_ends_before_leaves_the_backbone_free_and_fits_again():
+    model, _, begin = finetuned(epochs=1)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    again = Watches()
+    model.fit(X, Y, epochs=3, verbose=0, callbacks=[BackboneFinetuning(2), again])
+    assert len(model.optimizer.param_groups) == 2
+    assert torch.equal(again.weights[1], begin) and not torch.equal(again.weights[2], begin)
+
+
+def test_a_frozen_part_learns_as_plain_pytorch_does():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential()
+    net.add_module("backbone", torch.nn.Linear(2, 4))
+    net.add_module("head", torch.nn.Linear(4, 1))
+    reference = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    reference.load_state_dict(dict(zip(reference.state_dict(), net.state_dict().values(),
+                                       strict=True)))  # fmt: skip
+    groups = [{"params": reference[1].parameters()}, {"params": reference[0].parameters()}]
+    optimizer = torch.optim.Adam(groups, lr=0.01)
+    for epoch in range(3):
+        reference[0].requires_grad_(epoch > 0)
+        if epoch > 0:
+            optimizer.param_groups[1]["lr"] = (None, 0.001, 0.002)[epoch]
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(reference(X), Y).backward()
+        optimizer.step()
+    model = fitkit.Model(net)
+    model.compile("adam", "mse", learning_rate=0.01)
+    model.fit(X, Y, epochs=3, shuffle=False, verbose=0, callbacks=BackboneFinetuning(1))
+    for one, two in zip(net.parameters(), reference.parameters(), strict=True):
+        assert np.allclose(one.detach(), two.detach(), atol=1e-6)
+
+
+def test_a_part_that_is_not_there_and_one_that_is_all_are_refused():
+    model = fitkit.Model(Net())
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigurationError, match=r"'body'.*'backbone', 'head'"):
+        model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning(backbone="body"))
+    model.net.head.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="nothing would be left"):
+        model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning())
+    model.net.head.requires_grad_(True)
+    model.compile(lr_scheduler="cosine")
+    with pytest.raises(ConfigurationError, match="lr_scheduler"):
+        model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning())

@@ -1,0 +1,290 @@
+"""Callbacks that look out for NaN, jumps, time and memory."""
+
+import math
+import types
+import warnings
+
+import pytest
+import torch
+
+import fitkit
+from fitkit.callbacks import (
+    Callback,
+    DetectLossSpike,
+    DetectNonFinite,
+    DeviceStatsMonitor,
+    TerminateOnNaN,
+    ThroughputMonitor,
+    Timer,
+)
+from fitkit.callbacks.terminate_on_nan import NonFiniteError
+from fitkit.callbacks.timer import seconds_of
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+X = torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(32, 1, generator=torch.Generator().manual_seed(1))
+
+
+def trained(callbacks, net=None, x=X, y=Y, loss="mse", epochs=3, **options):
+    """A fit on 8 batches an epoch; the steps that were made and the history."""
+    model = fitkit.Model(net or torch.nn.Linear(2, 1))
+    model.compile("sgd", loss, learning_rate=options.pop("learning_rate", 1e-3))
+    steps = []
+
+    class Counts(Callback):
+        stops_alike = True
+
+        def on_train_batch_end(self, batch, logs):
+            steps.append(batch)
+
+    history = model.fit(
+        x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0,
+        callbacks=[callbacks, Counts()], **options,
+    )  # fmt: skip
+    return steps, history
+
+
+def with_nan(row, value=math.nan):
+    y = Y.clone()
+    y[row] = value
+    return y
+
+
+# ------------------------------------------------------------------ TerminateOnNaN
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_ends_the_training_at_the_next_look(value):
+    y = with_nan(9, value)  # the third batch
+    assert len(trained(TerminateOnNaN(check_every=1), y=y)[0]) == 3
+    assert len(trained(TerminateOnNaN(check_every=2), y=y)[0]) == 4
+    assert len(trained(TerminateOnNaN(), y=y)[0]) == 8  # at the epoch's end
+    assert len(trained(TerminateOnNaN(check_every=1))[0]) == 24
+
+
+def test_the_device_is_read_at_the_looks_only(monkeypatch):
+    from fitkit.training.logbook import LazyLogs
+
+    reads = []
+    read = LazyLogs._all
+    monkeypatch.setattr(LazyLogs, "_all", lambda self: reads.append(1) or read(self))
+    trained(TerminateOnNaN(check_every=4), epochs=2)
+    assert len(reads) == 2 * 8 / 4
+
+
+def test_it_can_raise_and_says_where():
+    with pytest.raises(FloatingPointError, match=r"epoch 1 \(by batch 2\).*DetectNonFinite"):
+        trained(TerminateOnNaN(raise_error=True, check_every=1), y=with_nan(9))
+    assert issubclass(NonFiniteError, fitkit.FitkitError)
+
+
+# ------------------------------------------------------------------ DetectNonFinite
+
+
+class Breaks(torch.nn.Module):
+    """Divides by zero in a given forward; `inverse` is where it begins."""
+
+    def __init__(self, at=2, in_gradient=False):
+        super().__init__()
+        self.first = torch.nn.Linear(2, 2)
+        self.inverse = Inverse(at, in_gradient)
+        self.last = torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.last(self.inverse(self.first(x)))
+
+
+class Inverse(torch.nn.Module):
+    def __init__(self, at, in_gradient):
+        super().__init__()
+        self.at, self.in_gradient, self.calls = at, in_gradient, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls - 1 != self.at:
+            return x
+        # sqrt has an infinite slope at 0, times 0 gives NaN: the values stay finite.
+        return torch.sqrt(x * 0) if self.in_gradient else x / 0
+
+
+def test_the_first_module_that_gives_nan_is_named_with_its_batch():
+    callback = DetectNonFinite(check_every=4)
+    with pytest.raises(NonFiniteError, match=r"output of inverse \(Inverse\).*epoch 1, batch 2"):
+        trained(callback, Breaks())
+    assert "inverse" in callback.found
+
+
+def test_a_gradient_is_named_where_all_outputs_are_finite():
+    net = Breaks(at=1, in_gradient=True)
+    with pytest.raises(NonFiniteError, match=r"gradient of first\.\w+ .*batch 1"):
+        trained(DetectNonFinite(), net)
+    # A gradient that nobody looks at shows in the next batch's outputs.
+    with pytest.raises(NonFiniteError, match=r"output of first \(Linear\).*batch 2"):
+        trained(DetectNonFinite(gradients=False), Breaks(at=1, in_gradient=True))
+
+
+def test_input_and_weights_are_told_from_modules():
+    x = X.clone()
+    x[5] = math.inf
+    with pytest.raises(NonFiniteError, match="The net's input.*batch 1"):
+        trained(DetectNonFinite(), x=x)
+    net = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(net.bias, math.nan)
+    with pytest.raises(NonFiniteError, match=r"parameter bias, before the first batch"):
+        trained(DetectNonFinite(), net)
+
+
+def test_it_stops_or_warns_instead_and_leaves_no_hook_behind():
+    net = Breaks()
+    assert len(trained(DetectNonFinite("stop", check_every=1), net)[0]) == 3
+    net = Breaks()
+    callback = DetectNonFinite("warn")
+    with pytest.warns(UserWarning, match="inverse"):
+        steps, _ = trained(callback, net)
+    assert len(steps) == 24
+    trained(callback, good := torch.nn.Linear(2, 1))
+    assert callback.found is None
+    for module in (*net.modules(), good):
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert all(not p._backward_hooks for p in (*net.parameters(), *good.parameters()))
+
+
+# ------------------------------------------------------------------ DetectLossSpike
+
+
+def test_a_jump_is_found_by_median_and_spread():
+    y = torch.ones(400, 1)
+    y[::2] = 1.1
+    y[300:304] = 100.0  # batch 75
+    x = torch.zeros(400, 2)
+    callback = DetectLossSpike(window=20)
+    net = torch.nn.Linear(2, 1)
+    torch.nn.init.zeros_(net.bias)
+    with pytest.warns(UserWarning, match=r"jumped to 1e\+04 .*epoch 1, batch 75"):
+        trained(callback, net, x, y, epochs=2, learning_rate=0.0)
+    assert [(epoch, batch) for epoch, batch, _ in callback.spikes] == [(0, 75), (1, 75)]
+
+
+def test_a_spike_stops_after_the_patience_and_steady_losses_never_spike():
+    y = torch.ones(400, 1)
+    y[300:312] = 100.0
+    options = {"x": torch.zeros(400, 2), "y": y, "learning_rate": 0.0}
+    stop = DetectLossSpike(window=20, patience=3, action="stop", check_every=1)
+    assert len(trained(stop, **options)[0]) == 78
+    patient = DetectLossSpike(window=20, patience=4, action="raise")
+    assert len(trained(patient, epochs=1, **options)[0]) == 100
+    with pytest.raises(RuntimeError, match="jumped"):
+        trained(DetectLossSpike(window=20, action="raise"), **options)
+    quiet = DetectLossSpike(window=20, action="raise")
+    trained(quiet, x=X.repeat(9, 1), y=Y.repeat(9, 1))
+    assert quiet.spikes == []
+
+
+# ------------------------------------------------------------------ Timer
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("01:02:03:04", 93784), ("00:00:00:05", 5), ({"minutes": 2, "seconds": 1}, 121)],
+)
+def test_durations_are_read_in_three_ways(given, seconds):
+    from datetime import timedelta
+
+    assert seconds_of(given) == seconds == seconds_of(timedelta(seconds=seconds))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [("8h", ConfigurationError), ("00:00:00:00", ConfigurationError), (5, ArgumentTypeError),
+     ({"hour": 1}, ConfigurationError), ({}, ConfigurationError)],
+)  # fmt: skip
+def test_wrong_durations_fail_at_construction(given, error):
+    with pytest.raises(error, match="duration"):
+        Timer(given)
+
+
+def ticking(timer):
+    """A clock that is a second further at each look."""
+    now = iter(range(10_000))
+    timer._clock = lambda: next(now)
+    return timer
+
+
+def test_time_that_runs_out_ends_the_training_after_the_batch_or_the_epoch(capsys):
+    steps, _ = trained(ticking(Timer({"seconds": 6})))
+    assert len(steps) == 6
+    assert capsys.readouterr().out == "The time limit of 0:00:06 is over; training ends.\n"
+    steps, _ = trained(ticking(Timer({"seconds": 2}, interval="epoch", verbose=False)))
+    assert len(steps) == 16  # two looks, one an epoch's end
+    assert len(trained(Timer("01:00:00:00"))[0]) == 24
+    assert capsys.readouterr().out == ""
+
+
+def test_a_timer_tells_the_time_and_goes_on_after_a_restart():
+    timer = Timer({"hours": 1})
+    trained(timer)
+    elapsed = timer.time_elapsed()
+    assert 0 < elapsed < 60 and timer.time_elapsed() == elapsed
+    assert timer.time_remaining() == pytest.approx(3600 - elapsed)
+    other = Timer({"hours": 1})
+    other.on_train_begin()
+    other.load_state_dict({"time_elapsed_s": 3590.0})
+    assert 0 < other.time_remaining() <= 10
+    assert Timer().time_remaining() is None
+
+
+# ------------------------------------------------------------------ devices, speed
+
+
+def test_the_cpus_use_is_logged_on_the_cpu_or_when_asked():
+    history = trained(DeviceStatsMonitor(log_gpu_memory="all"))[1].history
+    assert len(history["cpu_percent"]) == 3 and min(history["cpu_percent"]) >= 0
+    assert all(100 < peak < 1e6 for peak in history["cpu_memory_peak_mib"])
+    assert set(trained(DeviceStatsMonitor(cpu_stats=False))[1].history) == {"loss"}
+
+
+def test_each_gpus_memory_or_the_least_and_most_of_them():
+    ranks = [{1: (10.0, 100.0)}, {3: (30.0, 80.0)}]
+    peak = {"gpu_memory_peak_mib": 30.0}
+    assert DeviceStatsMonitor()._gpu_values(ranks) == peak
+    assert DeviceStatsMonitor(log_gpu_memory="all")._gpu_values(ranks) == {
+        **peak, "gpu_1_memory_mib": 100.0, "gpu_3_memory_mib": 80.0,
+    }  # fmt: skip
+    assert DeviceStatsMonitor(log_gpu_memory="min_max")._gpu_values(ranks) == {
+        **peak, "gpu_memory_min_mib": 80.0, "gpu_memory_max_mib": 100.0,
+    }  # fmt: skip
+    two_nodes = [{0: (1.0, 2.0)}, {0: (3.0, 4.0)}]
+    named = DeviceStatsMonitor(log_gpu_memory="all")._gpu_values(two_nodes)
+    assert named["rank_1_gpu_0_memory_mib"] == 4.0
+    with pytest.raises(ConfigurationError, match="min_max"):
+        DeviceStatsMonitor(log_gpu_memory="min-max")
+
+
+def test_speed_is_over_the_last_steps_without_the_first_and_the_validation():
+    monitor = ThroughputMonitor(window_size=3, prefix="train")
+    times = iter([0.0, 50.0, 51.0, 51.5, 52.0, 53.0, 99.0])  # four batches, a validation, the end
+    monitor._clock = lambda: next(times)
+    monitor.set_model(types.SimpleNamespace(world_size=2, effective_batch_size=8))
+    monitor.set_params({"samples": 64, "steps": 8})
+    monitor.on_epoch_begin(0)
+    for batch in range(5):
+        monitor.on_train_batch_end(batch, {})
+    monitor.on_test_begin()
+    logs = {}
+    monitor.on_epoch_end(0, logs)
+    # The window has the ends of batches 1 to 4; the validation begins at 53.
+    assert logs == pytest.approx({"train/batches_per_sec": 2 * 3 / 3, "train/samples_per_sec": 8})
+
+
+def test_a_single_step_has_no_speed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = trained(ThroughputMonitor(), x=X[:4], y=Y[:4])[1].history
+    assert set(history) == {"loss"}
+
+
+def test_speeds_are_logged():
+    history = trained(ThroughputMonitor())[1].history
+    ratios = [s / b for s, b in zip(history["samples_per_sec"], history["batches_per_sec"],
+                                    strict=True)]  # fmt: skip
+    assert ratios == pytest.approx([4.0] * 3)
