@@ -1,6 +1,6 @@
 """A LightningModule ported: contrastive learning whose loss is over the whole batch, under `dp`.
 
-    python examples/contrastive.py                # some 15 seconds
+    python examples/contrastive.py                # some 10 seconds
     python examples/contrastive.py --epochs 5     # fewer passes over the data
 
 Each image is seen twice, rotated, scaled and shifted by chance; the net learns to find an image's

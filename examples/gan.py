@@ -1,6 +1,6 @@
 """A LightningModule ported: a GAN with two optimizers that draws handwritten digits.
 
-    python examples/gan.py                 # some 10 seconds
+    python examples/gan.py                 # some 15 seconds
     python examples/gan.py --epochs 20     # fewer passes over the data
 
 The class is written as for Lightning 1.6. What the port changes:

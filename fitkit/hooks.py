@@ -121,8 +121,14 @@ class Hooks:
         """
         return None
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device) -> Any:
-        """The batch on the device; an override does it for batches of one's own kind."""
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, *loader: int) -> Any:
+        """The batch on the device; an override does it for batches of one's own kind.
+
+        Args:
+            batch: as the data gave it.
+            device: where to; under `dp` a replica's.
+            *loader: 0, where the hook takes Lightning's `dataloader_idx`.
+        """
         return self.running.transferred(batch)
 
 
@@ -210,6 +216,7 @@ OTHER_NAMES = {
 
 _CALLBACK = "Write a callback with {} and give it to fit."
 _LOADER = "Give the data to {}."
+_MANUAL = "Set automatic_optimization = False and do it in training_step."
 INSTEAD = {
     "on_train_start": _CALLBACK.format("on_train_begin"),
     "on_train_end": _CALLBACK.format("on_train_end"),
@@ -229,6 +236,31 @@ INSTEAD = {
     "val_dataloader": _LOADER.format("fit(…, validation_data=loader)"),
     "test_dataloader": _LOADER.format("evaluate(loader)"),
     "predict_dataloader": _LOADER.format("predict(loader)"),
+    "on_validation_epoch_start": _CALLBACK.format("on_test_begin"),
+    "on_validation_batch_start": _CALLBACK.format("on_test_batch_begin"),
+    "on_validation_batch_end": _CALLBACK.format("on_test_batch_end"),
+    "on_test_start": _CALLBACK.format("on_test_begin"),
+    "on_test_end": _CALLBACK.format("on_test_end"),
+    "on_test_epoch_start": _CALLBACK.format("on_test_begin"),
+    "on_test_batch_start": _CALLBACK.format("on_test_batch_begin"),
+    "on_test_batch_end": _CALLBACK.format("on_test_batch_end"),
+    "on_predict_start": _CALLBACK.format("on_predict_begin"),
+    "on_predict_end": _CALLBACK.format("on_predict_end"),
+    "on_predict_batch_start": _CALLBACK.format("on_predict_batch_begin"),
+    "on_predict_batch_end": _CALLBACK.format("on_predict_batch_end"),
+    "predict_epoch_end": "Use what predict returns.",
+    "prepare_data": "Call it before fit.",
+    "on_after_backward": _MANUAL,
+    "on_before_optimizer_step": _MANUAL,
+    "on_before_zero_grad": _MANUAL,
+    "lr_scheduler_step": "Return the scheduler from configure_optimizers with its interval.",
+    "on_before_batch_transfer": "Override transfer_batch_to_device.",
+    "on_after_batch_transfer": "Override transfer_batch_to_device.",
+    "on_save_checkpoint": "Give a callback a state_dict.",
+    "on_load_checkpoint": "Give a callback a load_state_dict.",
+    "configure_sharded_model": "Build the layers in __init__.",
+    "tbptt_split_batch": "Give fit shorter sequences.",
+    "get_progress_bar_dict": "Write self.log(…, prog_bar=True).",
     "optimizer_step": "Set automatic_optimization = False and step in training_step.",
     "optimizer_zero_grad": "Set automatic_optimization = False and step in training_step.",
     "configure_gradient_clipping": "Write compile(gradient_clip_val=…).",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.hyperparameters import Hyperparameters, arguments_of
 from fitkit.logging_options import LogOptions, as_loggable, is_metric, joined, reduction_named
 
 if TYPE_CHECKING:
@@ -41,9 +43,9 @@ class Services:
         self,
         name: str,
         value: Any,
-        *,
         prog_bar: bool = True,
         logger: bool = True,
+        *,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: Any = "mean",
@@ -52,6 +54,7 @@ class Services:
         rank_zero_only: bool = False,
         metric_attribute: str | None = None,
         add_dataloader_idx: bool = True,
+        enable_graph: bool = False,
     ) -> None:
         """Add a value to the logs: to the history, to callbacks, to the progress bar.
 
@@ -72,8 +75,8 @@ class Services:
                 checks that all ranks log the same names. An epoch's value is always over all
                 ranks. Default False.
             rank_zero_only: whether rank 0's value stands for all. Default False.
-            logger, metric_attribute, add_dataloader_idx: accepted for the sake of Lightning's
-                classes; without effect.
+            logger, metric_attribute, add_dataloader_idx, enable_graph: accepted for the sake of
+                Lightning's classes; without effect.
 
         Raises:
             ConfigurationError: outside of a run, or the name came with other arguments before.
@@ -109,6 +112,30 @@ class Services:
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
+    def save_hyperparameters(self, *names: str, ignore: Any = (), logger: bool = True) -> None:
+        """Keep the arguments of `__init__` as `self.hparams`, a dict whose entries are attributes.
+
+        Args:
+            *names: only these; none for all.
+            ignore: a name or several that are left out.
+            logger: accepted for the sake of Lightning's classes.
+        """
+        caller = inspect.currentframe()
+        left_out = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        frame = None if caller is None else caller.f_back
+        found = arguments_of(frame, self, names, left_out)
+        self.hparams = Hyperparameters({**vars(self).get("hparams", {}), **found})
+
+    def freeze(self) -> None:
+        """Let no parameter learn, and go to evaluation mode."""
+        self.requires_grad_(False)  # type: ignore[attr-defined]
+        self.eval()  # type: ignore[attr-defined]
+
+    def unfreeze(self) -> None:
+        """Let all parameters learn, and go to training mode."""
+        self.requires_grad_(True)  # type: ignore[attr-defined]
+        self.train()  # type: ignore[attr-defined]
+
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 alone."""
         if self.compilation.strategy.world.rank == 0:
@@ -132,19 +159,22 @@ class Services:
             Collective: call it on every rank, in a forward or a callback.
         """
         strategy = self.compilation.strategy
+        # Under ddp2 the ranks of a node have the same rows, but inside the step.
+        is_apart = self.running is None or self.running.is_apart
+        ranks = strategy.collectives if is_apart else strategy.shares
 
         def join(leaf: Any) -> Any:
             if isinstance(leaf, (int, float)):
                 leaf = torch.tensor(leaf, device=strategy.device)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return strategy.collectives.join_rows(leaf if leaf.ndim else leaf.reshape(1))
+            return ranks.join_rows(leaf if leaf.ndim else leaf.reshape(1))
 
         return trees.map_leaves(join, value)
 
     def step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
         """Bring the batch to this replica's device in the model's own way, then call a step."""
-        moved = self.transfer_batch_to_device(batch, self.device)  # type: ignore[attr-defined]
+        moved = self.running.moved(self.transfer_batch_to_device, batch, self.device)  # type: ignore[attr-defined]
         return getattr(self, method)(moved, *arguments)
 
     def begin_replica(self, device: torch.device, samples: int) -> None:
@@ -172,8 +202,8 @@ class Services:
         """How many updates were made so far, over all calls of `fit`."""
         return self.fit_state.updates
 
-    def optimizers(self) -> Any:
-        """The optimizer, or the list of them where there are several."""
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them where there are several; always torch's own."""
         found = self.fit_state.optimizers_for(self, self.compilation)
         return found[0] if len(found) == 1 else list(found)
 

@@ -84,6 +84,10 @@ def sample_count(tree: Any) -> int:
     return 1
 
 
+def _has_rows(tree: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
+
+
 def concatenate(trees: list[Any]) -> Any:
     """Trees of one structure joined leaf by leaf along dimension 0, in memory of their own.
 
@@ -103,6 +107,8 @@ def concatenate(trees: list[Any]) -> Any:
         return {key: concatenate([tree[key] for tree in trees]) for key in first}
     if is_named_tuple(first):
         return type(first)(*(concatenate(list(items)) for items in zip(*trees, strict=True)))
+    if isinstance(first, list) and not any(map(_has_rows, first)):
+        return [entry for tree in trees for entry in tree]  # one entry a sample: texts
     if isinstance(first, (tuple, list)):
         return type(first)(concatenate(list(items)) for items in zip(*trees, strict=True))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):

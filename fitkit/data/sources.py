@@ -270,6 +270,11 @@ def _makes_batches(x: Any, y: Any, sample_weight: Any) -> bool:
     """
     if isinstance(x, (DataLoader, Dataset)) or hasattr(x, "__getitems__"):
         return True
+    if isinstance(x, list) and any(isinstance(item, (DataLoader, Dataset)) for item in x):
+        raise ConfigurationError(
+            f"A list of {len(x)} loaders or data sets was given, but fitkit reads one. Join them "
+            "(torch.utils.data.ConcatDataset), or evaluate each: fitkit.callbacks.EvaluateEvery."
+        )
     if isinstance(x, list) and x and y is None and sample_weight is None:
         return all(_is_batch(item) for item in x)
     return isinstance(x, Iterable) and not (

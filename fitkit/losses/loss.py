@@ -316,5 +316,6 @@ def _nothing_carried(prediction: Any) -> ConfigurationError:
     return ConfigurationError(
         f"compile was given no loss, and the net's output ({output}) carries none. "
         "Give compile a loss, such as loss='cross_entropy', or let the net return an object with "
-        ".loss (Hugging Face models do when the batch has labels) or a dict with 'loss'."
+        ".loss (Hugging Face models do when the batch has labels) or a dict with 'loss'; or define "
+        "training_step, validation_step and test_step in a subclass."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,10 @@ BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback may stop an epoch."""
 
 
+VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
+"""What names of a validation's values begin with, where they say it themselves."""
+
+
 class FitRun:
     """One call of `fit` on this rank.
 
@@ -79,6 +84,7 @@ class FitRun:
         steps = self._updates_in_an_epoch()
         # The optimizers are made here, after the module has its place.
         self.optimizers = model.fit_state.optimizers_for(model, compilation)
+        self.strategy.begin_training(model, self.optimizers)
         self.stage, self.step = step_for(
             model,
             compilation,
@@ -232,6 +238,7 @@ class FitRun:
                         break
                 callbacks.call("on_train_end", logs)
                 model.fit_state.progress = self.progress()
+                self.strategy.end_training()
         except BaseException as error:
             tell_of(error, callbacks)
             raise
@@ -291,12 +298,15 @@ class FitRun:
             if self._ran_out(epoch, steps):
                 return last
             self.step.finish()
+        self.strategy.settle()
         logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0
         self.model.remember_names(list(logs))
         if self.held_out is not None and self.job.validates_after(epoch):
             values = self._validate(callbacks)
-            logs.update({validation_name(name): value for name, value in values.items()})
+            named = {validation_name(name): value for name, value in values.items()}
+            # Where a step logs both "x" and "val_x", the latter is meant.
+            logs.update({**named, **{n: v for n, v in values.items() if validation_name(n) == n}})
         self._schedule(epoch, logs)
         self.logs = logs
         callbacks.call("on_epoch_end", epoch, logs)
@@ -405,7 +415,7 @@ class FitRun:
 
 def validation_name(name: str) -> str:
     """A validation's value among an epoch's; what a step logs as `val_loss` or `valid/f1` stays."""
-    return name if name.startswith("val") else f"val_{name}"
+    return name if VALIDATION_NAME.match(name) else f"val_{name}"
 
 
 def run_fit(model: Model, compilation: Compilation, job: FitJob) -> History:

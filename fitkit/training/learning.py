@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError
-from fitkit.hooks import overridden
+from fitkit.hooks import overridden, step_arguments
 from fitkit.training.compilation import DEFAULTS, Compilation
 from fitkit.training.fit_state import FitState
 from fitkit.training.stage import Stage
@@ -118,17 +118,20 @@ class Manual:
     Args:
         step: calls the model's `training_step`.
         state: holds the optimizers, and counts the updates.
+        after_update: called after each step.
     """
 
-    def __init__(self, step: Any, state: FitState) -> None:
+    def __init__(self, step: Any, state: FitState, after_update: Callable[[], None]) -> None:
         self._step = step
         self._state = state
+        self._after_update = after_update
 
     def __call__(self, batch: Any, index: int) -> None:
         with self._state.counting_steps():
             self._step(batch, index)
         for scaling in self._state.scalings:
             scaling.update()
+        self._after_update()
 
     @property
     def is_between_groups(self) -> bool:
@@ -175,8 +178,15 @@ def learning_for(
             strategy.exchange_gradients(parameters)
 
         stage.backward = backward
-        return Manual(step, state)
+        return Manual(step, state, strategy.after_update)
     alone = strategy.collectives.world_size == 1
+    takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
+    if len(updaters) > 1 and overridden(model, "training_step") and not takes_turns:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(updaters)} optimizers, but training_step doesn't "
+            "ask whose turn it is. Write def training_step(self, batch, batch_idx, optimizer_idx), "
+            "or set automatic_optimization = False and step in it."
+        )
     if len(updaters) == 1:
         return Automatic(step, updaters[0], alone=alone)
     return Alternating(step, updaters, state, alone=alone)

@@ -72,7 +72,8 @@ class Entry:
         step, epoch = self.options.names(name)
         found: dict[str, float | None] = {}
         if self.metric is not None:
-            found[epoch] = _number(local_value(self.metric))
+            if self.options.on_epoch:
+                found[epoch] = _number(local_value(self.metric))
         elif self.options.on_epoch:
             found[epoch] = merged(self.options.reduce_fx, [self.running.state()])
         if self.options.on_step and self.latest is not None:
@@ -128,6 +129,9 @@ class Logged:
             )
         if not isinstance(value, torch.Tensor):
             entry.metric = value
+            entry.latest = getattr(
+                value, "_forward_cache", None
+            )  # the batch's, if it has called it
             return
         entry.latest = value
         if options.on_epoch:
@@ -217,7 +221,9 @@ class Logged:
             step, epoch = options.names(name)
             if held[0]["metric"] is not None:
                 entry = self.entries.get(name)
-                if entry is not None:
+                if options.on_step and held[0]["latest"] is not None:
+                    found[step] = held[0]["latest"]
+                if entry is not None and options.on_epoch:
                     found[epoch] = _number(
                         merged_metric_value(entry.metric, [state["metric"] for state in held])
                     )

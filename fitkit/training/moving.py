@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fitkit.data.transfer import Transfer
+
+
+def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+    """A batch moved by a hook, which may also ask for Lightning's number of the loader: 0."""
+    return own(batch, device, *([0] if len(inspect.signature(own).parameters) > 2 else []))
 
 
 class Mover:
@@ -27,4 +35,4 @@ class Mover:
 
     def _moved(self, batch: Any) -> Any:
         assert self._own is not None
-        return self._own(batch, self.transfer.device)
+        return moved_by(self._own, batch, self.transfer.device)

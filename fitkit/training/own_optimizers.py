@@ -16,7 +16,10 @@ SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
     "schedulers), a dict with 'optimizer' and 'lr_scheduler', or a list of such dicts"
 )
-SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
+SCHEDULER_KEYS = (
+    "scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau",
+    "opt_idx",
+)  # fmt: skip
 LENGTHS = ("T_max", "total_steps", "total_iters", "_schedule_phases")
 """What a scheduler's state says of how long it takes."""
 OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")

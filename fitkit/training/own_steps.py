@@ -19,6 +19,7 @@ from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden, step_arguments
 from fitkit.logging_options import is_metric
+from fitkit.notices import warn
 from fitkit.training.logbook import Logbook
 from fitkit.training.moving import Mover
 from fitkit.training.stage import Stage
@@ -85,11 +86,30 @@ class OwnStep:
 
     def finish(self) -> None:
         """Call the pass's `_epoch_end`."""
+        self._warn_of_silence()
         if self.outputs is None:
             return
         outputs, self.outputs = self.outputs, []
-        self.stage.is_filler = False
-        getattr(self.model, f"{self.stage.name}_epoch_end")(outputs)
+        stage = self.stage
+        stage.is_filler, stage.is_over = False, True
+        try:
+            getattr(self.model, f"{stage.name}_epoch_end")(outputs)
+        finally:
+            stage.is_over = False
+
+    def _warn_of_silence(self) -> None:
+        """Say what an epoch shows of things that went nowhere."""
+        compiled = self.stage.compiled
+        if self._needs_loss and self.stage.seen and self.logbook.loss.last is None:
+            warn(
+                "training_step returned None for every batch, so nothing was learned. Return the "
+                "loss."
+            )
+        if compiled is not None and compiled.class_weights is not None and not compiled.checked:
+            warn(
+                "class_weight was given, but training_step computes the loss by itself: the "
+                "weights count only in super().training_step."
+            )
 
     def __call__(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor | None:
         """The batch's loss, if it has one, noted in the logbook.
@@ -137,25 +157,27 @@ class OwnStep:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         arguments = [values[name] for name in self._arguments]
         door, stage = self.door, self.stage
-        stage.is_step = True
+        stage.is_apart = True
         try:
             with self._around():
                 if self._moves:
                     outputs = door("step_on_device", batch, self._method, *arguments)
                 else:
                     outputs = door(self._method, self.mover.transfer(batch), *arguments)
+                stage.is_apart = False
                 if self._has_end:
                     outputs = self._end(outputs)
                 elif door.weights is not None:
                     outputs = with_mean_loss(outputs, door.weights)
         finally:
-            stage.is_step = False
+            stage.is_apart = False
         if self._is_first:
             self.mover.transfer.settle()
         return outputs
 
     def _loss(self, outputs: Any) -> torch.Tensor | None:
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        found = getattr(found, "loss", found)  # an object with .loss, as Hugging Face's
         loss = None
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             loss = found.reshape(())

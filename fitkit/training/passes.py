@@ -15,6 +15,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import evaluation_stage
 from fitkit.notices import warn
+from fitkit.training.in_step import InStep
 from fitkit.training.jobs import PassJob
 from fitkit.training.loop import evaluate_batches, predict_batches
 from fitkit.training.reduction import reduced
@@ -68,7 +69,8 @@ def evaluate_source(
         model.eval()
         compilation.strategy.before_evaluation(model)
         callbacks.call("on_test_begin", {})
-        batches = evaluate_batches(_first(source, steps, shares), step, callbacks)
+        together = InStep(_first(source, steps, shares), compilation.strategy)
+        batches = evaluate_batches(iter(together), step, callbacks)
         if steps is not None and batches and shares.world_size == 1 and batches < steps:
             warn(f"{name} ended after {batches} batches of the {steps} that were asked for.")
         with torch.no_grad():
@@ -100,8 +102,8 @@ def run_predict(model: Model, compilation: Compilation, job: PassJob) -> Any:
     with modes_restored(model), flags, closing(callbacks), running(model, stage):
         model.eval()
         callbacks.call("on_predict_begin", {})
-        batches = _first(source, job.steps, shares)
-        outputs = predict_batches(batches, step, callbacks)
+        together = InStep(_first(source, job.steps, shares), strategy, muted=False)
+        outputs = together.own(predict_batches(iter(together), step, callbacks))
         callbacks.call("on_predict_end", {})
     everyone = shares.gather(outputs)
     whole: list[Any] = [None] * sum(len(part) for part in everyone)

@@ -56,6 +56,7 @@ def contents(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
         Collective within a run.
     """
     run = model.fit_state.run
+    model.compilation.strategy.settle()
     progress = model.fit_state.progress if run is None else run.progress()
     state = {
         "compiled": named_arguments(model.compilation.given),

@@ -11,6 +11,7 @@ import torch
 
 from fitkit.logging_options import LogOptions
 from fitkit.training.logged import Logged
+from fitkit.training.moving import moved_by
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -28,7 +29,9 @@ class Stage:
         transferred: brings a batch to the device as fitkit itself does.
         samples: of the current batch, on this rank.
         seen: samples of the pass so far, on this rank.
-        is_step: whether a step runs, and not the hook at the pass's end.
+        is_apart: whether a step runs in which each rank has samples of its own; afterwards, in its
+            `_step_end`, ranks of one node may have the same (ddp2).
+        is_over: whether the hook at the pass's end runs.
         is_filler: whether the current batch only fills a place and counts for nothing.
         backward: computes a loss's gradients and averages them over the ranks; training only.
     """
@@ -40,9 +43,15 @@ class Stage:
     transferred: Callable[[Any], Any] = lambda batch: batch
     samples: int = 0
     seen: int = 0
-    is_step: bool = False
+    is_apart: bool = False
+    is_over: bool = False
     is_filler: bool = False
     backward: Callable[[torch.Tensor], None] | None = None
+
+    @staticmethod
+    def moved(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+        """A batch moved by a model's own hook."""
+        return moved_by(own, batch, device)
 
     def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
         """The compiled loss of a batch that is on the device; compiled metrics count it."""
@@ -56,11 +65,13 @@ class Stage:
 
     def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
         """Take a value that a hook logs, unless its batch counts for nothing."""
-        if self.is_filler:
+        own_steps = self.samples or self.seen
+        batch = self.samples if own_steps or self.compiled is None else self.compiled.samples
+        if self.is_filler or (batch == 0 and not self.is_over):
             return
         if samples is None:
             # What is logged at a pass's end stands for all samples of this rank.
-            samples = self.samples if self.is_step else max(self.seen, 1)
+            samples = max(self.seen, 1) if self.is_over else batch
         self.logged.add(name, value, options, samples)
 
 

@@ -68,6 +68,8 @@ class Updater:
         self._clip_value = clip_value
         self._clip_algorithm = clip_algorithm
         self._after_update = after_update
+        acts = type(strategy).after_update is not Strategy.after_update
+        self._after_weights = strategy.after_update if acts else None
         self._batches = 0  # of the group so far
         self._samples = 0  # of the group so far
         self._first = 1  # samples of the group's first step, on all ranks
@@ -169,6 +171,7 @@ class Updater:
             return value.detach()
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
+        self._tell_strategy()
         self._count_update()
 
     def _update(self) -> None:
@@ -177,6 +180,7 @@ class Updater:
             return
         self._clip()
         self.optimizer.step()
+        self._tell_strategy()
         self._count_update()
 
     def _update_scaled(self, scaling: Scaling) -> None:
@@ -186,8 +190,13 @@ class Updater:
             self._clip()
         counts = scaling.step(self.optimizer)
         scaling.update()
+        self._tell_strategy()  # Also of an update left out: other ranks may have made theirs.
         if counts:
             self._count_update()
+
+    def _tell_strategy(self) -> None:
+        if self._after_weights is not None:
+            self._after_weights()
 
     def _count_update(self) -> None:
         self._fit_state.updates += 1

@@ -43,7 +43,7 @@ class Report:
     """What a worker answers.
 
     Attributes:
-        kind: `"ready"`, `"done"`, `"failed"` or `"where"`.
+        kind: `"ready"`, `"loaded"`, `"done"`, `"failed"` or `"where"`.
         number: the call that it is about.
         error: what failed, in one line.
         text: the traceback, or the stack of a worker that was asked where it is.
@@ -99,6 +99,8 @@ class Worker:
             os.chdir(call.folder)
         sys.path[:] = call.path
         strategy, function, arguments = load(call.data, self._receive_files(call.file_count))
+        # Rank 0 enters the process group only now: nothing could call it out of there.
+        self._send(Report("loaded", call.number))
         random.seed(call.seed)
         np.random.seed(call.seed % 2**32)
         torch.manual_seed(call.seed)

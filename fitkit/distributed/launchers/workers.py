@@ -32,7 +32,7 @@ from fitkit.distributed.launchers.payload import Payload
 from fitkit.distributed.launchers.watch import first_line, waited_apart
 from fitkit.distributed.launchers.worker import Call, Report, is_collateral
 from fitkit.distributed.launchers.worker_process import WorkerProcess
-from fitkit.errors import WorkerError
+from fitkit.errors import ConfigurationError, WorkerError
 
 if TYPE_CHECKING:
     from fitkit.distributed.strategies.base import Strategy
@@ -43,6 +43,8 @@ START_TIMEOUT_S = 120.0
 """A worker imports torch first, which takes long on a busy machine."""
 REPORT_TIMEOUT_S = 5.0
 """How long rank 0 waits for the word of a rank that broke off an exchange."""
+REPORTS_S = {"loaded": 300.0, "done": 60.0}
+"""How long a worker may take to unpack a call, which may import anything, and to end it."""
 WATCH_S = 0.5
 """How often rank 0 looks whether a worker has ended."""
 GRACE_S = 3.0
@@ -78,10 +80,12 @@ class WorkersLauncher:
             pool.begin(payload, self.size)
         try:
             with ended_by_interrupt(pool.end), threads_shared(self.size), pool.watched():
+                pool.wait_for("loaded")
                 self.strategy.join(pool.room)
                 result = function(*arguments)
                 self.strategy.leave()
-            pool.finish()
+            pool.wait_for("done")
+            pool.close_room()
         except BaseException as error:
             failure = pool.failure_behind(error)
             pool.end()
@@ -196,17 +200,20 @@ class Pool:
             over.set()
             thread.join()
 
-    def finish(self) -> None:
-        """Wait until every worker is done.
+    def wait_for(self, kind: str) -> None:
+        """Wait until every worker has reported that.
 
         Raises:
-            WorkerError: one failed, or isn't done in time.
+            WorkerError: one failed, or doesn't in time.
         """
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + REPORTS_S[kind]
         for worker in self._workers:
             report = worker.receive(deadline - time.monotonic())
-            if report is None or report.kind != "done":
+            if report is None or report.kind != kind:
                 raise self._error(worker, report)
+
+    def close_room(self) -> None:
+        """End the place where the ranks of a call met."""
         self._store = None
 
     def failure_behind(self, error: BaseException) -> WorkerError | None:
@@ -216,6 +223,8 @@ class Pool:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return None
         broken = is_collateral(error)
+        if isinstance(error, ConfigurationError) and not broken:
+            return None  # what was asked can't be, on no rank
         told = self._told(REPORT_TIMEOUT_S if broken else 0.0)
         own = "".join(traceback.format_exception_only(error)).strip()
         for worker, report in told:

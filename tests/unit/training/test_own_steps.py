@@ -507,3 +507,115 @@ def test_hooks_set_on_an_instance_count_too():
     model.compile(torch.optim.SGD(model.parameters(), 0.1, 0.9))
     model.fit(X, Y, **QUIET)
     assert torch.equal(model.net.weight, by_hand(1)[0].weight)
+
+
+def test_what_is_forgotten_or_ignored_brings_a_warning():
+    class Silent(Classifier):
+        def training_step(self, batch, batch_idx):
+            F.cross_entropy(self(batch[0]), batch[1])
+
+    with pytest.warns(UserWarning, match="Return the loss"):
+        Silent().fit(X, Y, **QUIET)
+    with pytest.warns(UserWarning, match="class_weight was given"):
+        Direct().fit(X, Y, class_weight={0: 2.0}, **QUIET)
+
+
+class Direct(Classifier):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+
+def test_two_optimizers_need_to_know_whose_turn_it_is():
+    class Own(Adversaries):
+        def training_step(self, batch, batch_idx):
+            return self.losses(batch[0])[0]
+
+    with pytest.raises(fitkit.ConfigurationError, match="optimizer_idx"):
+        Own().fit(X, Y, **QUIET)
+
+
+def test_names_of_a_validation_get_their_prefix_once():
+    class Own(Direct):
+        def validation_step(self, batch, batch_idx):
+            for name in ("value", "val_a", "valid/b", "validation.c", "val", "a"):
+                self.log(name, 1.0 if name == "val_a" else 2.0)
+
+    history = Own().fit(X, Y, validation_data=(X, Y), **QUIET).history
+    assert set(history) == {"loss", "val_value", "val_a", "valid/b", "validation.c", "val"}
+    assert history["val_a"] == [1.0]
+
+
+def test_a_torchmetrics_object_may_be_logged_by_step_and_by_epoch():
+    class Own(Direct):
+        def __init__(self):
+            super().__init__()
+            self.sum = torchmetrics.SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.sum(batch_idx)
+            self.log("sum", self.sum, on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    history = Own().fit(X, Y, **QUIET).history
+    assert history["sum_step"] == [3.0] and history["sum_epoch"] == [6.0]
+
+
+def test_callbacks_log_with_the_batchs_weight():
+    def note(batch, logs):
+        model.log("batch", batch)
+
+    for model in (Direct(), fitkit.Model(linear())):
+        model.compile("sgd", "cross_entropy")
+        callback = fitkit.callbacks.LambdaCallback(on_train_batch_end=note)
+        history = model.fit(X, Y, callbacks=callback, **QUIET).history
+        assert history["batch"] == [pytest.approx((0 * 16 + 1 * 16 + 2 * 16 + 3 * 2) / 50)]
+
+
+def test_lightnings_smaller_conveniences():
+    class Own(Direct):
+        def __init__(self, width=3, *, rate=0.1, **others):
+            super().__init__()
+            self.save_hyperparameters(ignore="width")
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            assert dataloader_idx == 0
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def training_step(self, batch, batch_idx):
+            self.log("shown", 1.0, True)
+            return super().training_step(batch, batch_idx)
+
+    model = Own(3, rate=0.2, depth=4)
+    assert model.hparams == {"rate": 0.2, "depth": 4} and model.hparams.rate == 0.2
+    assert model.fit(X, Y, **QUIET).history["shown"] == [1.0]
+    model.freeze()
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    model.unfreeze()
+    assert model.training and all(p.requires_grad for p in model.parameters())
+    with pytest.raises(fitkit.ConfigurationError, match="__init__"):
+        model.save_hyperparameters()
+
+
+def test_a_step_may_return_an_object_with_a_loss_and_predict_texts():
+    @dataclasses.dataclass
+    class Output:
+        loss: torch.Tensor
+
+    class Own(Direct):
+        def training_step(self, batch, batch_idx):
+            return Output(super().training_step(batch, batch_idx))
+
+        def predict_step(self, batch, batch_idx):
+            return [f"class {label}" for label in self(batch[0]).argmax(1).tolist()]
+
+    model = Own()
+    model.fit(X, Y, **QUIET)
+    assert torch.equal(model.layer.weight, by_hand(1)[0].weight)
+    texts = [f"class {label}" for label in model(X).argmax(1).tolist()]
+    assert model.predict(X, verbose=0) == texts
+
+
+def test_a_list_of_loaders_is_refused_by_name():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 8)
+    with pytest.raises(fitkit.ConfigurationError, match="list of 2 loaders"):
+        Direct().fit(X, Y, validation_data=[loader, loader], **QUIET)
