@@ -3,9 +3,9 @@
     python benchmarks/stall.py                         # 28 million parameters, about a minute
     python benchmarks/stall.py --layers 14 --json results.json
 
-One step after another is timed, with a save after every few of them. The stall is what the steps
-that save take beyond the median of all others. A thread also slows down the steps while it writes;
-what all steps take in sum, against a run that saves nothing, shows both.
+A model trains with a save after every few steps. The stall is the time between a step that is saved
+and the next one, beyond what passes between other steps. A thread also slows down the steps while
+it writes: the time of the whole fit, against one that saves nothing, shows both.
 """
 
 from __future__ import annotations
@@ -32,44 +32,40 @@ WAYS: dict[str, dict[str, Any] | None] = {
 }
 
 
-class StepTimes(Callback):
-    """The time from each step's beginning to the next one's, in seconds."""
+class Pauses(Callback):
+    """The time from each step's end to the next one's beginning, in seconds."""
 
     stops_alike = True
 
     def __init__(self) -> None:
-        self.began: list[float] = []
+        self.seconds: list[float] = []
+        self.ended: float | None = None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.began.append(time.perf_counter())
+        if self.ended is not None:
+            self.seconds.append(time.perf_counter() - self.ended)
 
-    def on_epoch_end(self, epoch: int, logs: Any) -> None:
-        self.began.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> list[float]:
-        """One entry a step; saves count to the step before them."""
-        pairs = zip(self.began[:-1], self.began[1:], strict=True)
-        return [after - before for before, after in pairs]
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        self.ended = time.perf_counter()  # The checkpoint's own hook comes last.
 
 
 def trained(
     options: dict[str, Any] | None, folder: Path, layers: int, every: int, saves: int
 ) -> Any:
-    """Train so many steps that there are so many saves; the steps' seconds."""
+    """Train so many steps that there are so many saves; the pauses' seconds, and fit's."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
     model = fitkit.Model(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False))
     model.compile("adam", "mse")
-    times = StepTimes()
-    callbacks: list[Callback] = [times]
+    pauses = Pauses()
+    callbacks: list[Callback] = [pauses]
     if options is not None:
         callbacks.append(ModelCheckpoint(folder / "stall.h5", save_freq=every, **options))
     steps = every * (saves + 1) - 1  # the last file has time to be written
     x = torch.randn(steps, 32, 768)
     began = time.perf_counter()
     model.fit(x, x, batch_size=1, verbose=0, callbacks=callbacks)
-    return times.seconds, time.perf_counter() - began
+    return pauses.seconds, time.perf_counter() - began
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -86,8 +82,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
                 plain = statistics.median(others)
                 found[way].append(
                     {
-                        "step": 1e3 * plain,
-                        "first save": 1e3 * (saving[0] - plain),
+                        "first": 1e3 * (saving[0] - plain),
                         "stall": 1e3 * (statistics.median(saving[1:] or saving) - plain),
                         "fit": 1e3 * total,
                     }

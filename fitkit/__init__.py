@@ -1,6 +1,6 @@
 """fitkit: Keras's verbs on any PyTorch network."""
 
-from fitkit import callbacks, strategies, tune
+from fitkit import callbacks, loggers, pictures, strategies, tune
 from fitkit.callbacks import History
 from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
@@ -24,6 +24,8 @@ __all__ = [
     "callbacks",
     "find_usable_cuda_devices",
     "load_model",
+    "loggers",
+    "pictures",
     "set_seed",
     "strategies",
     "tune",

@@ -25,7 +25,13 @@ from fitkit.training.loop import on_host
 from fitkit.training.passes import joined, run_evaluate, run_predict
 from fitkit.training.runs import predict_step_for, step_for, updaters_of
 from fitkit.training.session import backend_flags, caller_of, modes_restored, unchanged_on_error
-from fitkit.training.snapshot import checkpoint_to_resume, load, restored_model, save
+from fitkit.training.snapshot import (
+    checkpoint_to_resume,
+    load,
+    restored_model,
+    save,
+    save_weights,
+)
 from fitkit.training.stage import Stage, running
 
 
@@ -178,7 +184,9 @@ class Model(Hooks, Services, nn.Module):
                 unscaled rate (from 0 where nothing is scaled); a scheduler waits. Default none.
             auto_select_gpus: whether a count in `devices` (or -1) means GPUs that nobody else
                 uses, the freest first; as `fitkit.find_usable_cuda_devices` does.
-            log_gpu_memory, steps_per_execution: only their defaults so far.
+            log_gpu_memory: `"all"` or `"min_max"`: the GPUs' memory among the epoch's logs, as
+                `fitkit.callbacks.DeviceStatsMonitor` gives it. Default None.
+            steps_per_execution: only its default, 1, so far.
 
         Raises:
             ConfigurationError, ArgumentTypeError: something that can't be; the model stays
@@ -407,7 +415,9 @@ class Model(Hooks, Services, nn.Module):
             stage, step = step_for(self, compilation, "training", class_weights=weights)
             with running(self, stage):
                 learning_for(self, compilation, stage, step, updaters)(batch, 0)
-        return _as_asked(step.logbook.results(), return_dict)
+        values = step.logbook.results()
+        self.remember_names(list(values))
+        return _as_asked(values, return_dict)
 
     @only_known_arguments
     def test_on_batch(
@@ -541,6 +551,67 @@ class Model(Hooks, Services, nn.Module):
         summary.print(print_fn=print_fn)
 
     @only_known_arguments
+    def export(
+        self,
+        path: Any,
+        format: str | None = None,
+        example: Any = None,
+        *,
+        input_shape: Any = None,
+        dynamic_batch: bool = True,
+        dynamic_shapes: Any = None,
+        opset_version: int | None = None,
+        check: bool = True,
+    ) -> None:
+        """Write the net, as it computes in evaluation mode, to a file that runs without fitkit.
+
+        The model stays as it is. The file is run on batches of two sizes and compared with the
+        net before it takes its place.
+
+        Args:
+            path: an existing file is replaced, whole or not at all.
+            format: `"torch_export"` (`.pt2`, for `torch.export.load(path).module()`) or `"onnx"`
+                (`.onnx`). Default: by the path's suffix.
+            example: a batch of inputs such as `predict` takes.
+            input_shape: instead, the shape of one sample, as `(1, 28, 28)`, or a dict or tuple of
+                shapes for several inputs.
+            dynamic_batch: whether the file takes batches of any size (default), or of the
+                example's only.
+            dynamic_shapes: other free dimensions, as `torch.export.export` takes them; the file
+                is compared on the example then.
+            opset_version: of ONNX's operators. Default: torch's choice.
+            check: whether the file is compared with the net. Default True.
+
+        Raises:
+            ConfigurationError: torch can't export the net (its reason is in the message), or
+                the file computes something else.
+            MissingPackageError: ONNX needs `pip install 'fitkit[onnx]'`.
+            CheckpointError: the file can't be written; one that was there is untouched.
+        """
+        from fitkit.export import export
+
+        export(
+            self if self.net is None or type(self).forward is not Model.forward else self.net,
+            path,
+            format,
+            example,
+            caller=caller_of(self),
+            input_shape=input_shape,
+            dynamic_batch=dynamic_batch,
+            dynamic_shapes=dynamic_shapes,
+            opset_version=opset_version,
+            check=check,
+        )
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: what was compiled, its layers, their parameters."""
+        from fitkit.pictures.html import model_html
+        from fitkit.summary import summarize
+
+        net = self.weights_module()
+        return model_html(type(net).__name__, self.compilation.given, summarize(net))
+
+    @only_known_arguments
     def save(self, path: Any) -> None:
         """Write weights, optimizers, schedulers, progress and history to one file.
 
@@ -578,9 +649,7 @@ class Model(Hooks, Services, nn.Module):
         Raises:
             CheckpointError: the file can't be written; one that was there is untouched.
         """
-        from fitkit.checkpoint import save_weights
-
-        save_weights(path, self.weights_module().state_dict())
+        save_weights(self, path)
 
     @only_known_arguments
     def load_weights(self, path: Any, *, strict: bool = True, skip_mismatch: bool = False) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import describe
+from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import Registry
 
@@ -20,6 +21,7 @@ OPTIMIZERS: Registry[type[Optimizer]] = Registry(
 for _name, _class in vars(torch.optim).items():
     if isinstance(_class, type) and issubclass(_class, Optimizer) and _class is not Optimizer:
         OPTIMIZERS.add(_name, _class)
+OPTIMIZERS.add("QAdam", QAdamOptimizer, "QAdamOptimizer")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,9 @@ import dataclasses
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -22,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from fitkit import trees
 from fitkit.arguments import check_count, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.example_batch import example_batch
 from fitkit.summary_table import Row, Summary
 
 LONGEST_TABLE = 120
@@ -53,14 +53,10 @@ def summarize(
     if not isinstance(net, nn.Module):
         raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
     check_count("depth", depth, optional=True)
-    if example is not None and input_shape is not None:
-        raise ConfigurationError("summary takes an example or an input_shape, not both.")
-    if input_shape is not None:
-        example = _zeros(input_shape, _number_type(net))
     watch = _Watch()
     sizes = (0, "")
-    if example is not None:
-        example = _prepared(example, net)
+    if example is not None or input_shape is not None:
+        example = example_batch(example, input_shape, net)
         sizes = (_bytes(example), shape_text(example))
         if any(map(is_lazy, [*net.parameters(), *net.buffers()])):
             net = _copied(net)  # A first batch would settle its shapes for good.
@@ -105,52 +101,6 @@ def shape_text(tree: Any) -> str:
         elif leaf is tree:
             parts.append(leaf)
     return ", ".join(parts[:3]) + (f", +{len(parts) - 3} more" if len(parts) > 3 else "")
-
-
-# ------------------------------------------------------------------ the input
-
-
-def _zeros(shape: Any, dtype: torch.dtype) -> Any:
-    """A batch of one sample of zeros, for a shape or a dict or sequence of shapes."""
-    if isinstance(shape, Mapping):
-        return {name: _zeros(item, dtype) for name, item in shape.items()}
-    if isinstance(shape, (tuple, list)):
-        if shape and all(isinstance(item, (tuple, list, Mapping)) for item in shape):
-            return tuple(_zeros(item, dtype) for item in shape)
-        if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
-            return torch.zeros(1, *shape, dtype=dtype)
-    raise ConfigurationError(
-        f"input_shape={describe(shape)} must be the shape of one sample, without the batch's "
-        "dimension, as (1, 28, 28); or a dict or tuple of such shapes."
-    )
-
-
-def _number_type(net: nn.Module) -> torch.dtype:
-    """The type of the net's first floating-point parameter."""
-    types = (tensor.dtype for tensor in net.parameters() if tensor.is_floating_point())
-    return next(types, torch.get_default_dtype())
-
-
-def _prepared(example: Any, net: nn.Module) -> Any:
-    """The example as tensors on the net's device; float64 takes the net's number type."""
-    weights = next(iter([*net.parameters(), *net.buffers()]), None)
-    device = None if weights is None else weights.device
-    dtype = _number_type(net)
-
-    def prepared(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            leaf = torch.as_tensor(leaf)
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.to(device, dtype if leaf.dtype == torch.float64 else leaf.dtype)
-
-    example = trees.map_leaves(prepared, example)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(example)):
-        raise ConfigurationError(
-            f"example={describe(example)} has no tensor or array. Give a batch of inputs; "
-            f"or the shape of one sample, as input_shape=(1, 28, 28)."
-        )
-    return example
 
 
 def _bytes(tree: Any) -> int:

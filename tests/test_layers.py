@@ -30,6 +30,7 @@ LAYERS = {
     "callbacks": 5,
     "loggers": 6,
     "pictures": 4,
+    "plain_settings": 1,
     "hooks": 5,
     "hyperparameters": 1,
     "services": 5,

@@ -1,5 +1,8 @@
 """Callbacks: the base class, and those that ship."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fitkit.callbacks.accumulation import GradientAccumulationScheduler
 from fitkit.callbacks.backbone_finetuning import BackboneFinetuning
 from fitkit.callbacks.backup import BackupAndRestore
@@ -16,12 +19,16 @@ from fitkit.callbacks.loss_spikes import DetectLossSpike
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
 from fitkit.callbacks.moving_average import EMA, SwapEMAWeights
 from fitkit.callbacks.non_finite import DetectNonFinite
+from fitkit.callbacks.optuna_pruning import OptunaPruning
 from fitkit.callbacks.progress import ProgressBar
 from fitkit.callbacks.reduce_on_plateau import ReduceLROnPlateau
 from fitkit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from fitkit.callbacks.terminate_on_nan import TerminateOnNaN
 from fitkit.callbacks.throughput import ThroughputMonitor
 from fitkit.callbacks.timer import Timer
+
+if TYPE_CHECKING:
+    from fitkit.loggers import TensorBoard
 
 ProgbarLogger = ProgressBar
 """Keras's name for the progress bar."""
@@ -46,12 +53,21 @@ __all__ = [
     "LearningRateScheduler",
     "MetricCallback",
     "ModelCheckpoint",
+    "OptunaPruning",
     "ProgbarLogger",
     "ProgressBar",
     "ReduceLROnPlateau",
     "StochasticWeightAveraging",
     "SwapEMAWeights",
+    "TensorBoard",
     "TerminateOnNaN",
     "ThroughputMonitor",
     "Timer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`TensorBoard`, which Keras has here: loggers are callbacks, so they lie a layer above."""
+    if name == "TensorBoard":
+        return importlib.import_module("fitkit.loggers").TensorBoard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

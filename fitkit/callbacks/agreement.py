@@ -10,7 +10,7 @@ from fitkit.callbacks.ranks import from_all_ranks, several_ranks
 if TYPE_CHECKING:
     from fitkit.model import Model
 
-PERIOD_S = 0.2
+PERIOD_S = 0.05
 """About how long a wish may wait."""
 MOST_STEPS = 100
 """Between two questions, however short the steps are: they may become longer."""
@@ -20,7 +20,7 @@ class Wishes:
     """Wishes that come to single ranks (a signal, a clock) and need a step of all.
 
     To ask after every step would cost an exchange each time; so several steps pass between two
-    questions, as many as rank 0 makes in a fifth of a second.
+    questions, as many as rank 0 makes in a twentieth of a second.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fitkit.distributed.sharding.whole import as_parts
+
 if TYPE_CHECKING:
     from fitkit.model import Model
 
@@ -48,12 +50,12 @@ class AveragedWeights:
     def update(self) -> None:
         """Take the model's present weights into the average."""
         assert self._own is None, "the model has the averages themselves"
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        by_kind: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for mean, tensor in zip(self._averages, self._tensors, strict=True):
-            means, values = by_dtype.setdefault(mean.dtype, ([], []))
+            means, values = by_kind.setdefault((mean.dtype, type(mean)), ([], []))
             means.append(mean)
             values.append(_widened(tensor))
-        for means, values in by_dtype.values():
+        for means, values in by_kind.values():
             self._average(means, values, self.count)
         self.count += 1
 
@@ -84,12 +86,12 @@ class AveragedWeights:
         """Take what `state_dict` gave; the model has the weights that it had then."""
         self.count = int(state["count"])
         for name, mean in zip(self.names, self._averages, strict=True):
-            mean.copy_(state["averages"][name])
+            mean.copy_(as_parts(state["averages"][name], mean))
         self._own = None
         if state["own"] is not None:
             self._own = [tensor.detach().clone() for tensor in self._tensors]
             for name, own in zip(self.names, self._own, strict=True):
-                own.copy_(state["own"][name])
+                own.copy_(as_parts(state["own"][name], own))
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,8 @@ class BackupAndRestore(Callback):
 
     Nothing is repeated and nothing left out: weights, optimizer, schedulers, the order of the data
     and random numbers are as if the training had never been cut. When `fit` has ended, the
-    backups are deleted. They take precedence over nothing: `resume_from=` given to `fit` wins.
+    backups are deleted. One wins over `resume_from=path`,
+    where that training had begun.
 
     While `fit` runs in the main thread, SIGTERM (and in a SLURM batch job SIGUSR1) lets all ranks
     finish a step, save, and exit with the status 143 (138); after SIGUSR1 the job is put into the
@@ -158,13 +159,15 @@ class BackupAndRestore(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
-        self._signals.restore()
         run = self.model.fit_state.run
         # The signal has ended the DataLoader's workers before this process saw it.
         ended = self._signals.arrived is not None and "DataLoader worker" in str(error)
-        if not ended or several_ranks(self.model) or run is None:
+        self._signals.restore(leaving=ended)
+        if not ended or run is None:
             return
-        if not self._in_step and run.is_between_groups:
+        # With several ranks there is nobody to save with: the last backup serves.
+        whole = not several_ranks(self.model) and not self._in_step
+        if whole and run.is_between_groups:
             self._ends = True
             self._save()
         raise Preempted(self._signals.arrived or 0)
@@ -192,7 +195,7 @@ class BackupAndRestore(Callback):
         arrived = from_all_ranks(self.model, self._signals.arrived)
         number = next(each for each in arrived if each is not None)
         error = Preempted(number)
-        self._signals.restore()
+        self._signals.restore(leaving=True)
         if self.model.is_global_zero:
             said = f"fitkit: got signal {number}, {done}; ends with status {error.code}."
             print(said, file=sys.stderr, flush=True)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.monitor import direction_of
+from fitkit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fitkit.pictures.learning_curves import Curve
 
 
 class History(Callback):
@@ -21,15 +31,100 @@ class History(Callback):
         self.history: dict[str, list[Any]] = {}
         self.epoch: list[int] = []
         self.params = {}
+        self._epochs_with: dict[str, list[int]] = {}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.history = {}
         self.epoch = []
+        self._epochs_with = {}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         self.epoch.append(epoch)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
+            self._epochs_with.setdefault(name, []).append(epoch)
+
+    def plot(
+        self,
+        metrics: str | Sequence[str] | None = None,
+        *,
+        figure: Any = None,
+        axes: Any = None,
+        size: tuple[float, float] | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Figure:
+        """Draw the learning curves: a panel for each log, training and validation together.
+
+        The best epoch is marked where the name tells which direction is better. A notebook shows
+        the figure that a cell ends with. In a script give `path`, or `figure=plt.figure()` for a
+        window that `plt.show()` opens.
+
+        Args:
+            metrics: a name or several, without `val_`; None draws all that are numbers.
+            figure: a matplotlib Figure to draw in; None makes one that pyplot doesn't know.
+            axes: instead, one Axes for each metric.
+            size: the new figure's width and height in inches; None suits the number of panels.
+            path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
+
+        Returns:
+            The figure. Its numbers are in `history`.
+
+        Raises:
+            MissingPackageError: matplotlib isn't installed (`pip install 'fitkit[plot]'`).
+            ConfigurationError, ArgumentTypeError: nothing to draw, or an unknown name.
+        """
+        from fitkit.pictures import learning_curves
+
+        return learning_curves(
+            self._curves(),
+            metrics,
+            directions=self._directions(),
+            figure=figure,
+            axes=axes,
+            size=size,
+            path=path,
+        )
+
+    def _curves(self) -> dict[str, Curve]:
+        """The logs that are numbers, with the epochs (from 1) that have them."""
+        from fitkit.pictures.learning_curves import Curve, curve_values
+
+        found = {}
+        for name, values in self.history.items():
+            numbers = curve_values(values)
+            if numbers:
+                found[name] = Curve([epoch + 1 for epoch in self._epochs_of(name)], numbers)
+        return found
+
+    def _epochs_of(self, name: str) -> list[int]:
+        """The epochs that have a log.
+
+        Of a training that went on from a checkpoint, which doesn't keep them, the earlier ones
+        are taken to lie evenly.
+        """
+        noted = self._epochs_with.get(name, [])
+        wanted = len(self.history[name]) - len(noted)
+        if wanted <= 0:
+            return noted[len(noted) - len(self.history[name]) :]
+        before = [epoch for epoch in self.epoch if not noted or epoch < noted[0]]
+        if not 0 < wanted <= len(before):
+            return list(range(wanted + len(noted)))
+        every = len(before) // wanted
+        return before[every - 1 :: every][:wanted] + noted
+
+    def _directions(self) -> dict[str, str]:
+        """`"min"` or `"max"` for the logs whose names tell."""
+        found = {}
+        for name in self.history:
+            with contextlib.suppress(ConfigurationError):
+                found[name] = direction_of(name)
+        return found
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: small curves, and each log's first, best and last value."""
+        from fitkit.pictures.html import history_html
+
+        return history_html(self._curves(), self._directions(), len(self.epoch))
 
     def __repr__(self) -> str:
         last = ", ".join(

@@ -13,6 +13,7 @@ from fitkit.arguments import check_choice, check_count, check_flag
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import from_all_ranks, say
 from fitkit.callbacks.terminate_on_nan import NonFiniteError
+from fitkit.distributed.sharding.whole import whole
 from fitkit.notices import warn
 
 
@@ -172,7 +173,7 @@ class DetectNonFinite(Callback):
         if not sightings:
             return None
         device = sightings[0].flag.device
-        flags = torch.stack([sighting.flag.to(device) for sighting in sightings]).tolist()
+        flags = torch.stack([whole(sighting.flag).to(device) for sighting in sightings]).tolist()
         for flag, sighting in zip(flags, sightings, strict=True):
             if flag:
                 when = f"in epoch {self._epoch + 1}, batch {sighting.batch}"

@@ -83,8 +83,13 @@ class SignalNotes:
         if hasattr(signal, "SIGCHLD") and callable(signal.getsignal(signal.SIGCHLD)):
             self._childrens = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def restore(self) -> None:
-        """Put the handlers back that were there before."""
+    def restore(self, *, leaving: bool = False) -> None:
+        """Put the handlers back that were there before.
+
+        Args:
+            leaving: whether the process ends now. torch's handler would raise in its last moments
+                because a DataLoader's workers have ended before it.
+        """
         previous, self._previous = self._previous, {}
         if not previous or self._owner != os.getpid():
             return
@@ -92,7 +97,7 @@ class SignalNotes:
             if signal.getsignal(number) == self._note:  # else somebody has set another since
                 signal.signal(number, handler)
         self._handlers = previous
-        if self._childrens is not None:
+        if self._childrens is not None and not leaving:
             signal.signal(signal.SIGCHLD, self._childrens)
             self._childrens = None
 

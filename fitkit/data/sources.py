@@ -24,6 +24,7 @@ from fitkit.data.arrays import (
     take,
     wide_dtype,
 )
+from fitkit.data.own_state import own_state_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.notices import warn
 
@@ -64,6 +65,7 @@ class LoaderSource:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
+        self.own_state = own_state_of(loader)
         self.batch_size: int | None = loader.batch_size
         self.steps: int | None = length_of(loader)
         self.samples: int | None = None
@@ -74,6 +76,8 @@ class LoaderSource:
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         tell_epoch(self.loader, number)
+        if self.own_state is not None and (not skip or self.own_state.waits):
+            return self.own_state.batches(self.generators)
         if not skip:
             return iter(self.loader)
         if isinstance(self.loader.dataset, IterableDataset):
@@ -98,10 +102,13 @@ class IterableSource:
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
+        self.own_state = own_state_of(iterable)
         self.repeatable = not isinstance(iterable, Iterator)
         self.steps: int | None = length_of(iterable)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        if self.own_state is not None and (not skip or self.own_state.waits):
+            return self.own_state.batches()
         return without_first(iter(self.iterable), skip)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fitkit.data.own_state import OwnState
 from fitkit.data.sources import Source
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import random_state, set_random_state
@@ -77,6 +78,21 @@ class Stream:
         if self._limit is None:
             self.place.batches = steps * self._ranks
 
+    def loader_state(self, *, ends_pass: bool) -> dict[str, Any] | None:
+        """The state of a loader that keeps its own, read by one rank alone; None elsewhere.
+
+        Args:
+            ends_pass: whether the next batch is a new pass's.
+        """
+        own = _own_state(self.source)
+        return None if own is None else own.state(ends_pass=ends_pass)
+
+    def take_loader_state(self, state: dict[str, Any] | None) -> None:
+        """Let the data's own loader go on from its state, where it keeps one."""
+        own = _own_state(self.source)
+        if own is not None and state is not None:
+            own.take(state)
+
     @property
     def generators(self) -> list[torch.Generator]:
         """Generators of the data's own, which their order may follow from."""
@@ -89,8 +105,17 @@ def generators_of(source: Any) -> list[torch.Generator]:
     return found
 
 
+def _own_state(source: Any) -> OwnState | None:
+    """What follows the state of a source's loader; a share of a source has none."""
+    found: OwnState | None = getattr(source, "own_state", None)
+    return found
+
+
 def _begin(source: Source, place: Place) -> Iterator[Any]:
     """A pass's batches from a place on; what is drawn at its beginning is drawn again."""
+    own = _own_state(source)
+    if place.batches and own is not None and own.waits:
+        return source.batches(place.number, place.batches)
     generators = generators_of(source)
     if place.batches and place.began is not None:
         now = random_state(generators)

@@ -72,7 +72,7 @@ model's `configure_optimizers`, or Adam."""
 HARDWARE = ("devices", "accelerator", "strategy", "precision", "num_nodes", "auto_select_gpus")
 """Arguments that decide on a new strategy."""
 
-LATER = ("log_gpu_memory", "steps_per_execution")
+LATER = ("steps_per_execution",)
 """Arguments of the contract whose only accepted value so far is the default."""
 
 
@@ -219,6 +219,7 @@ def _check_simple(given: dict[str, Any]) -> None:
         "replace_sampler": check_flag,
         "auto_select_gpus": check_flag,
         "deterministic": _check_deterministic,
+        "log_gpu_memory": lambda name, value: check_choice(name, value, (None, "all", "min_max")),
         "jit_compile": _check_jit_compile,
     }
     for name, value in given.items():

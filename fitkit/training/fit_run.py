@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from fitkit.callbacks import CallbackList, History
+from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import set_random_state
 from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
 from fitkit.training.learning import learning_for
 from fitkit.training.loop import train_batches
 from fitkit.training.own_optimizers import PlannedScheduler
 from fitkit.training.passes import evaluate_source
-from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
+from fitkit.training.progress import Progress
 from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
-from fitkit.training.reduction import noted_by, reduced
+from fitkit.training.reduction import reduced
+from fitkit.training.resuming import progress_of, restore, take_place
 from fitkit.training.runs import (
     Step,
     closing,
@@ -79,7 +80,7 @@ class FitRun:
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
         self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
         if self.resumed is not None:
-            self._take_place(self.resumed)
+            take_place(self, self.resumed)
         held_out_target = None if self.held_out is None else self.held_out.target
         steps = self._updates_in_an_epoch()
         # The optimizers are made here, after the module has its place.
@@ -113,18 +114,6 @@ class FitRun:
         self.validation: tuple[Stage, Step] | None = None
         self.history = History()
 
-    def _take_place(self, progress: Progress) -> None:
-        """Go on in the data where a training was cut."""
-        ranks, rank = self.strategy.shares.world_size, self.collectives.rank
-        warn_of_other_ranks(progress, self.collectives.world_size)
-        place = self.stream.place
-        place.number, place.batches = progress.number, progress.batches
-        # Where there are more ranks than before, rank 0's has all that an order follows from.
-        place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
-        set_seed_of(self.source, progress.seed)
-        self.steps_before = -(-progress.steps * len(progress.random) // ranks)
-        self.carried = progress.noted if progress.steps else []
-
     def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
         """The warm-up, from its beginning or from where it was."""
         begins = self.job.initial_epoch == 0 or self.resumed is not None
@@ -153,54 +142,12 @@ class FitRun:
         Ranks:
             Collective.
         """
-        is_between = self.logs is not None or self.steps_done == 0
-        book, place = self.step.logbook, self.stream.place
-        noted = {} if is_between else noted_by(book, self.steps_done - self.steps_before)
-        own = (place.began, random_state(self.stream.generators), noted)
-        told = self.collectives.gather(own)
-        new_pass = self.logs is not None and self.job.steps_per_epoch is None
-        epochs, values = list(self.history.epoch), copy_lists(self.history.history)
-        if self.logs is not None and self.epoch not in epochs:
-            # The history comes after the callbacks, one of which may be asking.
-            epochs.append(self.epoch)
-            for name, value in self.logs.items():
-                values.setdefault(name, []).append(value)
-        return Progress(
-            epoch=self.epoch + (self.logs is not None),
-            steps=0 if is_between else self.steps_done,
-            number=place.number + new_pass,
-            batches=0 if new_pass else place.batches,
-            began=[began for began, _, _ in told],
-            random=[random for _, random, _ in told],
-            seed=seed_of(self.source),
-            loader=None,
-            noted=[] if is_between else [*self.carried, *(notes for _, _, notes in told)],
-            history={"epoch": epochs, "history": values},
-            warm_up=None if self.warm_up is None else self.warm_up.state(),
-            callbacks=[
-                {"class": type(callback).__name__, "state": callback.state_dict()}
-                for callback in self.job.callback_list.callbacks
-            ],
-        )
+        return progress_of(self)
 
     def note(self, steps: int) -> None:
         """Take note of how many of the epoch's steps are made."""
         self.steps_done = steps
         self.stream.note(steps)
-
-    def _restore(self) -> None:
-        """Give history and callbacks what they had, after their beginning."""
-        progress = self.resumed
-        if progress is None:
-            return
-        self.history.epoch = list(progress.history["epoch"])
-        self.history.history = copy_lists(progress.history["history"])
-        states = list(progress.callbacks)
-        for callback in self.job.callback_list.callbacks:
-            kept = next((s for s in states if s["class"] == type(callback).__name__), None)
-            if kept is not None:
-                states.remove(kept)
-                callback.load_state_dict(kept["state"])
 
     def _updates_in_an_epoch(self) -> int | None:
         """How many updates an epoch makes, where that is known."""
@@ -221,7 +168,7 @@ class FitRun:
     def run(self) -> History:
         """Train for the epochs that were asked; the history of them."""
         model, job = self.model, self.job
-        callbacks = with_own(job.callback_list, job.verbose, self.history)
+        callbacks = with_own(job.callback_list, job.verbose, *self._own_callbacks())
         model.begin_fit(self.history, self.source.batch_size)
         self._announce()
         callbacks.begin(model, self._params())
@@ -230,7 +177,7 @@ class FitRun:
             with modes_restored(model), flags, closing(callbacks), self._synchronized():
                 model.fit_state.run = self
                 callbacks.call("on_train_begin", {})
-                self._restore()
+                restore(self)
                 logs: dict[str, Any] = {}
                 for epoch in range(job.initial_epoch, job.epochs):
                     logs = self._epoch(epoch, callbacks, logs)
@@ -261,6 +208,12 @@ class FitRun:
             return
         with synchronized(self.model) as self.step.synchronization:
             yield
+
+    def _own_callbacks(self) -> list[Callback]:
+        """The history, after what `compile` has asked to be measured."""
+        measured = self.compilation.log_gpu_memory
+        watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
+        return [*watch, self.history]
 
     def _announce(self) -> None:
         """Say once, where there are several ranks, how many samples make one update."""

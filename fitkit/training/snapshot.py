@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,25 @@ def save(model: Model, path: Any) -> None:
         Collective within a run: all ranks call it, rank 0 writes.
     """
     weights, state = contents(model)
+    _on_rank_zero(model, lambda: files.save_checkpoint(path, weights, state))
+
+
+def save_weights(model: Model, path: Any) -> None:
+    """Write the weights alone; ranks as for `save`."""
+    model.compilation.strategy.settle()
+    weights: dict[str, Any] = model.compilation.strategy.for_file(
+        lambda: model.weights_module().state_dict()
+    )
+    _on_rank_zero(model, lambda: files.save_weights(path, weights))
+
+
+def _on_rank_zero(model: Model, write: Callable[[], None]) -> None:
+    """Let rank 0 write; within a run the others wait, and share its failure."""
     collectives = model.compilation.strategy.collectives
     problem: BaseException | None = None
     if model.compilation.strategy.world.rank == 0:
         try:
-            files.save_checkpoint(path, weights, state)
+            write()
         except Exception as error:
             if collectives.world_size == 1:
                 raise
@@ -60,10 +74,12 @@ def contents(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
     progress = model.fit_state.progress if run is None else run.progress()
     state = {
         "compiled": named_arguments(model.compilation.given),
-        "training": training_state(model),
         "progress": None if progress is None else progress.as_dict(),
     }
-    return model.weights_module().state_dict(), state
+    found: tuple[dict[str, Any], dict[str, Any]] = model.compilation.strategy.for_file(
+        lambda: (model.weights_module().state_dict(), {**state, "training": training_state(model)})
+    )
+    return found
 
 
 def training_state(model: Model) -> dict[str, Any]:
@@ -237,14 +253,16 @@ def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
     Raises:
         ConfigurationError: `"last"`, but no callback saves any.
     """
+    own = [c.last_path() for c in callbacks if getattr(c, "restores", False)]
     if asked is not None and asked != "last":
-        return asked
+        # A backup is of this very training, which began at the path that is given again.
+        return next((path for path in own if path is not None), asked)
     savers = [callback for callback in callbacks if hasattr(callback, "last_path")]
     if asked == "last" and not savers:
         raise ConfigurationError(
             "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "
             "BackupAndRestore). Give one, or the checkpoint's path."
         )
-    wanted = [c for c in savers if asked == "last" or getattr(c, "restores", False)]
-    paths = [path for path in (callback.last_path() for callback in wanted) if path is not None]
+    found = own if asked is None else [callback.last_path() for callback in savers]
+    paths = [path for path in found if path is not None]
     return max(paths, key=os.path.getmtime, default=None)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -156,6 +157,44 @@ def test_torchrun_restarts_from_the_last_backup(tmp_path, uncut):
     assert (tmp_path / "killed").exists()
     assert STEPS <= steps_made(tmp_path) <= STEPS + 1
     assert_same(weights(tmp_path / "end.h5"), uncut)
+
+
+def node(folder, port, *, serves):
+    """One of one or two nodes, with one rank each; `serves`: whether it holds the store."""
+    conf = (f"is_host={int(serves)}", "last_call_timeout=6", "keep_alive_interval=1",
+            "keep_alive_max_attempt=2")  # fmt: skip
+    launcher = (
+        "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-id=job",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
+        "--max-restarts=3", "--monitor-interval=0.2", f"--rdzv-conf={','.join(conf)}",
+    )  # fmt: skip
+    return start(folder, "torchrun", "0.3", launcher=launcher)
+
+
+@pytest.mark.slow
+def test_when_a_node_is_lost_the_others_go_on_without_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    first = node(tmp_path, port, serves=True)
+    second = node(tmp_path, port, serves=False)
+    wait_for_step(tmp_path, 6, first)
+    for group in (second.pid, *children(second.pid)):  # a node goes with all that runs on it
+        os.killpg(group, signal.SIGKILL)
+    second.communicate()
+    at_death = steps_made(tmp_path)
+    status, said = ended(first, tmp_path, 120)
+    assert status == 0, said
+    assert "goes on with 1 ranks instead of 2" in said
+    # Of the second epoch's five steps of two ranks, one rank makes two for each that was lost.
+    assert at_death < steps_made(tmp_path) <= at_death + 10
+    assert (tmp_path / "end.h5").exists()
+
+
+def children(pid):
+    rows = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
+    pairs = [line.split() for line in rows.splitlines()]
+    return [int(child) for child, parent in pairs if int(parent) == pid]
 
 
 # ---------------------------------------------------------------------- in this process

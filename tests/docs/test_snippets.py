@@ -1,6 +1,7 @@
 """Every Python block in README and docs runs, in order, each page in its own folder."""
 
 import contextlib
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python(?: needs ([\w, ]+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -23,8 +24,11 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     names = {"__name__": "__main__"}
     text = page.read_text()
     for block in BLOCK.finditer(text):
+        needs = (block.group(1) or "").replace(",", " ").split()
+        if not all(map(importlib.util.find_spec, needs)):
+            continue
         line = text[: block.start()].count("\n") + 2
-        code = compile("\n" * (line - 1) + block.group(1), str(page), "exec")
+        code = compile("\n" * (line - 1) + block.group(2), str(page), "exec")
         with contextlib.redirect_stdout(io.StringIO()):
             exec(code, names)
 

@@ -1,10 +1,13 @@
 """How a module lives and learns across the ranks: one file a strategy."""
 
 from fitkit.distributed.router import Door
+from fitkit.distributed.strategies.bagua import Bagua
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.ddp2 import DDP2
 from fitkit.distributed.strategies.dp import DP
+from fitkit.distributed.strategies.fsdp import FSDP
+from fitkit.distributed.strategies.sharded import DDPSharded
 from fitkit.distributed.strategies.single import SingleDevice
 from fitkit.registry import Registry
 
@@ -16,5 +19,20 @@ STRATEGIES.add("dp", DP)
 STRATEGIES.add("ddp", DDP)
 STRATEGIES.add("ddp2", DDP2)
 STRATEGIES.add("ddp_spawn", DDPSpawn)
+STRATEGIES.add("bagua", Bagua)
+STRATEGIES.add("ddp_sharded", DDPSharded)
+STRATEGIES.add("fsdp", FSDP)
 
-__all__ = ["DDP", "DDP2", "DP", "STRATEGIES", "DDPSpawn", "Door", "SingleDevice", "Strategy"]
+__all__ = [
+    "DDP",
+    "DDP2",
+    "DP",
+    "FSDP",
+    "STRATEGIES",
+    "Bagua",
+    "DDPSharded",
+    "DDPSpawn",
+    "Door",
+    "SingleDevice",
+    "Strategy",
+]

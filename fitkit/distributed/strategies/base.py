@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -113,6 +114,11 @@ class Strategy:
         return 1
 
     @property
+    def evaluates_in_step(self) -> bool:
+        """Whether a rank's forward waits for the others' now, so that all make equally many."""
+        return False
+
+    @property
     def device(self) -> torch.device:
         """This rank's device."""
         return self.devices[min(self.world.local_rank, len(self.devices) - 1)]
@@ -151,6 +157,33 @@ class Strategy:
             Collective.
         """
 
+    def begin_training(
+        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> None:
+        """Take what learns, and what makes the updates, before a training's first step.
+
+        Ranks:
+            Collective.
+
+        Raises:
+            ConfigurationError: a module or an optimizer that this strategy can't train.
+        """
+
+    def end_training(self) -> None:
+        """Give both back as they were but for what they learned; not called after a failure.
+
+        Ranks:
+            Collective.
+        """
+
+    def for_file(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives, with whole tensors on rank 0, which writes them to a file.
+
+        Ranks:
+            Collective within a run.
+        """
+        return make()
+
     def before_evaluation(self, module: torch.nn.Module) -> None:
         """Make the ranks' modules agree before they evaluate."""
 
@@ -165,5 +198,20 @@ class Strategy:
     def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Exchange gradients that were computed while `accumulating`."""
 
+    def after_update(self) -> None:
+        """Act after each update of the weights; called where a strategy overrides it.
+
+        Ranks:
+            Collective.
+        """
+
+    def settle(self) -> None:
+        """Make one again what the ranks of a training hold apart, if anything: at epochs' ends,
+        before evaluations and before saves.
+
+        Ranks:
+            Collective.
+        """
+
     def finish(self) -> None:
-        """Drop what a training needed."""
+        """Drop what a training needed; after a failure too, when other ranks may be gone."""

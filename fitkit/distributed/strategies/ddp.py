@@ -15,9 +15,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Solo
+from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
@@ -26,7 +27,7 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import Door, StepRouter
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.world import World, enter, leave
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
@@ -46,8 +47,10 @@ class DDP(Strategy):
         bucket_cap_mb: megabytes of gradients that travel together; None for torch's 25.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves their
             memory once.
-        comm_hook: replaces the averaging (torch's `register_comm_hook`).
-        comm_hook_state: that hook's first argument.
+        comm_hook: replaces the averaging (torch's `register_comm_hook`): a function, or
+            `"fp16"`, `"bf16"` (half the traffic) or `"powersgd"` (low-rank, with error feedback).
+        comm_hook_state: that hook's first argument; with `"powersgd"` a dict of options of
+            torch's `PowerSGDState`, like `{"matrix_approximation_rank": 2}`.
 
     A strategy of your own may override `init_dist_connection` and `configure_ddp`.
 
@@ -66,7 +69,7 @@ class DDP(Strategy):
         static_graph: bool = False,
         bucket_cap_mb: int | None = None,
         gradient_as_bucket_view: bool = False,
-        comm_hook: Callable[..., Any] | None = None,
+        comm_hook: Callable[..., Any] | str | None = None,
         comm_hook_state: object = None,
     ) -> None:
         super().__init__()
@@ -77,8 +80,7 @@ class DDP(Strategy):
         check_flag("static_graph", static_graph)
         check_flag("gradient_as_bucket_view", gradient_as_bucket_view)
         check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
-        if comm_hook is not None and not callable(comm_hook):
-            raise ArgumentTypeError(f"comm_hook={describe(comm_hook)} must be callable.")
+        check_hook(comm_hook, comm_hook_state)
         self.process_group_backend = process_group_backend
         self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
         self.comm_hook = comm_hook
@@ -181,7 +183,7 @@ class DDP(Strategy):
         # DDP exchanges the gradients of those parameters that needed some when it was made.
         entrance = self._entrance
         if entrance is not None:
-            self.finish()
+            self._unwrap()
             self._wrapped = self.configure_ddp(StepRouter(entrance.net, entrance.inner))
             self._entrance, entrance.wrapped = entrance, self._wrapped
 
@@ -195,7 +197,7 @@ class DDP(Strategy):
         options = {name: value for name, value in self.options.items() if value is not None}
         wrapped = DistributedDataParallel(module, **placed, **options)  # type: ignore[arg-type]
         if self.comm_hook is not None:
-            wrapped.register_comm_hook(self.comm_hook_state, self.comm_hook)
+            wrapped.register_comm_hook(*resolve_hook(self.comm_hook, self.comm_hook_state))
         return wrapped
 
     def before_evaluation(self, module: torch.nn.Module) -> None:
@@ -212,6 +214,10 @@ class DDP(Strategy):
         self.collectives.mean_gradients(parameters)
 
     def finish(self) -> None:
+        self._unwrap()
+
+    def _unwrap(self) -> None:
+        """Drop the wrapper."""
         self._entrance = None
         wrapped, self._wrapped = self._wrapped, None  # its hooks leave the parameters with it
         # Gloo closes its connections, by which the other ranks see that this one has left, only

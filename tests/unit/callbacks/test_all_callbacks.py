@@ -1,5 +1,7 @@
 """What holds for every callback that ships."""
 
+from types import SimpleNamespace
+
 import cloudpickle
 import pytest
 import torch
@@ -23,6 +25,7 @@ NEEDED = {
     "LearningRateScheduler": {"schedule": lambda epoch: 0.1 / (epoch + 1)},
     "MetricCallback": {"metrics": ["mae"], "x": X, "y": Y},
     "ModelCheckpoint": {"filepath": "model.h5"},
+    "OptunaPruning": {"trial": SimpleNamespace(report=lambda *_: None, should_prune=lambda: False)},
     "StochasticWeightAveraging": {"swa_lrs": 0.05},
 }
 """Arguments without a default, and those that suit the net here."""

@@ -1,0 +1,113 @@
+"""What an exchange decides: how ranks that train a module keep together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fitkit.distributed.exchange.flat_tensors import FlatTensors
+from fitkit.distributed.exchange.peers import Peers
+from fitkit.distributed.precision import Precision
+
+
+class Exchange:
+    """How ranks keep together while they learn; here: as DDP does, by the mean of gradients.
+
+    Its constructor takes the algorithm's options. What belongs to a run is set by `begin` and
+    has names with an underscore: it stays in this process.
+
+    Attributes:
+        name: as users write it.
+        keeps_apart: whether the ranks' weights differ between two settlements.
+        wraps: whether gradients are averaged by DDP's wrapper, at least at first.
+    """
+
+    name = ""
+    keeps_apart = False
+    wraps = True
+
+    _peers: Peers
+    _weights: FlatTensors
+    _updates = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def check(self, size: int, precision: Precision, device: torch.device) -> None:
+        """Refuse ranks or number types that the algorithm can't work with.
+
+        Args:
+            size: the number of ranks.
+
+        Raises:
+            ConfigurationError: with what to write instead.
+        """
+
+    def check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Refuse optimizers that the algorithm can't work with.
+
+        Raises:
+            ConfigurationError: with what to write instead.
+        """
+
+    def begin(
+        self,
+        peers: Peers,
+        parameters: list[torch.nn.Parameter],
+        optimizers: list[Optimizer],
+        updates: int,
+    ) -> None:
+        """Begin a training, from weights that are equal on all ranks.
+
+        Args:
+            parameters: those that may learn, in the same order on every rank.
+            optimizers: theirs.
+            updates: how many were made before; the same on every rank.
+
+        Ranks:
+            Collective, as all that follows.
+        """
+        self._peers = peers
+        self._weights = FlatTensors(parameters)
+        self._updates = updates
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the next update needs the mean of gradients; the same on every rank."""
+        return True
+
+    def hook(self) -> Any:
+        """What averages a bucket of gradients in DDP's place; None for DDP itself."""
+        return None
+
+    def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """Replace gradients by their mean, where steps go past DDP's wrapper.
+
+        Returns:
+            Whether that is done; if not, they are averaged without compression.
+        """
+        return False
+
+    def after_update(self) -> None:
+        """Act after an update of the weights."""
+        self._updates += 1
+
+    def settle(self) -> None:
+        """End what is under way, before the strategy averages what ranks hold apart."""
+
+    def settled(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Go on from weights that are equal on all ranks again.
+
+        Args:
+            parameters: those that may learn now.
+        """
+        self._weights = FlatTensors(parameters)
+
+    def end(self) -> None:
+        """Drop what the training needed; it may have failed, and nobody may be waited for."""
+
+    def leave(self) -> None:
+        """Leave process groups of the exchange's own."""

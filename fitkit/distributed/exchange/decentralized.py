@@ -1,0 +1,66 @@
+"""Bagua's `decentralized`: ranks step by their own gradients, and average weights with peers."""
+
+from __future__ import annotations
+
+import torch
+
+from fitkit.arguments import check_choice, check_count
+from fitkit.distributed.exchange.base import Exchange
+from fitkit.distributed.precision import Precision
+from fitkit.errors import ConfigurationError
+
+
+class Decentralized(Exchange):
+    """After an update weights are averaged with peers; gradients stay where they are.
+
+    Args:
+        peer_selection_mode: `"all"` averages over all ranks; `"shift_one"` over pairs, one from
+            each half of the ranks, which change each time: less traffic, and an even number of
+            ranks is needed.
+        communication_interval: updates from one averaging to the next.
+
+    Reference: Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, 2017,
+    arXiv:1705.09056; Gan et al., BAGUA, 2021, arXiv:2107.01499 (D_FP_S).
+    """
+
+    name = "decentralized"
+    keeps_apart = True
+    wraps = False
+
+    def __init__(self, peer_selection_mode: str = "all", communication_interval: int = 1) -> None:
+        check_choice("peer_selection_mode", peer_selection_mode, ("all", "shift_one"))
+        check_count("communication_interval", communication_interval)
+        self.peer_selection_mode = peer_selection_mode
+        self.communication_interval = communication_interval
+
+    def check(self, size: int, precision: Precision, device: torch.device) -> None:
+        if self.peer_selection_mode == "shift_one" and size > 1 and size % 2:
+            raise ConfigurationError(
+                f"peer_selection_mode='shift_one' pairs the ranks up, but there are {size}. Use "
+                "an even number of devices, or peer_selection_mode='all'."
+            )
+
+    @property
+    def averages_gradients(self) -> bool:
+        return False
+
+    def after_update(self) -> None:
+        self._updates += 1
+        if self._updates % self.communication_interval:
+            return
+        peers, weights = self._peers, self._weights.read()
+        if self.peer_selection_mode == "all":
+            peers.mean(weights)
+        else:
+            round_number = self._updates // self.communication_interval
+            (other,) = peers.swap(weights, [shifted_peer(peers.rank, peers.size, round_number)])
+            weights.add_(other).div_(2)
+        self._weights.write(weights)
+
+
+def shifted_peer(rank: int, size: int, round_number: int) -> int:
+    """The rank in the other half that a rank meets in a round; it moves on by one each round."""
+    half = size // 2
+    if rank < half:
+        return half + (rank + round_number) % half
+    return (rank - half - round_number) % half

@@ -1,0 +1,1 @@
+"""What a rank keeps of optimizers' states and of parameters, and how the whole comes together."""

@@ -1,0 +1,161 @@
+"""An optimizer of which each rank makes a part of the step, and keeps that part's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fitkit.distributed.collectives import Collectives
+from fitkit.distributed.sharding.exchange import gathered_states, spread_from_owners
+from fitkit.errors import ConfigurationError
+
+CLOSURE = (
+    "{kind} computes the loss itself, several times a step, and looks at all parameters at once: "
+    "its state can't be spread over ranks. Write strategy='ddp', or take another optimizer."
+)
+
+
+class OptimizerShards:
+    """Spreads an optimizer's state over the ranks, in place, until `end` or `abandon`.
+
+    Every parameter has one rank that updates it, and sends the others what came of it. In the
+    optimizer's `step` the other ranks see no gradient there, and so make no state for it. The
+    object stays what it is: its groups, schedulers, loss scaling and hooks go on. While it is
+    spread, its `state_dict()` is collective, and whole on rank 0.
+
+    Torch's ZeroRedundancyOptimizer spreads in the same way, but is another object than the one
+    that schedulers and users hold, and has to be made from a class and its defaults.
+
+    Args:
+        optimizer: the same on all ranks, over parameters whose gradients are the same.
+        collectives: the ranks.
+        device: this rank's.
+
+    Raises:
+        ConfigurationError: an optimizer that can't be spread.
+
+    Reference: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models, 2020, arXiv:1910.02054 (its first stage).
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, collectives: Collectives, device: torch.device
+    ) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
+        self.optimizer = optimizer
+        self._collectives = collectives
+        self._device = device
+        self._owners: dict[torch.Tensor, int] = {}
+        self._loads = [0] * collectives.world_size  # numbers that each rank updates
+        self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with gradients
+        self._updated: list[tuple[torch.Tensor, int]] = []  # by this step, with owners
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._whole_state_dict),
+        ]
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether this rank has dropped what belongs to others."""
+        return bool(self._owners)
+
+    def owner_of(self, parameter: torch.Tensor) -> int | None:
+        """The rank that updates a parameter; None before its first update."""
+        return self._owners.get(parameter)
+
+    def end(self, *, wanted: bool) -> None:
+        """Make the optimizer whole and ordinary again.
+
+        Args:
+            wanted: whether this rank needs the whole state; else it keeps its part.
+
+        Ranks:
+            Collective.
+        """
+        self._release()
+        whole = self._gathered(wanted=wanted, on_device=True)
+        for parameter, state in whole.items():
+            self.optimizer.state[parameter] = state
+        self._owners.clear()
+
+    def abandon(self) -> bool:
+        """Let go after a failure, when the others may be gone.
+
+        Returns:
+            Whether state was lost: what this rank had of it is dropped then.
+        """
+        self._release()
+        for parameter, gradient in self._others:
+            parameter.grad = gradient
+        self._others.clear()
+        lost = self.has_parts and bool(self.optimizer.state)
+        if self.has_parts:
+            self.optimizer.state.clear()
+        self._owners.clear()
+        return lost
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------ a step
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if kwargs.get("closure") is not None or any(callable(given) for given in args):
+            raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
+        updated = [p for p in _held_by(optimizer) if p.grad is not None]
+        self._give_owners([p for p in updated if p not in self._owners])
+        self._updated = [(parameter, self._owners[parameter]) for parameter in updated]
+        rank = self._collectives.rank
+        for parameter, owner in self._owners.items():
+            if owner != rank:
+                self._others.append((parameter, parameter.grad))
+                parameter.grad = None
+                optimizer.state.pop(parameter, None)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._others:
+            parameter.grad = gradient
+        self._others.clear()
+        updated, self._updated = self._updated, []
+        spread_from_owners(updated, self._collectives.rank)
+
+    def _give_owners(self, parameters: list[torch.Tensor]) -> None:
+        """Give each parameter to the rank that has least to update, the largest ones first."""
+        for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+            rank = self._loads.index(min(self._loads))
+            self._owners[parameter] = rank
+            self._loads[rank] += parameter.numel()
+
+    # ------------------------------------------------------------------ the whole
+
+    def _whole_state_dict(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with all ranks' parts, on rank 0."""
+        whole = self._gathered(wanted=self._collectives.rank == 0, on_device=False)
+        numbers = {parameter: number for number, parameter in enumerate(_held_by(optimizer))}
+        states = {**packed["state"], **{numbers[p]: state for p, state in whole.items()}}
+        return {**packed, "state": dict(sorted(states.items()))}
+
+    def _gathered(self, *, wanted: bool, on_device: bool) -> dict[torch.Tensor, Any]:
+        spread = list(self._owners)
+        own = {
+            number: self.optimizer.state[parameter]
+            for number, parameter in enumerate(spread)
+            if self._owners[parameter] == self._collectives.rank
+            and parameter in self.optimizer.state
+        }
+        place = self._device if on_device else torch.device("cpu")
+        owners = list(self._owners.values())
+        whole = gathered_states(
+            own, owners, self._collectives, self._device, wanted=wanted, place=place
+        )
+        return {spread[number]: state for number, state in whole.items()}
+
+
+def _held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,213 @@
+"""Bagua's algorithms: data parallelism whose ranks keep together by other means than DDP's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.exchange import EXCHANGES, Exchange, GroupPeers
+from fitkit.distributed.exchange.settlement import (
+    average_buffers,
+    average_states,
+    average_tensors,
+)
+from fitkit.distributed.precision import Precision
+from fitkit.distributed.router import Door
+from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.ddp import DDP
+from fitkit.errors import ArgumentTypeError
+from fitkit.registry import nearest
+
+
+class Bagua(DDP):
+    """Each device has a process and a copy of the module, which an algorithm keeps together.
+
+    Where ranks hold different weights while they learn, weights and the optimizer's states
+    become their means at each epoch's end, before an evaluation and before a save; running
+    statistics do so under every algorithm. So evaluations are exact, and your model has the mean
+    weights afterwards.
+
+    Args:
+        algorithm: `"gradient_allreduce"`, `"bytegrad"`, `"decentralized"`,
+            `"low_precision_decentralized"`, `"async"`, `"qadam"` or `"post_local_sgd"`.
+        options: the algorithm's (`peer_selection_mode`, `communication_interval` of
+            `"decentralized"`; `sync_interval_ms`, `warmup_steps` of `"async"`; `warmup_steps`,
+            `period` of `"post_local_sgd"`), and `DDPStrategy`'s but for its hooks.
+
+    Reference: Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, 2021,
+    arXiv:2107.01499. Each algorithm names its own.
+    """
+
+    name = "bagua"
+    starts = "workers"
+
+    _module: torch.nn.Module | None = None  # that is in training, on several ranks
+    _optimizers: list[Optimizer]
+    _peers: GroupPeers
+    _exchanged: list[torch.nn.Parameter]
+    _parted = False  # whether there were updates since the last settlement
+
+    def __init__(self, algorithm: str = "gradient_allreduce", **options: Any) -> None:
+        if not isinstance(algorithm, str):
+            raise ArgumentTypeError(
+                f"algorithm={algorithm!r} must be one of {', '.join(map(repr, EXCHANGES))}."
+            )
+        chosen = EXCHANGES[algorithm]
+        own = _arguments(chosen)
+        general = [name for name in _arguments(DDP) if not name.startswith("comm_hook")]
+        for name in options:
+            if name not in own and name not in general:
+                raise _unknown_option(algorithm, name, own, general)
+        super().__init__(**{k: v for k, v in options.items() if k not in own})
+        self.exchange: Exchange = chosen(**{k: v for k, v in options.items() if k in own})
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_module", "_optimizers", "_peers", "_exchanged", "_parted"):
+            state.pop(name, None)
+        return state
+
+    def connect(
+        self,
+        devices: tuple[torch.device, ...],
+        ids: tuple[int, ...],
+        precision: Precision,
+        cluster: Cluster | None = None,
+    ) -> Strategy:
+        super().connect(devices, ids, precision, cluster)
+        self.exchange.check(self.world.size, precision, self.device)
+        return self
+
+    def leave(self) -> None:
+        self.finish()
+        self.exchange.leave()
+        super().leave()
+
+    # ------------------------------------------------------------------ the module
+
+    def place(self, module: torch.nn.Module) -> None:
+        # An evaluation or prediction in mid-training: all take rank 0's weights there.
+        self._settle_if_trained(module)
+        super().place(module)
+
+    def door(self, module: torch.nn.Module) -> Door:
+        plain = self.plain_door(module)
+        if not self.exchange.wraps:
+            return plain
+        return PhasedDoor(self.wrapping(plain), plain, lambda: self.exchange.averages_gradients)
+
+    def rewrap(self) -> None:
+        super().rewrap()
+        self._parted = True
+        self.settle()  # Other parameters learn from now on, and so it is another vector.
+
+    def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
+        wrapped = super().configure_ddp(module)
+        hook = self.exchange.hook()
+        if hook is not None:
+            register: Any = wrapped
+            register.register_comm_hook(None, hook)
+        return wrapped
+
+    def before_evaluation(self, module: torch.nn.Module) -> None:
+        self._settle_if_trained(module)
+        super().before_evaluation(module)
+
+    def _settle_if_trained(self, module: torch.nn.Module) -> None:
+        if module is self._module:
+            self.settle()
+
+    # ------------------------------------------------------------------ learning
+
+    def begin_training(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+        self.exchange.check_optimizers(optimizers)
+        if self.collectives.world_size == 1:
+            return
+        self._module, self._optimizers, self._parted = module, optimizers, False
+        self._peers = GroupPeers(self.collectives, self.timeout)
+        self._exchanged = _learning(module)
+        state = getattr(module, "fit_state", None)  # of a Model
+        # Ranks may count differently, where each leaves out the steps that overflow for it.
+        updates = self.collectives.broadcast(getattr(state, "updates", 0))
+        self.exchange.begin(self._peers, self._exchanged, optimizers, updates)
+
+    def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        if self._module is None or not self.exchange.averages_gradients:
+            return
+        if not self.exchange.mean_gradients(parameters):
+            super().exchange_gradients(parameters)
+
+    def after_update(self) -> None:
+        if self._module is None:
+            return
+        self._parted = True
+        self.exchange.after_update()
+
+    def settle(self) -> None:
+        if self._module is None or not self._parted:
+            return
+        self._parted = False
+        self.exchange.settle()
+        now = _learning(self._module)
+        if self.exchange.keeps_apart:
+            known = {id(parameter) for parameter in now}
+            frozen_since = [p for p in self._exchanged if id(p) not in known]
+            average_tensors([*now, *frozen_since], self._peers)
+            average_states(self._optimizers, self._peers)
+        average_buffers(self._module, self._peers, self.collectives)
+        self._exchanged = now
+        self.exchange.settled(now)
+
+    def finish(self) -> None:
+        self._module, self._optimizers, self._exchanged = None, [], []
+        self.exchange.end()
+        super().finish()
+
+
+class PhasedDoor(Door):
+    """Leads through DDP's wrapper while gradients are averaged, and past it otherwise.
+
+    Args:
+        wrapper: the way through it.
+        plain: the way past it.
+        averages: whether the next update needs the mean of gradients.
+    """
+
+    def __init__(self, wrapper: Door, plain: Door, averages: Callable[[], bool]) -> None:
+        super().__init__(plain.net)
+        self._wrapper = wrapper
+        self._plain = plain
+        self._averages = averages
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        door = self._wrapper if self._averages() else self._plain
+        outputs = door(method, *args, **kwargs)
+        self.weights = door.weights
+        return outputs
+
+
+def _learning(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that may learn now."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _arguments(maker: type) -> list[str]:
+    """The names of a constructor's arguments."""
+    return list(inspect.signature(maker).parameters)
+
+
+def _unknown_option(
+    algorithm: str, name: str, own: list[str], general: list[str]
+) -> ArgumentTypeError:
+    known = [*own, *general]
+    close = nearest(name, known)
+    suggestion = f" Did you mean {close[0]}?" if close else ""
+    return ArgumentTypeError(
+        f"BaguaStrategy(algorithm={algorithm!r}) has no option {name!r}.{suggestion} It takes: "
+        f"{', '.join(known)}."
+    )

@@ -1,0 +1,146 @@
+"""Exporting a net: trace it, write it, read it back, compare."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fitkit import trees
+from fitkit.arguments import check_choice, check_count, check_flag, describe
+from fitkit.checkpoint.atomic import replacing
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.example_batch import example_batch
+from fitkit.export.checking import check_file
+from fitkit.export.formats import FORMATS, Format, Labels
+from fitkit.export.program import Call, traced
+
+Caller = Callable[[Callable[..., Any], Any], Any]
+"""Calls a function with a batch's inputs, by position or by keyword."""
+
+
+def export(
+    net: nn.Module,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    example: Any = None,
+    *,
+    caller: Caller = lambda function, x: function(x),
+    input_shape: Any = None,
+    dynamic_batch: bool = True,
+    dynamic_shapes: Any = None,
+    opset_version: int | None = None,
+    check: bool = True,
+) -> None:
+    """Write a net, as it computes in evaluation mode, to a file.
+
+    Args:
+        net: the network; its modes, buffers and gradients stay as they are.
+        caller: how its inputs enter it.
+        path, format, example, input_shape, dynamic_batch, dynamic_shapes, opset_version, check:
+            as in `Model.export`.
+
+    Raises:
+        ConfigurationError: arguments that can't be, a net that torch can't export, or a file
+            that computes something else.
+        MissingPackageError: what the format needs isn't installed.
+        CheckpointError: the file can't be written; one that was there is untouched.
+    """
+    chosen = _chosen(path, format)
+    check_flag("dynamic_batch", dynamic_batch)
+    check_flag("check", check)
+    check_count("opset_version", opset_version, optional=True)
+    if opset_version is not None and not chosen.has_opsets:
+        raise ConfigurationError(f"opset_version is for format='onnx', not {chosen.name!r}.")
+    if any(map(is_lazy, [*net.parameters(), *net.buffers()])):
+        raise ConfigurationError(
+            "The net has lazy modules, whose shapes a first batch settles. Call it (or fit) once."
+        )
+    chosen.check_installed()
+    batch = example_batch(example, input_shape, net)
+    with _evaluating(net):
+        is_free = dynamic_batch and dynamic_shapes is None
+        call = Call(caller, _at_least_two(batch) if is_free else batch)
+        shapes = call.batch_shapes() if is_free else dynamic_shapes
+        program = traced(net, call, shapes)
+        expected = [(Call(caller, some), net) for some in _checked_sizes(batch, is_free)]
+        with replacing(path) as file:
+            chosen.write(program, file, Labels(call.input_names(net), is_free, opset_version))
+            if check:
+                check_file(chosen.runner(file), expected, chosen.name)
+
+
+def _chosen(path: Any, name: str | None) -> Format:
+    """The format that was asked for, or that the path's suffix names."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"path={describe(path)} must be a string or a Path.")
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    by_suffix = {item.suffix: item for item in FORMATS.values()}
+    if name is None:
+        if suffix in by_suffix:
+            return by_suffix[suffix]
+        raise ConfigurationError(
+            f"{os.fspath(path)} doesn't tell the format: end it in .pt2 (torch.export) or .onnx, "
+            "or give format='torch_export' or 'onnx'."
+        )
+    check_choice("format", name, tuple(FORMATS))
+    chosen = FORMATS[name]
+    if suffix != chosen.suffix:
+        raise ConfigurationError(
+            f"format={name!r} writes {chosen.suffix} files, but the path is {os.fspath(path)}. "
+            f"End it in {chosen.suffix}: other programs go by it."
+        )
+    return chosen
+
+
+def _at_least_two(batch: Any) -> Any:
+    """The batch, or one of two samples: torch takes a size of 1 for a constant."""
+    return batch if trees.sample_count(batch) >= 2 else _of_size(batch, 2)
+
+
+def _checked_sizes(batch: Any, is_free: bool) -> list[Any]:
+    """Batches to compare on: two sizes other than the traced one, where the size is free."""
+    size = trees.sample_count(batch)
+    return [_of_size(batch, 1), _of_size(batch, max(size, 2) + 1)] if is_free else [batch]
+
+
+def _of_size(batch: Any, size: int) -> Any:
+    """A batch of another size, with the samples of this one over and over."""
+    count = trees.sample_count(batch)
+
+    def repeated(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != count:
+            return leaf
+        return leaf.index_select(0, torch.arange(size, device=leaf.device) % count)
+
+    if not count:
+        raise ConfigurationError("example has no samples. Give a batch of one or more.")
+    return trees.map_leaves(repeated, batch)
+
+
+@contextlib.contextmanager
+def _evaluating(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards modes, buffers and random state are back."""
+    modes = [(module, module.training) for module in net.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in net.buffers()]
+    compiled = [(module, module._compiled_call_impl) for module in net.modules()]
+    gpus = {parameter.device.index for parameter in net.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=sorted(gpus)), torch.no_grad():
+        try:
+            for module, _ in modes:
+                module.training = False
+                module._compiled_call_impl = None  # jit_compile: what is traced is the net itself
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for module, call in compiled:
+                module._compiled_call_impl = call
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

@@ -1,0 +1,212 @@
+"""The files that hold an exported net: how each is written and run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+from fitkit import trees
+from fitkit.errors import ConfigurationError, missing_package
+from fitkit.export.program import Call, reason_of
+
+Runner = Callable[[Call], list[torch.Tensor]]
+"""Computes a file's outputs for a call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """What a file says of itself, where its format has a place for that.
+
+    Attributes:
+        input_names: one for each tensor that goes in; None: torch's names.
+        batch_is_free: whether the only free dimension is the batch's.
+        opset_version: of ONNX's operators; None: torch's choice.
+    """
+
+    input_names: list[str] | None
+    batch_is_free: bool
+    opset_version: int | None
+
+
+LARGEST_ONNX = 2**31 - 1
+"""Bytes: a protobuf message can't be longer."""
+
+
+class Format(Protocol):
+    """One format of files.
+
+    Attributes:
+        name: as users write it.
+        suffix: how its files end.
+        has_opsets: whether it comes in versions of an operator set.
+    """
+
+    name: str
+    suffix: str
+    has_opsets: bool
+
+    def check_installed(self) -> None:
+        """Raise MissingPackageError where writing needs what isn't installed."""
+
+    def write(
+        self,
+        program: torch.export.ExportedProgram,
+        file: BinaryIO,
+        labels: Labels,
+    ) -> None:
+        """Write the program to an empty file."""
+
+    def runner(self, file: BinaryIO) -> Runner | None:
+        """What runs the file that was written; None where nothing is installed that can."""
+
+
+class TorchExport:
+    """torch.export's own files, for `torch.export.load`."""
+
+    name, suffix, has_opsets = "torch_export", ".pt2", False
+
+    def check_installed(self) -> None:
+        """Part of torch."""
+
+    def write(
+        self,
+        program: torch.export.ExportedProgram,
+        file: BinaryIO,
+        labels: Labels,
+    ) -> None:
+        """Write by `torch.export.save`."""
+        with _quietly():
+            torch.export.save(program, file)
+
+    def runner(self, file: BinaryIO) -> Runner | None:
+        """The net that `torch.export.load` gives."""
+        file.seek(0)
+        with _quietly():
+            net = torch.export.load(file).module()
+
+        def run(call: Call) -> list[torch.Tensor]:
+            args = trees.map_leaves(on_cpu, list(call.args))
+            return tensors_of(net(*args, **trees.map_leaves(on_cpu, call.kwargs)))
+
+        return run
+
+
+class Onnx:
+    """ONNX, through torch's exporter."""
+
+    name, suffix, has_opsets = "onnx", ".onnx", True
+
+    def check_installed(self) -> None:
+        for package in ("onnx", "onnxscript"):
+            if importlib.util.find_spec(package) is None:
+                raise missing_package(package, "onnx", "Exporting to ONNX")
+
+    def write(
+        self,
+        program: torch.export.ExportedProgram,
+        file: BinaryIO,
+        labels: Labels,
+    ) -> None:
+        """Write one file with the weights inside.
+
+        Raises:
+            ConfigurationError: an operation that ONNX lacks, or weights too large for one file.
+        """
+        # Beyond, protobuf fails only after it has filled the memory.
+        size = sum(value.numel() * value.element_size() for value in program.state_dict.values())
+        if size > LARGEST_ONNX:
+            raise ConfigurationError(
+                f"The net's weights take {size / 1e9:.1f} GB, and an .onnx file holds at most 2 "
+                "GB. Use format='torch_export'."
+            )
+        try:
+            with _quietly():
+                written = torch.onnx.export(
+                    program,
+                    input_names=labels.input_names,
+                    opset_version=labels.opset_version,
+                    dynamo=True,
+                    verbose=False,
+                )
+        except Exception as error:
+            raise ConfigurationError(
+                f"torch can't put the net into ONNX: {reason_of(error.__cause__ or error)} Use "
+                "format='torch_export', or another operation in the net."
+            ) from error
+        assert written is not None
+        model = written.model_proto
+        if labels.batch_is_free:
+            _name_batch(model.graph)
+        file.write(model.SerializeToString())
+
+    def runner(self, file: BinaryIO) -> Runner | None:
+        """An onnxruntime session; without onnxruntime, a look by ONNX's own checker."""
+        file.seek(0)
+        content = file.read()
+        if importlib.util.find_spec("onnxruntime") is None:
+            import onnx
+
+            onnx.checker.check_model(content, full_check=True)
+            return None
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        names = [item.name for item in session.get_inputs()]
+
+        def run(call: Call) -> list[torch.Tensor]:
+            arrays = [on_cpu(tensor).numpy() for tensor in call.tensors()]
+            outputs = session.run(None, dict(zip(names, arrays, strict=True)))
+            return [torch.as_tensor(output) for output in outputs]
+
+        return run
+
+
+def _name_batch(graph: Any) -> None:
+    """Call the free dimension `batch`; torch gives it a number of its own (`s31`)."""
+    dimensions = [
+        dimension
+        for value in (*graph.input, *graph.output, *graph.value_info)
+        for dimension in value.type.tensor_type.shape.dim
+        if dimension.dim_param
+    ]
+    own = [found for dimension in dimensions for found in re.findall(r"\w+", dimension.dim_param)]
+    symbols = {name for name in own if re.fullmatch(r"s\d+", name)}
+    if len(symbols) == 1:
+        for dimension in dimensions:
+            dimension.dim_param = re.sub(r"\bs\d+\b", "batch", dimension.dim_param)
+
+
+FORMATS: dict[str, Format] = {item.name: item for item in (TorchExport(), Onnx())}
+"""The formats by name."""
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """The tensors in a net's output, in order."""
+    return [leaf for leaf in trees.leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def on_cpu(leaf: Any) -> Any:
+    """A tensor in main memory; anything else as it is."""
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's notes on packages that it looks for and on its own deprecated code."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

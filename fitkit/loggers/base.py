@@ -1,0 +1,230 @@
+"""The base of all loggers: when something is logged, and on which rank."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+from fitkit.arguments import check_count, describe
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.batch_losses import BatchLosses
+from fitkit.callbacks.epoch_files import plain_value
+from fitkit.callbacks.learner import rate_of
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.loggers.hyperparameters import hyperparameters_of
+
+READ_EVERY = 100
+"""Batches whose losses stay on the device until one look reads them all."""
+
+
+class Logger(Callback):
+    """Sends a training's numbers somewhere: a callback that `fit` takes as any other.
+
+    For another one override `log_scalars`, and of the rest what it can do. They are called on
+    rank 0 only, in this order: `start`, `log_hyperparameters`, then `log_scalars` for each epoch
+    (and between them, as `update_freq` says), at last `finish`.
+
+    Args:
+        update_freq: `"epoch"` (default) logs at epochs' ends. A number n also logs at every n-th
+            batch: `batch_loss`, the mean loss of the n batches on rank 0, `batch_learning_rate`,
+            and for n above 1 the other running values, as the progress bar shows them, which
+            takes one look at the device. `"batch"` is 1: each batch's loss and rate. Its losses
+            are read from the device 100 at a time.
+
+    Attributes:
+        resumes: whether the training goes on with a later epoch than the first.
+        run_id: what names the run where the logger writes to, if anything does; checkpoints keep
+            it, so that a training that is resumed goes on with its run.
+        connection: what a logger holds open while a fit runs; it doesn't travel to other ranks.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: an `update_freq` that can't be.
+    """
+
+    stops_alike = True
+    comes_last = True  # What all others add to an epoch's logs is logged.
+
+    def __init__(self, update_freq: str | int = "epoch") -> None:
+        self.update_freq = update_freq
+        self.resumes = False
+        self.run_id: str | None = None
+        self._every = _every(update_freq)
+        if self._every:
+            # Only then: a hook at batches costs a little.
+            vars(self)["on_train_batch_end"] = self._after_batch
+        self.connection: Any = None
+        self._is_open = False
+        self._count_from(0, 0)
+
+    # ------------------------------------------------------------------ for loggers to override
+
+    def start(self) -> None:
+        """A fit begins: open what is written to."""
+
+    def log_hyperparameters(self, values: dict[str, Any]) -> None:
+        """Take the settings: strings, numbers and flags by name, without None."""
+
+    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        """Take numbers by name, NaN and infinity among them.
+
+        Args:
+            values: an epoch's logs, or those of a batch, whose names begin with `batch_`.
+            step: the training batches made so far, over all epochs.
+            epoch: the epoch's number, from 0; None for values of a batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define log_scalars.")
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        """Take a matplotlib figure; a logger that keeps no pictures leaves it.
+
+        Nobody calls it but you: in a callback of your own, where `model.is_global_zero`.
+
+        Args:
+            name: what it shows.
+            figure: the figure; it stays as it is, and open.
+            step: where it belongs; None takes the place where the training is.
+        """
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The fit has ended, by `error` if there is one: close what was opened."""
+
+    def opened(self) -> Any:
+        """The connection, for `log_figure`, which may be called at a wrong time.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self.connection is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} writes on rank 0, while fit runs. Call log_figure in a "
+                "callback's hook, where self.model.is_global_zero."
+            )
+        return self.connection
+
+    # ------------------------------------------------------------------ the moments of a fit
+
+    @property
+    def step(self) -> int:
+        """The training batches made so far, over all epochs."""
+        model = getattr(self, "model", None)
+        if model is None or model.fit_state.run is None or model.current_epoch != self._epoch:
+            return self._before + self._made
+        return self._before + int(model.fit_state.run.steps_done)
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        first, steps = self.params.get("initial_epoch") or 0, self.params.get("steps")
+        self.resumes = first > 0
+        if not self.resumes:
+            self.run_id = None
+        before = self._before + self._made if first else 0
+        # A checkpoint that is loaded after this knows better.
+        self._count_from(first * steps if steps else before, first)
+
+    def _count_from(self, step: int, epoch: int) -> None:
+        """Begin to count an epoch's batches, after that many steps."""
+        self._before, self._epoch, self._made = step, epoch, 0
+        self._batch_losses = BatchLosses()
+        self._waiting: list[tuple[int, float]] = []  # steps not yet logged, and their rates
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch != self._epoch:
+            self._count_from(self._before + self._made, epoch)
+        # Not when fit begins: only now a checkpoint has said which run this is.
+        if self.model.is_global_zero and not self._is_open:
+            self.start()
+            self._is_open = True
+            self.log_hyperparameters(hyperparameters_of(self.model, self.params))
+
+    def _after_batch(self, batch: int, logs: Logs) -> None:
+        if not self.model.is_global_zero:
+            return
+        self._batch_losses.add(batch, logs)
+        if (self._before + batch + 1) % self._every:
+            return
+        self._waiting.append((batch, rate_of(self.model)))
+        if self._every > 1:
+            self._log_waiting({f"batch_{name}": value for name, value in scalars(logs).items()})
+        elif len(self._waiting) >= READ_EVERY:
+            self._log_waiting({})
+
+    def _log_waiting(self, running: dict[str, float]) -> None:
+        """Log the losses and rates that wait; `running` has further values."""
+        losses = dict(self._batch_losses.take())
+        waiting, self._waiting = self._waiting, []
+        for batch, rate in waiting:
+            near = range(batch - self._every + 1, batch + 1)
+            found = [losses[one] for one in near if one in losses]
+            mean = {"batch_loss": sum(found) / len(found)} if found else {}
+            values = {**running, **mean, "batch_learning_rate": rate}
+            self.log_scalars(values, self._before + batch + 1, None)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._made = self.step - self._before
+        if self.model.is_global_zero:
+            self._log_waiting({})
+            self.log_scalars(scalars(logs), self.step, epoch)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._close(None)
+
+    def on_exception(self, error: BaseException) -> None:
+        if self._is_open:
+            try:
+                self._log_waiting({})
+            finally:
+                self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.finish(error)
+
+    # ------------------------------------------------------------------ checkpoints, other ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "before": self._before,
+            "step": self.step,
+            "epoch": self._epoch,
+            "run_id": self.run_id or "",
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._count_from(state["before"], state["epoch"])
+        self._made = state["step"] - state["before"]
+        self.run_id = state["run_id"] or None
+        self.resumes = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other ranks: no open file, and nobody there writes."""
+        return {**super().__getstate__(), "connection": None, "_is_open": False}
+
+
+def _every(update_freq: object) -> int:
+    """After how many batches something is logged; 0 where only epochs are."""
+    if isinstance(update_freq, str):
+        if update_freq not in ("epoch", "batch"):
+            raise ConfigurationError(
+                f"update_freq={update_freq!r} must be 'epoch', 'batch' or a number of batches."
+            )
+        return 1 if update_freq == "batch" else 0
+    if isinstance(update_freq, (bool, type(None))) or not isinstance(update_freq, numbers.Integral):
+        raise ArgumentTypeError(
+            f"update_freq={describe(update_freq)} must be 'epoch', 'batch' or a number of batches."
+        )
+    check_count("update_freq", update_freq)
+    return int(update_freq)
+
+
+def scalars(logs: Logs) -> dict[str, float]:
+    """The logs that are one number, as floats; matrices and texts are left out."""
+    found = {}
+    for name, value in logs.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.reshape(())
+        plain = plain_value(value)
+        if isinstance(plain, numbers.Real):
+            found[name] = float(plain)
+    return found

@@ -1,0 +1,121 @@
+"""A run of MLflow's tracking."""
+
+from __future__ import annotations
+
+import re
+import time
+from itertools import islice
+from typing import Any
+
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, missing_package
+from fitkit.loggers.base import Logger
+
+MOST_METRICS, MOST_PARAMS = 1000, 100
+"""How many MLflow's servers take at once."""
+
+
+class MLflow(Logger):
+    """Logs to MLflow: a database, a server or a folder.
+
+    A run of yours that is open when fit begins (`mlflow.start_run()`) is used and left open, where
+    neither an experiment nor an address is given. Metrics are over training steps. A training
+    that is resumed goes on with its run. MLflow doesn't take every character in a name: others
+    become `_`.
+
+    Args:
+        experiment: the experiment's name; it is made if it isn't there. None: MLflow's default.
+        run_name: None lets MLflow find one.
+        tracking_uri: where to, as `"sqlite:///runs.db"` or `"http://…"`. None: where MLflow is
+            told to (`MLFLOW_TRACKING_URI`). A folder, as `"file:runs"`, is what MLflow 3 asks
+            MLFLOW_ALLOW_FILE_STORE=true for.
+        update_freq: when to log; see `Logger`.
+
+    Raises:
+        MissingPackageError: mlflow isn't installed.
+        ArgumentTypeError: arguments that can't be.
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        super().__init__(update_freq)
+        given = {"experiment": experiment, "run_name": run_name, "tracking_uri": tracking_uri}
+        for name, value in given.items():
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ArgumentTypeError(f"{name}={describe(value)} must be a string or None.")
+        self.experiment = experiment
+        self.run_name = run_name
+        self.tracking_uri = tracking_uri
+        self._owns_run = False
+        _mlflow()
+
+    def start(self) -> None:
+        mlflow = _mlflow()
+        self.connection = mlflow.MlflowClient(self.tracking_uri)
+        active = None
+        if self.experiment is None and self.tracking_uri is None:
+            active = mlflow.active_run()
+        self._owns_run = active is None
+        if active is not None:
+            self.run_id = active.info.run_id
+        elif self.run_id is None:
+            run = self.connection.create_run(self._experiment_id(), run_name=self.run_name)
+            self.run_id = run.info.run_id
+        else:
+            self.connection.update_run(self.run_id, status="RUNNING")
+
+    def _experiment_id(self) -> str:
+        if self.experiment is None:
+            return "0"  # MLflow's "Default".
+        found = self.connection.get_experiment_by_name(self.experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        return str(self.connection.create_experiment(self.experiment))
+
+    def log_hyperparameters(self, values: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        # MLflow refuses to change what a run has, as more epochs would in one that goes on.
+        had = self.connection.get_run(self.run_id).data.params
+        new = iter([Param(_key(k), str(v)) for k, v in values.items() if _key(k) not in had])
+        while some := list(islice(new, MOST_PARAMS)):
+            self.connection.log_batch(self.run_id, params=some)
+
+    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        from mlflow.entities import Metric
+
+        if epoch is not None:
+            values = {**values, "epoch": epoch}
+        now_ms = int(time.time() * 1000)
+        metrics = iter([Metric(_key(k), v, now_ms, step) for k, v in values.items()])
+        while some := list(islice(metrics, MOST_METRICS)):
+            self.connection.log_batch(self.run_id, metrics=some)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        shown = self.step if step is None else step
+        self.opened().log_figure(self.run_id, figure, f"{_key(name)}_{shown}.png")
+
+    def finish(self, error: BaseException | None = None) -> None:
+        connection, self.connection = self.connection, None
+        if self._owns_run:
+            stopped = isinstance(error, KeyboardInterrupt)
+            status = "FINISHED" if error is None else "KILLED" if stopped else "FAILED"
+            connection.set_terminated(self.run_id, status)
+
+
+def _key(name: str) -> str:
+    """A name as MLflow takes it."""
+    return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)
+
+
+def _mlflow() -> Any:
+    try:
+        import mlflow
+    except ImportError:
+        raise missing_package("mlflow", "mlflow", "MLflow") from None
+    return mlflow

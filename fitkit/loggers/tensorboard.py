@@ -1,0 +1,192 @@
+"""Event files for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fitkit.arguments import check_count, check_flag, describe
+from fitkit.callbacks.base import Logs
+from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
+from fitkit.loggers.base import Logger
+from fitkit.loggers.net_graph import graph_of
+from fitkit.loggers.rows import checked_path
+from fitkit.registry import nearest
+
+OURS = ("log_dir", "histogram_freq", "write_graph", "write_steps_per_second", "update_freq")
+
+LEFT_OUT = {
+    "write_images": "Give log_figure a picture of the weights in a callback of your own.",
+    "profile_batch": "Use torch.profiler with tensorboard_trace_handler.",
+    "embeddings_freq": "Use torch.utils.tensorboard's add_embedding after fit.",
+    "embeddings_metadata": "Use torch.utils.tensorboard's add_embedding after fit.",
+}
+"""Arguments of Keras's that can only be off, and what to do instead."""
+
+
+class TensorBoard(Logger):
+    """Writes TensorBoard's event files, with the folders and names that Keras's callback has.
+
+    `train` and `validation` in `log_dir` get a run each, so that both are drawn in one chart:
+    `epoch_loss` and the other logs over the epoch's number (from 0), `batch_loss` and the like
+    over training steps. Figures are over epochs, unless given a step. The settings are there as
+    text, and when fit has ended under "HParams".
+
+    Args:
+        log_dir: the folder; it is made when fit begins. Give each training its own: an older
+            one's curves in the same folder stay, and are drawn together with the new ones.
+        histogram_freq: write histograms of all parameters every so many epochs. Default 0: none.
+        write_graph: whether to write the net's modules and how they follow one another. Default
+            True. Nothing is run for it; where the net's forward can't be followed without, the
+            modules have no arrows.
+        write_steps_per_second: whether to write `epoch_steps_per_second`. Default False.
+        update_freq: `"epoch"` (default), `"batch"` or a number of batches; see `Logger`.
+
+    Raises:
+        MissingPackageError: tensorboard isn't installed.
+        ArgumentTypeError, ConfigurationError: arguments that can't be, or that fitkit leaves out:
+            `write_images`, `profile_batch`, `embeddings_freq`, `embeddings_metadata`.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        histogram_freq: int = 0,
+        write_graph: bool = True,
+        write_steps_per_second: bool = False,
+        update_freq: str | int = "epoch",
+        **other: Any,
+    ) -> None:
+        _refuse(other)
+        super().__init__(update_freq)
+        self.log_dir: Path = checked_path(log_dir, "log_dir")
+        check_count("histogram_freq", histogram_freq, minimum=0)
+        check_flag("write_graph", write_graph)
+        check_flag("write_steps_per_second", write_steps_per_second)
+        self.histogram_freq = histogram_freq
+        self.write_graph = write_graph
+        self.write_steps_per_second = write_steps_per_second
+        self._settings: dict[str, Any] = {}
+        self._last: dict[str, float] = {}
+        self._began = (0, 0.0)
+        _writer_class()
+
+    def start(self) -> None:
+        self._last = {}
+        self.connection = {}
+        if self.write_graph:
+            graph = graph_of(self.model.weights_module())
+            self._writer("train")._get_file_writer().add_graph(graph)
+
+    def _writer(self, run: str) -> Any:
+        """The writer of `train` or `validation`, made when something is written."""
+        writers = self.opened()
+        if run not in writers:
+            # What a crash left of epochs that are made again isn't drawn; steps count otherwise.
+            purge = self._epoch if self.resumes and not self._every else None
+            writers[run] = _writer_class()(os.fspath(self.log_dir / run), purge_step=purge)
+        return writers[run]
+
+    def log_hyperparameters(self, values: dict[str, Any]) -> None:
+        self._settings = values
+        lines = [f"| {name} | {_cell(value)} |" for name, value in values.items()]
+        table = "\n".join(["| setting | value |", "|---|---|", *lines])
+        self._writer("train").add_text("hyperparameters", table, 0)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._began = (self.step, time.monotonic())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        super().on_epoch_end(epoch, logs)
+        if not self.model.is_global_zero:
+            return
+        if self.histogram_freq and epoch % self.histogram_freq == 0:
+            self._write_histograms(epoch)
+        for writer in self.connection.values():
+            writer.flush()
+
+    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        if epoch is None:
+            for name, value in values.items():
+                self._writer("train").add_scalar(name, value, step)
+            return
+        if self.write_steps_per_second:
+            steps, passed_s = step - self._began[0], time.monotonic() - self._began[1]
+            values = {**values, "steps_per_second": steps / max(passed_s, 1e-9)}
+        self._last = values
+        for name, value in values.items():
+            run = "validation" if name.startswith("val_") else "train"
+            tag = f"epoch_{name.removeprefix('val_')}"
+            self._writer(run).add_scalar(tag, value, epoch)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        # Over epochs, as all that isn't a batch's: a resumed run drops later ones by that number.
+        shown = self._epoch if step is None else step
+        self._writer("train").add_image(name, _pixels(figure), shown, dataformats="HWC")
+
+    def _write_histograms(self, epoch: int) -> None:
+        for name, parameter in self.model.weights_module().named_parameters():
+            values = parameter.detach().float().flatten()
+            values = values[torch.isfinite(values)]  # TensorBoard's can't have others.
+            if values.numel():
+                self._writer("train").add_histogram(name, values.cpu().numpy(), epoch)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        metrics = {f"hparam/{name}": value for name, value in self._last.items()}
+        file_writer = self._writer("train")._get_file_writer()
+        for summary in hparams(self._settings, metrics):
+            file_writer.add_summary(summary)
+        for name, value in metrics.items():
+            self._writer("train").add_scalar(name, value, self._epoch)
+        for writer in self.connection.values():
+            writer.close()
+        self.connection = None
+
+
+def _refuse(other: dict[str, Any]) -> None:
+    """Refuse arguments that aren't ours; Keras's may be given as switched off."""
+    for name, value in other.items():
+        if name not in LEFT_OUT:
+            close = nearest(name, [*OURS, *LEFT_OUT])
+            suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise ArgumentTypeError(
+                f"TensorBoard() has no argument {name!r}.{suggestion} It takes: {', '.join(OURS)}."
+            )
+        if value:
+            raise ConfigurationError(
+                f"{name}={describe(value)}: fitkit's TensorBoard leaves this out. {LEFT_OUT[name]}"
+            )
+
+
+def _writer_class() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise missing_package("tensorboard", "tensorboard", "TensorBoard") from None
+    return SummaryWriter
+
+
+def _cell(value: Any) -> str:
+    """A setting as a cell of a Markdown table."""
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _pixels(figure: Any) -> np.ndarray[Any, Any]:
+    """A figure as (height, width, RGBA) bytes; its own canvas stays."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    before = figure.canvas
+    try:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba()).copy()
+    finally:
+        figure.set_canvas(before)

@@ -1,0 +1,266 @@
+"""Learning curves: each log over the epochs, training and validation in one panel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.pictures.drawing import (
+    BLUE,
+    ORANGE,
+    check_matplotlib,
+    check_place,
+    new_figure,
+    root_figure,
+    save,
+    style,
+)
+from fitkit.registry import nearest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MARKED_EPOCHS = 30
+"""Up to so many points each is marked; more would run together."""
+
+DASHED_EPOCHS = 100
+"""Up to so many points the training's curve is dashed; above it is pale."""
+
+LOG_RATIO = 100.0
+"""From this ratio of the largest to the smallest value on, losses and rates get a log scale."""
+
+LONGEST_NAME = 18
+"""Characters of a name that has room beside the best value."""
+
+VALIDATION = "val_"
+LOST = "NaN or infinite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One log over the epochs.
+
+    Attributes:
+        epochs: from 1.
+        values: one an epoch; NaN and infinity among them.
+    """
+
+    epochs: list[int]
+    values: list[float]
+
+    def finite(self) -> list[tuple[int, float]]:
+        """The epochs whose values can be drawn, and those."""
+        pairs = zip(self.epochs, self.values, strict=True)
+        return [(epoch, value) for epoch, value in pairs if math.isfinite(value)]
+
+
+def learning_curves(
+    curves: Mapping[str, Curve],
+    metrics: str | Sequence[str] | None = None,
+    *,
+    directions: Mapping[str, str] | None = None,
+    figure: Any = None,
+    axes: Any = None,
+    size: tuple[float, float] | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """Draw logs over the epochs, a panel each: training and validation together.
+
+    The best epoch (the validation's, where there is one) is marked where it is known which
+    direction is better. Epochs that are NaN or infinite get a cross at the panel's foot.
+
+    Args:
+        curves: the logs by name; `val_loss` is drawn with `loss`.
+        metrics: which to draw, without `val_`; None draws all.
+        directions: `"min"` or `"max"` by name, where it is known.
+        figure: a figure to draw in; None makes one that pyplot doesn't know.
+        axes: one Axes for each metric to draw in, instead.
+        size: the new figure's width and height in inches; None suits the number of panels.
+        path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
+
+    Returns:
+        The figure.
+
+    Raises:
+        MissingPackageError: matplotlib isn't installed.
+        ConfigurationError, ArgumentTypeError: nothing to draw, an unknown name.
+    """
+    check_matplotlib("history.plot()")
+    check_place(figure, axes, path)
+    names = _chosen(curves, metrics)
+    with style():
+        if axes is not None:
+            places = list(axes) if isinstance(axes, (list, tuple)) else [axes]
+            if len(places) != len(names):
+                raise ConfigurationError(
+                    f"axes has {len(places)} and there are {len(names)} to draw: "
+                    f"{', '.join(names)}. Choose by metrics=."
+                )
+            figure = root_figure(places[0])
+        else:
+            columns = _columns(len(names))
+            rows = -(-len(names) // columns)
+            if figure is None:
+                figure = new_figure(size or (1.0 + 3.7 * columns, 0.5 + 2.6 * rows))
+            places = [figure.add_subplot(rows, columns, n + 1) for n in range(len(names))]
+        for place, name in zip(places, names, strict=True):
+            _panel(place, name, curves, (directions or {}).get(name))
+        _explain(places)
+        save(figure, path)
+    found: Figure = figure
+    return found
+
+
+def _columns(panels: int) -> int:
+    if panels <= 3:
+        return panels
+    return 2 if panels == 4 else 3 if panels <= 9 else 4
+
+
+def _chosen(curves: Mapping[str, Curve], metrics: object) -> list[str]:
+    """The panels' names, in the logs' order."""
+    known = list(dict.fromkeys(_base(name, curves) for name in curves))
+    if not known:
+        raise ConfigurationError("There is nothing to draw: no epoch has ended.")
+    if metrics is None:
+        return known
+    asked = [metrics] if isinstance(metrics, str) else metrics
+    if not isinstance(asked, Sequence) or not all(isinstance(name, str) for name in asked):
+        raise ArgumentTypeError(
+            f"metrics={describe(metrics)} must be a name or a list of names, like ['loss']."
+        )
+    found = []
+    for name in asked:
+        base = name if name in known else name.removeprefix(VALIDATION)
+        if base not in known:
+            close = nearest(name, known)
+            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise ConfigurationError(
+                f"metrics has {name!r}, which no epoch has.{hint} There are: {', '.join(known)}."
+            )
+        found.append(base)
+    if not found:
+        raise ConfigurationError(f"metrics is empty. There are: {', '.join(known)}.")
+    return list(dict.fromkeys(found))
+
+
+def _base(name: str, curves: Mapping[str, Curve]) -> str:
+    """The panel that a log belongs to."""
+    base = name.removeprefix(VALIDATION)
+    return base if base in curves else name
+
+
+def _panel(axes: Axes, name: str, curves: Mapping[str, Curve], direction: str | None) -> None:
+    training, validation = curves.get(name), curves.get(VALIDATION + name)
+    drawn = [curve for curve in (training, validation) if curve is not None]
+    epochs = [epoch for curve in drawn for epoch in curve.epochs]
+    dashed, solid = _looks(len(set(epochs)))
+    if training is not None:
+        look = solid if validation is None else dashed
+        axes.plot(*_gapped(training), **look, label="training")
+    if validation is not None:
+        axes.plot(*_gapped(validation), **solid, label="validation")
+    _scale(axes, name, drawn, direction)
+    _mark_best(axes, drawn[-1], direction)
+    _mark_gaps(axes, drawn)
+    _dress(axes, name, epochs)
+
+
+def _looks(points: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How the training's and the validation's curves look: many points leave no room for dashes."""
+    marker = "o" if points <= MARKED_EPOCHS else ""
+    solid = {"color": BLUE, "linewidth": 1.6, "marker": marker, "markersize": 3.5}
+    if points > DASHED_EPOCHS:
+        return {"color": BLUE, "linewidth": 0.9, "alpha": 0.4}, {"color": BLUE, "linewidth": 0.9}
+    dashed = {**solid, "linewidth": 1.2, "linestyle": "--", "markerfacecolor": "white"}
+    return dashed, solid
+
+
+def _gapped(curve: Curve) -> tuple[list[int], list[float]]:
+    """A curve with gaps where it isn't finite."""
+    return curve.epochs, [v if math.isfinite(v) else math.nan for v in curve.values]
+
+
+def _scale(axes: Axes, name: str, drawn: list[Curve], direction: str | None) -> None:
+    """A log scale where values that go down (losses, rates) span decades."""
+    values = [value for curve in drawn for _, value in curve.finite()]
+    goes_down = direction == "min" or "learning_rate" in name
+    if goes_down and values and min(values) > 0 and max(values) / min(values) >= LOG_RATIO:
+        axes.set_yscale("log")
+    elif values and max(values) == min(values):
+        margin = 0.1 * abs(values[0]) or 0.1
+        axes.set_ylim(values[0] - margin, values[0] + margin)
+    axes.margins(y=0.12)
+
+
+def _mark_best(axes: Axes, curve: Curve, direction: str | None) -> None:
+    found = curve.finite()
+    if direction is None or len(found) < 2:
+        return
+    best = min if direction == "min" else max
+    epoch, value = best(found, key=lambda pair: pair[1])
+    axes.plot(
+        [epoch], [value], "D", color=ORANGE, markersize=6, markeredgecolor="white",
+        linestyle="none", zorder=4,
+    )  # fmt: skip
+    axes.set_title(
+        f"best {value:.4g} in epoch {epoch}", loc="right", color=ORANGE, fontsize="small"
+    )
+
+
+def _mark_gaps(axes: Axes, drawn: list[Curve]) -> None:
+    pairs = [pair for curve in drawn for pair in zip(curve.epochs, curve.values, strict=True)]
+    lost = sorted({epoch for epoch, value in pairs if not math.isfinite(value)})
+    if lost:
+        axes.plot(
+            lost, [0.03] * len(lost), "x", color=ORANGE, markersize=5, linestyle="none",
+            transform=axes.get_xaxis_transform(), clip_on=False, label=LOST,
+        )  # fmt: skip
+    if len(lost) and not any(curve.finite() for curve in drawn):
+        axes.set_yticks([])
+
+
+def _dress(axes: Axes, name: str, epochs: list[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    # A long name gets a line of its own above the best value.
+    below = "\n" if len(name) > LONGEST_NAME and axes.get_title(loc="right") else ""
+    axes.set_title(name + below, loc="left", color="#202020")
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    first, last = min(epochs), max(epochs)
+    side = max(0.5, 0.02 * (last - first))
+    axes.set_xlim(first - min(side, 0.5), last + side)  # There is no epoch 0.
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _explain(places: list[Axes]) -> None:
+    """Legends: one for training and validation, and for crosses where there are any."""
+    pending = {"training", "validation"}
+    for axes in places:
+        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        shown = [LOST] if LOST in named else []
+        if "validation" in named:
+            shown = [name for name in named if name in pending or name in shown]
+            pending = set()
+        if shown:
+            axes.legend(
+                [named[name] for name in shown], shown,
+                frameon=False, fontsize=8, labelcolor="#404040", handlelength=2.4,
+            )  # fmt: skip
+
+
+def curve_values(values: Sequence[Any]) -> list[float] | None:
+    """A log's values as floats; None where they aren't numbers (matrices, texts)."""
+    if not all(isinstance(value, numbers.Real) for value in values):
+        return None
+    return [float(value) for value in values]

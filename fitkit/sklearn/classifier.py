@@ -1,0 +1,220 @@
+"""A net as a scikit-learn classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from scipy.special import expit, softmax
+from sklearn.base import ClassifierMixin
+from sklearn.utils import compute_sample_weight
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import validate_data
+from torch import nn
+
+from fitkit.errors import ConfigurationError
+from fitkit.losses import CompiledLoss
+from fitkit.outputs import SINGLE, LossHint
+from fitkit.sklearn.estimator import NetEstimator
+
+
+class Classifier(ClassifierMixin, NetEstimator):
+    """A net that tells classes, by scikit-learn's rules.
+
+    Args:
+        net: a `torch.nn.Module`, which is copied for each fit (with its weights); or a class or
+            function that makes one. Of `n_features` and `n_outputs` it is given those that
+            its signature names. The net gives a column a class; one with a loss for two
+            classes (`"bce_with_logits"`, `"binary_crossentropy"`) gives one column.
+        loss: as in `Model.compile`. Default None: `"cross_entropy"`, so the net gives logits.
+        optimizer, learning_rate, metrics: as in `Model.compile`.
+        epochs, batch_size, validation_split, callbacks, verbose: as in `Model.fit`; callbacks
+            are copied for each fit. Default 20 epochs, batches of 32, and silence.
+        class_weight: label → weight, `"balanced"`, or None (default): multiplies sample weights.
+        random_state: an int, a NumPy RandomState or None. An int makes a fit repeatable; torch's
+            own random numbers are neither used nor moved on.
+        dtype: what inputs are converted to. Default `"float32"`; None keeps them (token ids).
+        net_options: further arguments of the class or function; also set one by one, as
+            `set_params(net__hidden=64)` or in a grid.
+        compile_options, fit_options: further arguments of `Model.compile` (devices, strategy,
+            precision) and of `Model.fit`.
+
+    Attributes:
+        classes_: the labels, sorted.
+        n_features_in_, feature_names_in_: of the inputs; the latter for data frames only.
+        net_: the trained net.
+        model_: the `fitkit.Model` around it.
+        history_: name → one value an epoch, of the last fit.
+
+    Example:
+        >>> import torch
+        >>> from sklearn.datasets import load_iris
+        >>> from fitkit.sklearn import Classifier
+        >>> def make(n_features, n_outputs, hidden=16):
+        ...     first = torch.nn.Linear(n_features, hidden)
+        ...     last = torch.nn.Linear(hidden, n_outputs)
+        ...     return torch.nn.Sequential(first, torch.nn.ReLU(), last)
+        >>> x, y = load_iris(return_X_y=True)
+        >>> estimator = Classifier(make, learning_rate=0.01, epochs=50, random_state=0)
+        >>> estimator.fit(x, y).score(x, y) > 0.9
+        True
+    """
+
+    def __init__(
+        self,
+        net: nn.Module | Callable[..., nn.Module],
+        *,
+        optimizer: Any = "adam",
+        loss: Any = None,
+        learning_rate: float | None = None,
+        metrics: Any = None,
+        epochs: int = 20,
+        batch_size: int = 32,
+        validation_split: float = 0.0,
+        callbacks: Any = None,
+        class_weight: Any = None,
+        verbose: int | str = 0,
+        random_state: Any = None,
+        dtype: str | None = "float32",
+        net_options: Mapping[str, Any] | None = None,
+        compile_options: Mapping[str, Any] | None = None,
+        fit_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            net,
+            optimizer=optimizer,
+            loss=loss,
+            learning_rate=learning_rate,
+            metrics=metrics,
+            epochs=epochs,
+            batch_size=batch_size,
+            validation_split=validation_split,
+            callbacks=callbacks,
+            verbose=verbose,
+            random_state=random_state,
+            dtype=dtype,
+            net_options=net_options,
+            compile_options=compile_options,
+            fit_options=fit_options,
+        )
+        self.class_weight = class_weight
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Classifier:  # noqa: N803
+        """Train a net from its beginning.
+
+        Args:
+            X: (N, features), or (N, ...) for nets that take images or sequences.
+            y: (N,) labels: numbers or strings.
+            sample_weight: (N,) weights of the samples.
+        """
+        x, y = self._checked(X, y, reset=True)
+        self.classes_ = np.unique(y)
+        self._begin(self._columns())
+        self._learn(x, y, sample_weight, self.epochs)
+        return self
+
+    def partial_fit(
+        self,
+        X: Any,  # noqa: N803
+        y: Any,
+        classes: Any = None,
+        sample_weight: Any = None,
+    ) -> Classifier:
+        """Train for one more epoch on some data.
+
+        Args:
+            X, y, sample_weight: as in `fit`.
+            classes: all labels that will come; needed in the first call.
+
+        Raises:
+            ValueError: the first call lacks `classes`, or a label isn't among them.
+        """
+        begins = not hasattr(self, "model_")
+        if begins and classes is None:
+            raise ValueError("classes must be given in the first call of partial_fit.")
+        x, y = self._checked(X, y, reset=begins)
+        if begins:
+            self.classes_ = np.unique(classes)
+            self._begin(self._columns())
+        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
+            raise ValueError(
+                f"classes={classes!r} differ from the first call's: {self.classes_!r}."
+            )
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise ValueError(f"y has {unknown!r}, which are not among classes={self.classes_!r}.")
+        self._learn(x, y, sample_weight, 1)
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
+        """Each class's probability, (N, classes), in the order of `classes_`."""
+        outputs = self._outputs(X)
+        takes = self._hint.takes
+        if takes is None:
+            raise ConfigurationError(
+                f"loss={self.loss!r} doesn't tell whether the net gives logits or probabilities. "
+                "Give a loss by name (or torch's own module), or use predict and net_."
+            )
+        if outputs.shape[1] == 1:
+            of_second = expit(outputs) if takes == "logits" else outputs
+            return np.hstack([1.0 - of_second, of_second])
+        if takes == "logits":
+            outputs = softmax(outputs, axis=1)
+        elif takes == "log_probabilities":
+            outputs = np.exp(outputs)
+        probabilities: np.ndarray = outputs / outputs.sum(axis=1, keepdims=True)
+        return probabilities
+
+    def predict(self, X: Any) -> np.ndarray:  # noqa: N803
+        """The most probable label of each sample, (N,)."""
+        outputs = self._outputs(X)
+        if outputs.shape[1] == 1:
+            border = 0.5 if self._hint.takes == "probabilities" else 0.0
+            chosen = (outputs[:, 0] > border).astype(np.intp)
+        else:
+            chosen = outputs.argmax(axis=1)
+        labels: np.ndarray = self.classes_[chosen]
+        return labels
+
+    # ------------------------------------------------------------------ inside
+
+    def _loss(self) -> Any:
+        return "cross_entropy" if self.loss is None else self.loss
+
+    def _checked(self, x: Any, y: Any, *, reset: bool) -> tuple[np.ndarray, np.ndarray]:
+        x, y = validate_data(self, x, y, reset=reset, **self._x_rules())
+        check_classification_targets(y)
+        return x, y
+
+    @property
+    def _hint(self) -> LossHint:
+        """What the loss tells of the net's numbers."""
+        return CompiledLoss(self._loss()).hint(SINGLE)
+
+    def _columns(self) -> int:
+        """The columns that the net has to give."""
+        if len(self.classes_) < 2:
+            raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two.")
+        if self._hint.task != "binary":
+            return len(self.classes_)
+        if len(self.classes_) != 2:
+            raise ConfigurationError(
+                f"loss={self.loss!r} is for two classes, but y has {len(self.classes_)}. Write "
+                "loss='cross_entropy', with a net that gives a column a class."
+            )
+        return 1
+
+    def _learn(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
+        weight = self._checked_weight(weight, x)
+        if self.class_weight is not None:
+            by_class = compute_sample_weight(self.class_weight, y).astype(np.float32)
+            weight = by_class if weight is None else weight * by_class
+        indices = np.searchsorted(self.classes_, y).astype(np.int64)
+        self._train(x, self._targets(indices), weight, epochs)
+
+    def _targets(self, indices: np.ndarray) -> np.ndarray:
+        """The labels' indices as the loss takes them."""
+        if self._hint.task == "binary":
+            return indices.astype(np.float32).reshape(-1, 1)
+        return indices

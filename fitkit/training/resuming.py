@@ -1,0 +1,78 @@
+"""A training that was cut: where it is, and how it goes on from there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fitkit.random_states import random_state
+from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
+from fitkit.training.reduction import noted_by
+
+if TYPE_CHECKING:
+    from fitkit.training.fit_run import FitRun
+
+
+def take_place(run: FitRun, progress: Progress) -> None:
+    """Go on in the data where a training was cut."""
+    ranks, rank = run.strategy.shares.world_size, run.collectives.rank
+    warn_of_other_ranks(progress, run.collectives.world_size)
+    place = run.stream.place
+    place.number, place.batches = progress.number, progress.batches
+    # Where there are more ranks than before, rank 0's has all that an order follows from.
+    place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
+    set_seed_of(run.source, progress.seed)
+    run.stream.take_loader_state(progress.loader)
+    run.steps_before = -(-progress.steps * len(progress.random) // ranks)
+    run.carried = progress.noted if progress.steps else []
+
+
+def progress_of(run: FitRun) -> Progress:
+    """Where the training is.
+
+    Ranks:
+        Collective.
+    """
+    is_between = run.logs is not None or run.steps_done == 0
+    book, place = run.step.logbook, run.stream.place
+    noted = {} if is_between else noted_by(book, run.steps_done - run.steps_before)
+    own = (place.began, random_state(run.stream.generators), noted)
+    told = run.collectives.gather(own)
+    new_pass = run.logs is not None and run.job.steps_per_epoch is None
+    epochs, values = list(run.history.epoch), copy_lists(run.history.history)
+    if run.logs is not None and run.epoch not in epochs:
+        # The history comes after the callbacks, one of which may be asking.
+        epochs.append(run.epoch)
+        for name, value in run.logs.items():
+            values.setdefault(name, []).append(value)
+    return Progress(
+        epoch=run.epoch + (run.logs is not None),
+        steps=0 if is_between else run.steps_done,
+        number=place.number + new_pass,
+        batches=0 if new_pass else place.batches,
+        began=[began for began, _, _ in told],
+        random=[random for _, random, _ in told],
+        seed=seed_of(run.source),
+        loader=run.stream.loader_state(ends_pass=new_pass),
+        noted=[] if is_between else [*run.carried, *(notes for _, _, notes in told)],
+        history={"epoch": epochs, "history": values},
+        warm_up=None if run.warm_up is None else run.warm_up.state(),
+        callbacks=[
+            {"class": type(callback).__name__, "state": callback.state_dict()}
+            for callback in run.job.callback_list.callbacks
+        ],
+    )
+
+
+def restore(run: FitRun) -> None:
+    """Give history and callbacks what they had, after their beginning."""
+    progress = run.resumed
+    if progress is None:
+        return
+    run.history.epoch = list(progress.history["epoch"])
+    run.history.history = copy_lists(progress.history["history"])
+    states = list(progress.callbacks)
+    for callback in run.job.callback_list.callbacks:
+        kept = next((s for s in states if s["class"] == type(callback).__name__), None)
+        if kept is not None:
+            states.remove(kept)
+            callback.load_state_dict(kept["state"])

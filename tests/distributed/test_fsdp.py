@@ -1,0 +1,371 @@
+"""`fsdp`: the numbers of one process, with parameters, gradients and states spread over ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fitkit
+from fitkit.distributed.launchers.workers import end_workers
+from fitkit.strategies import FSDPStrategy
+
+pytestmark = pytest.mark.timeout(150)
+
+X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1)).double()
+Y = torch.arange(48) % 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_workers_left():
+    yield
+    end_workers()
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(size, 9), nn.Linear(9, size)
+
+    def forward(self, x):
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+def net():
+    """Sizes that 2 and 3 ranks don't divide, two blocks, a frozen layer, running statistics."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(6, 7), Block(7), nn.BatchNorm1d(7), Block(7), nn.Linear(7, 3))
+    made[0].bias.requires_grad_(False)
+    made[2].eval()
+    return made.double()  # Adam multiplies float32's rounding
+
+
+def on(ranks, **options):
+    return {"accelerator": "cpu", "devices": ranks, "strategy": FSDPStrategy(**options)}
+
+
+class Evaluating(nn.BatchNorm1d):
+    """Normalises by its running statistics, so that any split of a batch gives the same."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def still(module):
+    module[2].__class__ = Evaluating
+    return module
+
+
+def plainly(module, optimizer, epochs, scheduler=None, clip=None, value=None, group=1):
+    """A training in plain PyTorch, of batches of 12."""
+    module.train()
+    for _ in range(epochs):
+        for start in range(0, len(X), 12 * group):
+            optimizer.zero_grad()
+            part = slice(start, start + 12 * group)
+            F.cross_entropy(module(X[part]), Y[part]).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            if value:
+                nn.utils.clip_grad_value_(module.parameters(), value)
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def same(module, other, atol=1e-9):
+    mine, others = module.state_dict(), other.state_dict()
+    assert list(mine) == list(others)
+    for name, value in mine.items():
+        assert type(value) is torch.Tensor
+        torch.testing.assert_close(value, others[name], rtol=0, atol=atol)
+
+
+def same_state(optimizer, other):
+    mine, others = optimizer.state_dict(), other.state_dict()
+    assert mine["state"].keys() == others["state"].keys()
+    for number, state in mine["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(value, others["state"][number][name], rtol=0, atol=1e-9)
+
+
+def fit(model, ranks, **options):
+    return model.fit(X, Y, batch_size=12 // ranks, shuffle=False, verbose=0, **options)
+
+
+@pytest.mark.parametrize(("ranks", "wrap"), [(2, "blocks"), (3, 50), (2, nn.Linear)])
+def test_weights_state_and_values_are_those_of_plain_pytorch(ranks, wrap):
+    module, reference = still(net()), still(net())
+    given = torch.optim.Adam(module.parameters(), 0.01)
+    parameters, kinds = list(module.parameters()), [type(part) for part in module.modules()]
+    attributes = [set(vars(part)) for part in module.modules()]
+    model = fitkit.Model(module)
+    model.compile(given, "cross_entropy", metrics=["accuracy"], lr_scheduler=lambda optimizer: (
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)), **on(ranks, wrap=wrap))
+    history = fit(model, ranks, epochs=2, validation_data=(X[:25], Y[:25])).history
+    adam = torch.optim.Adam(reference.parameters(), 0.01)
+    plainly(reference, adam, 2, torch.optim.lr_scheduler.StepLR(adam, 1, 0.5))
+    same(module, reference)
+    same_state(given, adam)
+    reference.eval()
+    with torch.no_grad():
+        scores = reference(X)
+    expected = F.cross_entropy(scores[:25], Y[:25]).item()
+    assert history["val_loss"][1] == pytest.approx(expected, abs=1e-9)
+    loss, accuracy = model.evaluate(X, Y, batch_size=5, verbose=0)
+    assert loss == pytest.approx(F.cross_entropy(scores, Y).item(), abs=1e-9)
+    assert accuracy == pytest.approx((scores.argmax(1) == Y).double().mean().item(), abs=1e-6)
+    torch.testing.assert_close(torch.tensor(model.predict(X, batch_size=5, verbose=0)), scores)
+    # The very same objects, with nothing left on them.
+    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+    assert [type(part) for part in module.modules()] == kinds
+    assert [set(vars(part)) for part in module.modules()] == attributes
+    assert not any(held for part in module.modules() for name, held in vars(part).items()
+                   if name.endswith("_hooks"))
+    assert not parameters[1].requires_grad and model.optimizer is given
+    copy.deepcopy(model)
+
+
+def test_a_second_fit_and_one_on_one_device_go_on_exactly():
+    model, reference = fitkit.Model(still(net())), still(net())
+    model.compile(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "cross_entropy", **on(2))
+    fit(model, 2)
+    fit(model, 2)
+    model.compile(devices=1, strategy="auto")
+    fit(model, 1)
+    model.compile(**on(2))
+    fit(model, 2)
+    sgd = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    plainly(reference, sgd, 4)
+    same(model.net, reference)
+    same_state(model.optimizer, sgd)
+
+
+@pytest.mark.parametrize("limit", ["norm", "value"])
+def test_clipping_and_accumulation_see_all_gradients(limit):
+    model, reference = fitkit.Model(still(net())), still(net())
+    model.compile("adam", "cross_entropy", gradient_clip_val=0.05, gradient_clip_algorithm=limit,
+                  accumulate_grad_batches=3, **on(2, activation_checkpointing=True))
+    fit(model, 2, epochs=2)
+    adam = torch.optim.Adam(reference.parameters())
+    clip = {"clip": 0.05} if limit == "norm" else {"value": 0.05}
+    plainly(reference, adam, 2, group=3, **clip)
+    same(model.net, reference)
+    same_state(model.optimizer, adam)
+
+
+def test_saves_in_between_are_whole_and_resume_on_other_ranks(tmp_path):
+    model, reference = fitkit.Model(still(net())), still(net())
+    model.compile("adam", "cross_entropy", **on(2))
+
+    def look(epoch, logs):
+        model.save(tmp_path / f"{epoch}.h5")
+        model.save_weights(tmp_path / f"{epoch}.safetensors")
+        held = [p.to_local().numel() for p in model.parameters()]
+        held += [v.to_local().numel() for s in model.optimizer.state.values()
+                 for v in s.values() if v.ndim]
+        logs["held"] = float(sum(held))
+        logs["inside"] = model.evaluate(X[:7], Y[:7], batch_size=4, verbose=0)
+
+    note = fitkit.callbacks.LambdaCallback(on_epoch_end=look)
+    history = fit(model, 2, epochs=2, callbacks=note, validation_data=(X[:3], Y[:3])).history
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert history["held"][0] < 0.6 * (3 * learning + 7)
+    adam = torch.optim.Adam(reference.parameters())
+    plainly(reference, adam, 1)
+    weights = fitkit.Model(still(net()))
+    weights.load_weights(tmp_path / "0.safetensors")
+    same(weights.net, reference)
+    assert history["inside"][0] == pytest.approx(
+        F.cross_entropy(reference.eval()(X[:7]), Y[:7]).item(), abs=1e-9)
+    plainly(reference, adam, 2)
+    for hardware in (on(3), {"devices": 1, "accelerator": "cpu"}):
+        resumed, ranks = fitkit.Model(still(net())), hardware["devices"]
+        resumed.compile("adam", "cross_entropy", **hardware)
+        with pytest.warns(UserWarning, match="goes on with"):
+            fit(resumed, ranks, epochs=3, resume_from=tmp_path / "0.h5")
+        same(resumed.net, reference)
+        same_state(resumed.optimizer, adam)
+
+
+class Own(fitkit.Model):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.table = nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False)
+        self.table.weight = nn.Parameter(self.table.weight.detach().clone())
+        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
+        self.memory = nn.LSTM(5, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+        self.decoder = nn.Linear(6, 5, bias=False)
+        self.decoder.weight = self.embed.weight  # tied
+        self.double()
+
+    def forward(self, x):
+        x = self.embed(x) + self.decoder(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.memory(x[:, None])[0][:, 0])
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("again", loss.detach(), sync_dist=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+        return len(batch[0])
+
+    def validation_epoch_end(self, outputs):
+        self.log("val_rows", sum(outputs), reduce_fx="sum")
+
+    def predict_step(self, batch, batch_idx):
+        return {"scores": self(batch[0] if isinstance(batch, (list, tuple)) else batch)}
+
+
+@pytest.mark.parametrize("wrap", ["blocks", None])
+def test_own_steps_with_tied_weights_and_a_recurrent_layer(wrap):
+    models, logs, predicted = [Own(), Own()], [], []
+    for model, ranks in zip(models, (1, 2), strict=True):
+        hardware = on(2, wrap=wrap, reshard_after_forward=wrap is None)
+        model.compile(torch.optim.AdamW(model.parameters(), 0.01),
+                      **(hardware if ranks == 2 else {"accelerator": "cpu", "devices": 1}))
+        inside = fitkit.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs, m=model: (
+            predicted.append(m.predict(X[:9], batch_size=4, verbose=0)["scores"])))
+        options = {"validation_data": (X[:9], Y[:9]), "validation_batch_size": 4}
+        logs.append(fit(model, ranks, epochs=2, callbacks=inside, **options).history)
+    assert logs[0].keys() == logs[1].keys()
+    for name, values in logs[0].items():
+        assert logs[1][name] == pytest.approx(values, abs=1e-9), name
+    assert predicted[0].shape == (9, 3)
+    for one, two in zip(predicted[:2], predicted[2:], strict=True):
+        torch.testing.assert_close(torch.tensor(two), torch.tensor(one))
+    same(*models)
+    assert models[1].decoder.weight is models[1].embed.weight
+
+
+def test_a_layer_that_a_callback_thaws_learns_from_then_on():
+    model, reference = fitkit.Model(still(net())), still(net())
+    model.compile("sgd", "cross_entropy", learning_rate=0.1, **on(2))
+
+    def thaw(epoch, logs):
+        model.net[0].bias.requires_grad_(epoch == 1)
+        model.net[1].inner.weight.requires_grad_(epoch != 1)
+
+    fit(model, 2, epochs=3, callbacks=fitkit.callbacks.LambdaCallback(on_epoch_begin=thaw))
+    sgd = torch.optim.SGD(reference.parameters(), 0.1)
+    for epoch in range(3):
+        reference[0].bias.requires_grad_(epoch == 1)
+        reference[1].inner.weight.requires_grad_(epoch != 1)
+        plainly(reference, sgd, 1)
+    same(model.net, reference)
+
+
+def test_the_best_weights_and_a_moving_average_come_back():
+    model, reference = fitkit.Model(still(net())), fitkit.Model(still(net()))
+    for one, ranks in ((model, 2), (reference, 1)):
+        one.compile("adam", "cross_entropy", learning_rate=0.3,
+                    **(on(2) if ranks == 2 else {"accelerator": "cpu", "devices": 1}))
+        best = fitkit.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True,
+                                              min_delta=0.3)
+        fit(one, ranks, epochs=4, callbacks=best)
+        average = fitkit.callbacks.EMA(0.9, use_buffers=False)
+        fit(one, ranks, epochs=2, callbacks=average)
+    same(model.net, reference.net)
+
+
+def test_a_group_of_ranks_has_a_copy_each():
+    model, reference = fitkit.Model(still(net())), still(net())
+    model.compile("adam", "cross_entropy", gradient_clip_val=0.1, **on(4, shard_size=2))
+    fit(model, 4, epochs=2)
+    fit(model, 4)
+    adam = torch.optim.Adam(reference.parameters())
+    plainly(reference, adam, 3, clip=0.1)
+    same(model.net, reference)
+    same_state(model.optimizer, adam)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_half_precision_trains(precision):
+    def made():
+        module = still(net()).float()
+        if precision == "bf16-mixed":
+            module[2] = nn.LayerNorm(7)  # without running statistics weights travel as bfloat16
+        return fitkit.Model(module)
+
+    model = made()
+    model.compile("adam", "cross_entropy", learning_rate=0.01, precision=precision,
+                  gradient_clip_val=1.0, **on(2))
+    losses = fit(model, 2, epochs=4).history["loss"]
+    alone = made()
+    alone.compile("adam", "cross_entropy", learning_rate=0.01, precision=precision,
+                  gradient_clip_val=1.0, accelerator="cpu", devices=1)
+    assert losses == pytest.approx(fit(alone, 1, epochs=4).history["loss"], abs=0.02)
+    assert losses[-1] < losses[0] and model.global_step == alone.global_step
+
+
+def test_a_rank_that_fails_leaves_the_model_as_it_was_before_fit():
+    model = fitkit.Model(still(net()))
+    model.compile("adam", "cross_entropy", **on(2))
+    fit(model, 2)
+    weights, state = copy.deepcopy((model.net.state_dict(), model.optimizer.state_dict()))
+
+    def fails(batch, logs):
+        if model.global_rank == 1 and batch == 2:
+            raise ArithmeticError("no more")
+
+    note = fitkit.callbacks.LambdaCallback(on_train_batch_begin=fails)
+    with (
+        pytest.warns(UserWarning, match="those from before fit"),
+        pytest.raises(fitkit.WorkerError, match="no more"),
+    ):
+        fit(model, 2, callbacks=note)
+    with pytest.raises((fitkit.ConfigurationError, fitkit.WorkerError)):  # before any update
+        model.fit(X[:, :5], Y, batch_size=6, verbose=0)
+    torch.testing.assert_close(model.net.state_dict(), weights, rtol=0, atol=0)
+    torch.testing.assert_close(model.optimizer.state_dict()["state"], state["state"])
+    fit(model, 2)
+    reference = still(net())
+    plainly(reference, torch.optim.Adam(reference.parameters()), 2)
+    same(model.net, reference)
+
+
+class ByHand(fitkit.Model):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self(batch[0]).sum())
+
+
+class Several(fitkit.Model):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[n].parameters(), 0.1) for n in (1, 3)]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), [
+    (lambda: ByHand(net()), {}, "automatic_optimization = False"),
+    (lambda: Several(net()), {}, "one optimizer, but there are 2"),
+    (lambda: fitkit.Model(net()), {"optimizer": "lbfgs"}, "LBFGS"),
+    (lambda: fitkit.Model(net().append(nn.PReLU().half())), {"optimizer": "sgd"}, "several dtypes"),
+    (lambda: fitkit.Model(net()), {"optimizer": "adafactor"}, "Adafactor can't update parts"),
+    (lambda: fitkit.Model(net()), {"strategy": FSDPStrategy(shard_size=3)}, "shard_size=3"),
+    (lambda: fitkit.Model(net()), {"jit_compile": True}, "torch.compile"),
+])
+def test_what_cannot_be_trained_so_is_refused(make, options, message):
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    model.compile(**{"loss": "cross_entropy", **on(2), **options})
+    with pytest.raises(fitkit.ConfigurationError, match=message):
+        fit(model, 2)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [
+    {"wrap": "layers"}, {"wrap": True}, {"wrap": (nn.Linear, 3)}, {"wrap": 0}, {"shard_size": 1},
+    {"shard_size": 2.0}, {"backup": 1}, {"reshard_after_forward": None},
+    {"activation_checkpointing": "blocks"}, {"timeout": -1},
+])
+def test_arguments_are_checked_where_they_are_given(options):
+    with pytest.raises(fitkit.FitkitError):
+        FSDPStrategy(**options)

@@ -1,0 +1,237 @@
+"""What loggers write and when: step by step against the batches' own losses."""
+
+import builtins
+import csv
+import json
+import math
+import os
+
+import cloudpickle
+import pytest
+import torch
+
+import fitkit
+from fitkit import callbacks, loggers
+from fitkit.errors import ArgumentTypeError, ConfigurationError, MissingPackageError
+
+X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(20, 1, generator=torch.Generator().manual_seed(1))
+
+
+class Keeps(loggers.Logger):
+    """A logger as one writes it: it keeps all in lists."""
+
+    def __init__(self, update_freq="epoch"):
+        super().__init__(update_freq)
+        self.told = []
+
+    def start(self):
+        self.told.append(("start", self.resumes))
+
+    def log_hyperparameters(self, values):
+        self.told.append(("settings", values))
+
+    def log_scalars(self, values, step, epoch):
+        self.told.append((step, epoch, values))
+
+    def finish(self, error=None):
+        self.told.append(("finish", error))
+
+    def records(self, *, of_epochs):
+        return [t for t in self.told if len(t) == 3 and (t[1] is not None) == of_epochs]
+
+
+def compiled(**arguments):
+    torch.manual_seed(0)
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile(**{"optimizer": "sgd", "loss": "mse", "learning_rate": 0.1, **arguments})
+    return model
+
+
+def fit(model, *loggers_, epochs=2, **options):
+    return model.fit(
+        X, Y, batch_size=4, epochs=epochs, verbose=0, shuffle=False, callbacks=loggers_, **options
+    )
+
+
+def plain_losses(epochs):
+    """Each batch's loss and the epochs' means, by plain PyTorch."""
+    net = compiled().net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(epochs):
+        for x, y in zip(X.split(4), Y.split(4), strict=True):
+            loss = torch.nn.functional.mse_loss(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_logger_is_told_the_settings_once_and_each_epoch_with_its_step():
+    logger = Keeps()
+    fit(compiled(), logger)
+    losses = plain_losses(2)
+    assert [t[0] for t in logger.told] == ["start", "settings", 5, 10, "finish"]
+    assert [t[:2] for t in logger.records(of_epochs=True)] == [(5, 0), (10, 1)]
+    means = [t[2]["loss"] for t in logger.records(of_epochs=True)]
+    assert means == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5])
+    assert logger.told[-1] == ("finish", None)
+
+
+@pytest.mark.parametrize("every", ["batch", 1, 2, 4])
+def test_between_epochs_it_is_told_the_mean_loss_of_the_last_batches(every):
+    logger = Keeps(every)
+    fit(compiled(), logger)
+    n, losses = 1 if every == "batch" else every, plain_losses(2)
+    found = {step: values["batch_loss"] for step, _, values in logger.records(of_epochs=False)}
+    # A window doesn't reach back into the last epoch.
+    begins = {step: max(step - n, 5 * ((step - 1) // 5)) for step in range(n, 11, n)}
+    assert found == pytest.approx(
+        {step: sum(losses[b:step]) / (step - b) for step, b in begins.items()}
+    )
+    assert all(v["batch_learning_rate"] == 0.1 for _, _, v in logger.records(of_epochs=False))
+    steps = [t[0] for t in logger.told if len(t) == 3]
+    assert steps == sorted(steps)
+
+
+def test_each_batchs_loss_costs_no_look_at_the_device(monkeypatch):
+    """All losses of an epoch are read at once."""
+    looks = []
+    take = callbacks.loss_spikes.BatchLosses.take
+    monkeypatch.setattr(
+        callbacks.loss_spikes.BatchLosses, "take", lambda self: looks.append(1) or take(self)
+    )
+    fit(compiled(), Keeps("batch"), epochs=2)
+    assert len(looks) == 2
+
+
+def test_it_sees_what_later_callbacks_add_and_numbers_only():
+    class Adds(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs):
+            logs.update(
+                extra=torch.tensor([2]), nothing=math.nan, matrix=torch.ones(2, 2), text="a"
+            )
+
+    logger = Keeps()
+    fit(compiled(), logger, Adds(), epochs=1)
+    values = logger.records(of_epochs=True)[0][2]
+    assert (
+        values["extra"] == 2.0 and type(values["extra"]) is float and math.isnan(values["nothing"])
+    )
+    assert not {"matrix", "text"} & set(values)
+
+
+def test_settings_are_plain_and_the_same_in_every_process():
+    def my_loss(prediction, target):
+        return ((prediction - target) ** 2).mean()
+
+    logger, model = Keeps(), compiled(loss=my_loss, metrics=["mae"], gradient_clip_val=0.5)
+    model.compile(optimizer=torch.optim.Adam)
+    fit(model, logger, epochs=1)
+    values = logger.told[1][1]
+    assert values["loss"] == "my_loss" and values["optimizer"] == "Adam"
+    assert values["metrics"] == "mae" and values["gradient_clip_val"] == 0.5
+    assert (values["epochs"], values["batch_size"], values["parameters"]) == (1, 4, 3)
+    assert all(type(v) in (str, int, float, bool) for v in values.values())
+    assert not any("0x" in str(v) for v in values.values())
+
+
+def test_a_fit_that_fails_is_finished_with_its_error_and_its_last_losses():
+    class Fails(callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            if batch == 2:
+                raise RuntimeError("no power")
+
+    logger = Keeps("batch")
+    with pytest.raises(RuntimeError, match="no power"):
+        fit(compiled(), logger, Fails())
+    assert [t[0] for t in logger.records(of_epochs=False)] == [1, 2]
+    assert logger.told[-1][0] == "finish" and str(logger.told[-1][1]) == "no power"
+
+
+def test_other_ranks_write_nothing(monkeypatch):
+    logger = Keeps("batch")
+    monkeypatch.setattr(fitkit.Model, "is_global_zero", False)
+    fit(compiled(), logger)
+    assert logger.told == []
+    assert (logger.step, logger.state_dict()["epoch"]) == (10, 1)
+
+
+@pytest.mark.parametrize("made", [loggers.CSV, loggers.JSONLines])
+def test_a_resumed_training_has_the_rows_of_a_whole_one(made, tmp_path):
+    """Cut in the middle of the second epoch, after rows that the checkpoint doesn't know."""
+
+    class Cuts(callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            if self.model.current_epoch == 1 and batch == 3:
+                raise KeyboardInterrupt
+
+    saver = callbacks.ModelCheckpoint(tmp_path / "s{step}.h5", every_n_train_steps=7)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fit(compiled(), made(whole, "batch"), epochs=3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(compiled(), made(cut, "batch"), saver, Cuts(), epochs=3)
+    fit(compiled(), made(cut, "batch"), epochs=3, resume_from=tmp_path / "s7.h5")
+    assert cut.read_text() == whole.read_text()
+
+
+def test_a_table_and_lines_can_be_read_back(tmp_path):
+    table, lines = loggers.CSV(tmp_path / "a.csv", 5), loggers.JSONLines(tmp_path / "a.jsonl")
+    history = fit(compiled(), table, lines, validation_data=(X, Y)).history
+    rows = list(csv.DictReader((tmp_path / "a.csv").open()))
+    assert [(row["step"], row["epoch"]) for row in rows] == [
+        ("5", "NA"), ("5", "0"), ("10", "NA"), ("10", "1"),
+    ]  # fmt: skip
+    assert [float(row["val_loss"]) for row in rows[1::2]] == history["val_loss"]
+    settings, *records = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+    assert [r["loss"] for r in records] == history["loss"]
+    assert settings["hyperparameters"] == json.loads(
+        (tmp_path / "a.hyperparameters.json").read_text()
+    )
+    fit(compiled(), table, lines, epochs=1)
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2  # a new fit begins anew
+
+
+def test_a_logger_travels_to_other_ranks_after_a_fit_too(tmp_path):
+    logger = loggers.JSONLines(tmp_path / "a.jsonl", "batch")
+    fit(compiled(), logger, epochs=1)
+    fit(compiled(), cloudpickle.loads(cloudpickle.dumps(logger)), epochs=1)
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1 + 5 + 1
+
+
+@pytest.mark.parametrize("given", [0, -1, "step", 1.5, True, None])
+def test_a_wrong_update_freq_fails_at_once(given):
+    with pytest.raises(ConfigurationError, match="update_freq"):
+        Keeps(given)
+
+
+def test_wrong_paths_and_flags_fail_at_once(tmp_path):
+    for make in (loggers.CSV, loggers.JSONLines, callbacks.TensorBoard):
+        with pytest.raises(ArgumentTypeError, match="must be a path"):
+            make(3)
+    with pytest.raises(ArgumentTypeError, match="append"):
+        loggers.CSV(tmp_path / "a", append=1)
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [
+        ("wandb", lambda: loggers.WandB("p")),
+        ("mlflow", lambda: loggers.MLflow()),
+        ("tensorboard", lambda: loggers.TensorBoard("logs")),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(package, make, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == package or name == f"torch.utils.{package}":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingPackageError, match=rf"fitkit\[{package}\]"):
+        make()
+    assert not os.path.exists("logs")

@@ -1,0 +1,157 @@
+"""Loaders that keep their own state: a training that was cut goes on bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import fitkit
+from fitkit.callbacks import Callback
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+X = torch.randn(26, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(26) % 3
+
+
+class Rows(Dataset):
+    """Rows, perhaps with noise drawn where they are read (in a worker no state keeps it)."""
+
+    def __init__(self, noisy=True):
+        self.noisy = noisy
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index] + (torch.randn(4) / 9 if self.noisy else 0), Y[index]
+
+
+class Chunks(IterableDataset):
+    """A stream that goes on by its own state, and counts what it reads."""
+
+    def __init__(self):
+        self.position, self.order, self.read = 0, None, 0
+
+    def __iter__(self):
+        if self.order is None:
+            self.order, self.position = torch.randperm(len(X)).tolist(), 0
+        while self.position < len(X):
+            index = self.order[self.position]
+            self.position += 1
+            self.read += 1
+            yield X[index], Y[index]
+        self.order = None
+
+    def state_dict(self):
+        return {"position": self.position, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.position, self.order = state["position"], state["order"]
+
+
+class Batches:
+    """An iterable of the user's own that keeps its state."""
+
+    def __init__(self):
+        self.next, self.order = 0, None
+
+    def __iter__(self):
+        if self.order is None:
+            self.order, self.next = torch.randperm(6).tolist(), 0
+        while self.next < 6:
+            chosen = slice(self.order[self.next] * 4, None)
+            self.next += 1
+            yield X[chosen][:4], Y[chosen][:4]
+        self.order = None
+
+    def state_dict(self):
+        return {"next": self.next, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.next, self.order = state["next"], state["order"]
+
+
+def loader(data, **options):
+    return stateful.StatefulDataLoader(data, batch_size=4, **options)
+
+
+DATA = {
+    "rows": lambda: loader(Rows(), shuffle=True),
+    "rows with workers": lambda: loader(Rows(noisy=False), shuffle=True, num_workers=2),
+    "own generator": lambda: loader(
+        Rows(), shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "stream": lambda: loader(Chunks()),
+    "iterable": Batches,
+}  # fmt: skip
+
+
+class Cut(Callback):
+    """Saves at a moment of an epoch (after a batch, or at its end), and may end the run."""
+
+    def __init__(self, path, epoch, batch, kill):
+        self.path, self.moment, self.kill = path, (epoch, batch), kill
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs):
+        self.at(batch)
+
+    def on_epoch_end(self, epoch, logs):
+        self.at(None)
+
+    def at(self, batch):
+        if (self.epoch, batch) == self.moment:
+            self.model.save(self.path)
+            if self.kill:
+                raise KeyboardInterrupt
+
+
+def compiled():
+    torch.manual_seed(1)
+    model = fitkit.Model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)))
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], learning_rate=0.01)
+    return model
+
+
+def fit(model, make_data, **options):
+    torch.manual_seed(2)
+    return model.fit(make_data(), epochs=4, verbose=0, **options).history
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("steps", [None, 5], ids=["whole passes", "cut from a stream"])
+@pytest.mark.parametrize("batch", [None, 2], ids=["epoch's end", "mid-epoch"])
+@pytest.mark.parametrize("data", DATA, ids=str)
+def test_a_loader_goes_on_by_its_own_state(tmp_path, data, batch, steps):
+    path = tmp_path / "cut.h5"
+    whole, cut, resumed = compiled(), compiled(), compiled()
+    expected = fit(whole, DATA[data], steps_per_epoch=steps,
+                   callbacks=Cut(path, 1, batch, kill=False))
+    with pytest.raises(KeyboardInterrupt):
+        fit(cut, DATA[data], steps_per_epoch=steps, callbacks=Cut(path, 1, batch, kill=True))
+    torch.manual_seed(99)
+    given = DATA[data]()
+    history = resumed.fit(given, epochs=4, verbose=0, steps_per_epoch=steps, resume_from=path)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    assert history.history["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+    if data == "stream" and steps is None:
+        left = 2 * 26 + (26 - 3 * 4 if batch is not None else 0)
+        assert given.dataset.read == left  # nothing is read only to be skipped
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_after_an_epoch_that_was_broken_off_a_new_pass_begins(tmp_path):
+    class Stop(Callback):
+        stops_alike = True
+
+        def on_train_batch_end(self, batch, logs):
+            self.model.stop_training = self.model.current_epoch == 0 and batch == 1
+
+    model = compiled()
+    fit(model, DATA["stream"], callbacks=[Stop(), Cut(tmp_path / "cut.h5", 0, None, kill=False)])
+    given = DATA["stream"]()
+    compiled().fit(given, epochs=2, verbose=0, resume_from=tmp_path / "cut.h5")
+    assert given.dataset.read == 26
