@@ -52,6 +52,9 @@ OPTIONS = {
     "accumulating": {"optimizer": "adam", "accumulate_grad_batches": 2},
     "warm-up": {"optimizer": "adam", "warmup_epochs": 1.7,
                 "lr_scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)},
+    "scaled losses": {"optimizer": "adam", "precision": "16-mixed"},
+    "bf16 weights": {"optimizer": "adam", "precision": "bf16-true"},
+    "replicas": {"optimizer": "sgd", "strategy": "dp", "accelerator": "cpu", "devices": 1},
     "plateau": {"optimizer": "sgd", "learning_rate": 0.1, "lr_scheduler":
                 lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0)},
 }  # fmt: skip
