@@ -2,6 +2,7 @@
 #
 #   make demo        train the handwritten digits (examples/digits.py)
 #   make test        the test suite                 make test ARGS="tests/unit -k packaging"
+#   make test-all    with the slow tests, which take some ten minutes more
 #   make lint        ruff: rules and formatting     make typecheck   mypy
 #   make bench       microseconds per step          make bench ARGS=--quick
 #   make setup       only the virtual environment   make clean       remove it and all that was built
@@ -14,7 +15,7 @@ ARGS  ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck bench clean
+.PHONY: help setup demo test test-all lint typecheck bench clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -25,6 +26,9 @@ demo: $(STAMP)
 	@$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(STAMP)
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(STAMP)

@@ -99,7 +99,7 @@ class Hooks:
 
         Args:
             outputs: what this rank's steps gave, without gradients; kept only where this hook is
-                overridden.
+                overridden. Empty on a rank that got no batch (an evaluation of few).
         """
 
     def validation_epoch_end(self, outputs: list[Any]) -> None:
@@ -168,25 +168,28 @@ def check_steps(model: Hooks) -> None:
 
 @functools.cache
 def _check_class(kind: type) -> None:
-    names = [
-        name
-        for base in kind.__mro__
-        if issubclass(base, Hooks) and not base.__module__.startswith("fitkit.")
+    names = {
+        name: base
+        for base in _own_bases(kind)
         for name, value in vars(base).items()
         if callable(value) and not name.startswith("_")
-    ]
-    for name in dict.fromkeys(names):
+    }
+    for name, base in names.items():
         if name in vars(Hooks):
             continue
         meant = _meant(name)
-        if meant is not None and not any(meant in vars(base) for base in _own_bases(kind)):
+        if meant is not None and meant not in vars(base):
             warn(f"{kind.__name__}.{name} is never called by fitkit. Did you mean {meant}?")
         elif name in INSTEAD:
             warn(f"{kind.__name__}.{name} is never called by fitkit. {INSTEAD[name]}")
 
 
 def _own_bases(kind: type) -> list[type]:
-    return [base for base in kind.__mro__ if not base.__module__.startswith("fitkit.")]
+    return [
+        base
+        for base in kind.__mro__
+        if issubclass(base, Hooks) and not base.__module__.startswith("fitkit.")
+    ]
 
 
 def _meant(name: str) -> str | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from fitkit.errors import ConfigurationError
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 
 class Hyperparameters(dict[str, Any]):
@@ -36,12 +37,22 @@ def arguments_of(
     Raises:
         ConfigurationError: the frame runs no `__init__` of the model, or lacks a name.
     """
-    if frame is None or frame.f_code.co_name != "__init__" or model not in frame.f_locals.values():
+    if (
+        frame is None
+        or frame.f_code.co_name != "__init__"
+        or all(model is not value for value in frame.f_locals.values())
+    ):
         raise ConfigurationError("save_hyperparameters() belongs into the model's __init__.")
     found = inspect.getargvalues(frame)
     values = {name: found.locals[name] for name in found.args[1:] if name in found.locals}
     if found.keywords:
         values.update(found.locals.get(found.keywords, {}))
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise ArgumentTypeError(
+            f"save_hyperparameters got {describe(wrong[0])}; it takes names of arguments of "
+            "__init__. Write self.save_hyperparameters() for all of them."
+        )
     missing = [name for name in names if name not in values]
     if missing:
         raise ConfigurationError(

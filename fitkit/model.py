@@ -414,8 +414,12 @@ class Model(Hooks, Services, nn.Module):
             self.train()
             stage, step = step_for(self, compilation, "training", class_weights=weights)
             with running(self, stage):
-                learning_for(self, compilation, stage, step, updaters)(batch, 0)
-        values = step.logbook.results()
+                try:
+                    learning_for(self, compilation, stage, step, updaters)(batch, 0)
+                    step.after_first()
+                    values = step.logbook.results()
+                finally:
+                    step.logbook.logged.finish()
         self.remember_names(list(values))
         return _as_asked(values, return_dict)
 
@@ -429,8 +433,13 @@ class Model(Hooks, Services, nn.Module):
         with modes_restored(self), backend_flags(self.compilation), torch.no_grad():
             self.eval()
             with running(self, stage):
-                step(batch, 0)
-        return _as_asked(step.logbook.results(), return_dict)
+                try:
+                    step(batch, 0)
+                    step.after_first()
+                    values = step.logbook.results()
+                finally:
+                    step.logbook.logged.finish()
+        return _as_asked(values, return_dict)
 
     @only_known_arguments
     def predict_on_batch(self, x: Any) -> Any:

@@ -85,7 +85,8 @@ class Services:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"self.log got the name {describe(name)}; it must be a string.")
         check_count("batch_size", batch_size, optional=True)
-        options = _options(on_step, on_epoch, prog_bar, reduce_fx, sync_dist, rank_zero_only)
+        reduction = reduce_fx if reduce_fx == "mean" else reduction_named(reduce_fx)
+        options = _options(on_step, on_epoch, prog_bar, reduction, sync_dist, rank_zero_only)
         loggable = as_loggable(name, value)
         notes = vars(self).get("_replica_notes")
         if notes is not None:
@@ -264,7 +265,7 @@ def _options(
     on_step: bool | None,
     on_epoch: bool | None,
     prog_bar: bool,
-    reduce_fx: Any,
+    reduce_fx: str,
     sync_dist: bool,
     rank_zero_only: bool,
 ) -> LogOptions:
@@ -279,6 +280,4 @@ def _options(
             "ranks or of rank 0."
         )
     by_epoch = on_epoch if on_epoch is not None else not on_step
-    return LogOptions(
-        bool(on_step), by_epoch, prog_bar, reduction_named(reduce_fx), sync_dist, rank_zero_only
-    )
+    return LogOptions(bool(on_step), by_epoch, prog_bar, reduce_fx, sync_dist, rank_zero_only)

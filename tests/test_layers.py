@@ -50,6 +50,7 @@ LAYERS = {
 
 WITHIN_A_LAYER = {
     ("arguments", "registry"),
+    ("hyperparameters", "arguments"),
     ("logging_options", "arguments"),
     ("seeding", "arguments"),
     ("summary", "summary_table"),

@@ -168,6 +168,8 @@ def _check_state(state: object) -> None:
 
 
 def _check_suffix(path: str | os.PathLike[str]) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"path={describe(path)} must be a string or a path.")
     suffix = PurePath(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ConfigurationError(

@@ -259,7 +259,12 @@ class _Scattered(_Shard):
     """An iterable that only rank 0 has: it reads, and hands out a batch to each rank."""
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        # Begun here, not at the first batch: what a pass draws has to be drawn by now.
         batches = self.source.batches(number, skip) if self.exchange.rank == 0 else iter(())
+        return self._dealt(batches)
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A batch for each rank, as long as there are any."""
         while True:
             mine, count, total = self.exchange.scatter(self._next(batches))
             if total == 0:

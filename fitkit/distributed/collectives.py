@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fitkit.distributed.packing import pack, unpack
+from fitkit.errors import ConfigurationError
 
 
 class Collectives(Protocol):
@@ -149,7 +150,13 @@ class ProcessGroup:
                 parameter.grad = gradient
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return join_rows(tensor, self.gather(len(tensor)), self.rank)
+        told = self.gather((len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)))
+        if len({(shape, dtype) for _, shape, dtype in told}) > 1:
+            raise ConfigurationError(
+                "The ranks' tensors can't be joined row by row: (rows, shape of a row, dtype) by "
+                f"rank are {told}. Give all_gather tensors that differ in dimension 0 alone."
+            )
+        return join_rows(tensor, [rows for rows, _, _ in told], self.rank)
 
 
 class NodeShares:

@@ -187,7 +187,16 @@ def _selected(values: dict[str, Any]) -> Any:
         return devices
     if isinstance(devices, str) and "," in devices:
         return devices
-    return find_usable_cuda_devices(-1 if devices == "auto" else int(devices))
+    try:
+        count = -1 if devices == "auto" else int(devices)
+    except (TypeError, ValueError):
+        count = None
+    if count is None or isinstance(devices, (bool, float)):
+        raise ConfigurationError(
+            f"auto_select_gpus=True needs a count of GPUs, but devices={describe(devices)}. Write "
+            "devices=2, say, or devices=-1 for all that are free."
+        )
+    return find_usable_cuda_devices(count)
 
 
 def _expand_gpus(given: dict[str, Any]) -> None:

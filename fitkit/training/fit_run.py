@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
@@ -16,7 +17,7 @@ from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
-from fitkit.random_states import set_random_state
+from fitkit.random_states import random_state, set_random_state
 from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
 from fitkit.training.learning import learning_for
@@ -39,6 +40,7 @@ from fitkit.training.runs import (
 from fitkit.training.session import backend_flags, modes_restored, unchanged_on_error
 from fitkit.training.snapshot import contents
 from fitkit.training.stage import Stage, running
+from fitkit.training.steps import CompiledStep
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -184,6 +186,7 @@ class FitRun:
                     if model.stop_training:
                         break
                 callbacks.call("on_train_end", logs)
+                model.history = self.history  # a callback may have called fit, too
                 model.fit_state.progress = self.progress()
                 self.strategy.end_training()
         except BaseException as error:
@@ -191,6 +194,9 @@ class FitRun:
             raise
         finally:
             model.fit_state.run = None
+            model.untoggle_optimizer(self.optimizers[0])
+            if self.warm_up is not None:
+                self.warm_up.end()
             self.strategy.finish()
         return self.history
 
@@ -232,14 +238,14 @@ class FitRun:
     def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
         """One epoch; its logs, or the last epoch's where the data have run out."""
         self.model.train()
-        self.model.current_epoch = self.epoch = epoch
+        self.model.current_epoch = epoch
         self.steps_done = done = self.steps_before
-        self.logs = None
         resumes = self.resumed is not None and epoch == self.resumed.epoch
         if resumes and not done:
             self._go_on_drawing()
         self.step.begin()
         callbacks.call("on_epoch_begin", epoch, {})
+        self.epoch, self.logs = epoch, None
         self._follow_freezing()
         if resumes and done:
             self._go_on_drawing()
@@ -250,6 +256,8 @@ class FitRun:
             )
             if self._ran_out(epoch, steps):
                 return last
+            if steps == done:
+                self._look_at_a_batch()
             self.step.finish()
         self.strategy.settle()
         logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
@@ -266,6 +274,18 @@ class FitRun:
         if self.job.callback_list.callbacks:
             self.model.stop_training = self._any_stops()
         return logs
+
+    def _look_at_a_batch(self) -> None:
+        """Learn which metrics there are, where an epoch was cut after its last batch."""
+        if not isinstance(self.step, CompiledStep) or self.step.checked:
+            return
+        drawn = random_state(self.stream.generators)
+        batch = next(iter(self.source.batches(self.stream.place.number)), None)
+        if batch is not None:
+            with modes_restored(self.model), torch.no_grad():
+                self.model.eval()
+                self.step.look(batch)
+        set_random_state(drawn, self.stream.generators)
 
     def _go_on_drawing(self) -> None:
         """Draw random numbers as the training would have that was cut."""

@@ -201,6 +201,7 @@ class FitState:
             )
         for plan, entry in zip(self.schedulers, stored, strict=True):
             plan.load_state(entry["state"])
+            plan.passed = entry.get("passed", 0)
         # Making a scheduler has set the rates anew.
         for group, kept in zip(self.groups, groups, strict=True):
             group.update(kept)
@@ -258,27 +259,36 @@ class FitState:
     def drop_optimizers(self) -> None:
         """Let the optimizers be made anew."""
         self.optimizers, self.schedulers, self.frequencies = [], [], None
+        self.stored_schedulers, self.stored_groups = [], []
 
     def drop_schedulers(self) -> None:
         """Let the next scheduler begin from the rates that there are now."""
         self.schedulers = []
+        self.stored_schedulers, self.stored_groups = [], []
         for group in self.groups:
             group.pop("initial_lr", None)
 
     def snapshot(self) -> tuple[Any, ...]:
         """What `restore` needs: the objects, and the groups' settings."""
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        objects = (self.optimizers, self.schedulers, self.frequencies, self.rate_factor)
-        return *objects, settings
+        objects = {name: getattr(self, name) for name in KEPT}
+        return objects, settings
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Put the objects and the groups' settings back."""
-        *objects, settings = snapshot
-        self.optimizers, self.schedulers, self.frequencies, self.rate_factor = objects
+        objects, settings = snapshot
+        vars(self).update(objects)
         for group, before in zip(self.groups, settings, strict=True):
             for key in set(group) - set(before) - {"params"}:
                 del group[key]
             group.update(before)
+
+
+KEPT = (
+    "optimizers", "schedulers", "frequencies", "rate_factor",
+    "stored_schedulers", "stored_groups", "stored_scalings",
+)  # fmt: skip
+"""What `snapshot` keeps."""
 
 
 def held_by(optimizer: Optimizer) -> list[torch.nn.Parameter]:

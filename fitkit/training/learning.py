@@ -61,7 +61,11 @@ class Automatic:
                 self._learn(step(batch, index, **optimizer))
         elif updater.takes_closure:
             loss = step(batch, index, **optimizer)
-            updater.step_with_closure(loss, partial(step.again, batch, index))
+            if loss is None:
+                self._learn(None)
+                return
+            again = partial(step.again, batch, index, **optimizer)
+            updater.step_with_closure(loss, again, step.samples, step.total)
         else:
             self._learn(step(batch, index, **optimizer))
 

@@ -19,6 +19,7 @@ class Logbook:
 
     Attributes:
         steps: how many steps this rank has made.
+        fillers: how many of them only filled a place.
     """
 
     def __init__(self, meters: Any) -> None:
@@ -26,7 +27,7 @@ class Logbook:
         self.parts: dict[str, RunningMean] = {}
         self.meters = meters
         self.logged = Logged()
-        self.steps = 0
+        self.steps = self.fillers = 0
 
     def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
         """Take the losses of a batch's several outputs."""
@@ -40,7 +41,7 @@ class Logbook:
             part.reset()
         self.meters.reset()
         self.logged.reset()
-        self.steps = 0
+        self.steps = self.fillers = 0
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """The sum and the number of samples of the loss and of each of its parts."""

@@ -140,7 +140,7 @@ class Logged:
             weight = samples if options.reduce_fx == "mean" else 1
             self._pending[name] = (value.item() * weight, samples)
 
-    def exchange(self, collectives: Collectives) -> None:
+    def exchange(self, collectives: Collectives, *, is_filler: bool = False) -> None:
         """Make the last step's values with `sync_dist` those of all ranks.
 
         Ranks:
@@ -153,7 +153,8 @@ class Logged:
             return
         pending, self._pending = self._pending, {}
         if self._synced is None:
-            told = collectives.gather(tuple(pending))
+            everyone = collectives.gather(None if is_filler else tuple(pending))
+            told = [names for names in everyone if names is not None]
             check_names(told)
             self._synced = told[0]
         if any(name not in self._synced for name in pending):
@@ -198,12 +199,15 @@ class Logged:
             if entry.metric is not None:
                 entry.metric.reset()
 
-    def merge(self, told: list[dict[str, Any]], steps: list[int]) -> dict[str, float]:
+    def merge(
+        self, told: list[dict[str, Any]], steps: list[int], ranks: list[int]
+    ) -> dict[str, float]:
         """The values of all ranks together, as far as this rank can tell them.
 
         Args:
             told: each rank's `state`.
-            steps: each rank's number of steps; one without any logs nothing.
+            steps: each rank's number of steps that count; one without any logs nothing.
+            ranks: whose state each one is; a rank may have several.
 
         Raises:
             ConfigurationError: ranks logged different names with `sync_dist`.
@@ -217,6 +221,8 @@ class Logged:
         found: dict[str, float] = {}
         for name in dict.fromkeys(name for states in told for name in states):
             held = [states[name] for states in told if name in states]
+            pairs = zip(ranks, told, strict=True)
+            first = [s[name] for rank, s in pairs if rank == 0 and name in s] or held[:1]
             options = LogOptions(**held[0]["options"])
             step, epoch = options.names(name)
             if held[0]["metric"] is not None:
@@ -229,12 +235,12 @@ class Logged:
                     )
                 continue
             if options.on_epoch:
-                counted = held[:1] if options.rank_zero_only else held
+                counted = first if options.rank_zero_only else held
                 value = merged(options.reduce_fx, [state["running"] for state in counted])
                 if value is not None:
                     found[epoch] = value
             if options.on_step:
-                found[step] = held[0]["latest"]
+                found[step] = first[-1]["latest"]
         return found
 
 

@@ -36,6 +36,7 @@ class PlannedScheduler:
         monitor: the log that it watches; None for a scheduler that watches nothing.
         optimizer: whose rates it sets.
         follows_fit: whether its length is the training's.
+        passed: how many of its intervals are over; a checkpoint keeps it.
     """
 
     scheduler: Any
@@ -44,6 +45,7 @@ class PlannedScheduler:
     monitor: str | None = None
     optimizer: Optimizer | None = None
     follows_fit: bool = False
+    passed: int = 0
 
     @property
     def watches(self) -> bool:
@@ -64,12 +66,10 @@ class PlannedScheduler:
         if total is None and self.frequency == 1:
             step: Callable[[], None] = scheduler.step
             return step
-        passed = 0
 
         def move() -> None:
-            nonlocal passed
-            passed += 1
-            is_due = passed % self.frequency == 0
+            self.passed += 1
+            is_due = self.passed % self.frequency == 0
             if is_due and (total is None or scheduler.last_epoch + 1 < total):
                 scheduler.step()
 

@@ -130,22 +130,28 @@ class OwnStep:
         with keeping:
             outputs = self._run(batch, index, optimizer_idx)
             loss = self._loss(outputs)
-        if not stage.is_filler:
+        if stage.is_filler:
+            self.logbook.fillers += 1
+        else:
             stage.seen += self.samples
             if loss is not None:
                 self.logbook.loss.add(loss.detach(), self.samples)
             if self.outputs is not None:
                 self.outputs.append(_kept(outputs, training=stage.name == "training"))
         if stage.name == "training":  # elsewhere ranks may make unequal numbers of steps
-            stage.logged.exchange(self._collectives)
+            stage.logged.exchange(self._collectives, is_filler=stage.is_filler)
         return loss
 
-    def again(self, batch: Any, index: int) -> torch.Tensor:
+    def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        self.stage.is_filler = True
-        with _metrics_kept(self.model):
-            batch = batch.batch if type(batch) is Share else batch
-            loss = self._loss(self._run(batch, index, 0))
+        stage, is_filler = self.stage, self.stage.is_filler
+        stage.is_filler = True
+        try:
+            with _metrics_kept(self.model):
+                batch = batch.batch if type(batch) is Share else batch
+                loss = self._loss(self._run(batch, index, optimizer_idx))
+        finally:
+            stage.is_filler = is_filler
         assert loss is not None
         return loss
 

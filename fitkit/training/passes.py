@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import evaluation_stage
 from fitkit.notices import warn
-from fitkit.training.in_step import InStep
+from fitkit.training.in_step import NOTHING, InStep
 from fitkit.training.jobs import PassJob
 from fitkit.training.loop import evaluate_batches, predict_batches
 from fitkit.training.reduction import reduced
@@ -70,7 +71,11 @@ def evaluate_source(
         compilation.strategy.before_evaluation(model)
         callbacks.call("on_test_begin", {})
         together = InStep(_first(source, steps, shares), compilation.strategy)
-        batches = evaluate_batches(iter(together), step, callbacks)
+        try:
+            batches = evaluate_batches(iter(together), step, callbacks)
+        except BaseException:
+            step.logbook.logged.finish()
+            raise
         if steps is not None and batches and shares.world_size == 1 and batches < steps:
             warn(f"{name} ended after {batches} batches of the {steps} that were asked for.")
         with torch.no_grad():
@@ -106,9 +111,9 @@ def run_predict(model: Model, compilation: Compilation, job: PassJob) -> Any:
         outputs = together.own(predict_batches(iter(together), step, callbacks))
         callbacks.call("on_predict_end", {})
     everyone = shares.gather(outputs)
-    whole: list[Any] = [None] * sum(len(part) for part in everyone)
-    for rank, part in enumerate(everyone):
-        whole[rank :: len(everyone)] = part  # batches were dealt out in turn
+    # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.
+    dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NOTHING))
+    whole = [output for output in dealt if output is not NOTHING]
     if not whole:
         raise ConfigurationError("x is empty: it gave no batches.")
     return joined(whole)

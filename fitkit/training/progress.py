@@ -25,7 +25,8 @@ class Progress:
         noted: what each rank has noted of the epoch: sums, metrics' states, logged values, steps.
         history: the epochs' numbers, and the values by name.
         warm_up: updates made and rates aimed at; None where there is no warm-up.
-        callbacks: each one's class and state, in their order.
+        callbacks: each one's class, what it watches, and its state, in their order.
+        data: what the place in them depends on; None in files of earlier versions.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class Progress:
     history: dict[str, Any]
     warm_up: dict[str, Any] | None
     callbacks: list[dict[str, Any]]
+    data: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for a file."""
@@ -55,7 +57,8 @@ class Progress:
         values: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
             value = data.get(item.name)
-            if item.name not in data or not _fits(item.name, value):
+            lacks = item.name not in data and item.default is dataclasses.MISSING
+            if lacks or not _fits(item.name, value):
                 raise CheckpointError(
                     f"{path} has a progress without a usable {item.name!r}: this version of fitkit "
                     "can't go on from it. Load its weights with load_weights."

@@ -72,6 +72,12 @@ class WarmUp:
             self._done += 1
             self._set()
 
+    def end(self) -> None:
+        """Give the groups the rates that were aimed at, where they aren't reached yet."""
+        if not self.is_over:
+            for group, target in zip(self._groups, self._targets, strict=True):
+                group["lr"] = target
+
     def _set(self) -> None:
         part = min((self._done + 1) / self._updates, 1.0)
         factor = self._start + (1.0 - self._start) * part

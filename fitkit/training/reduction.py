@@ -32,7 +32,10 @@ def reduced(
         values = logbook.results()
         logbook.logged.finish()
         return values, logbook.steps
-    told = [*(carried or ()), *collectives.gather(noted_by(logbook, logbook.steps))]
+    told = [
+        *(carried or ()),
+        *collectives.gather(noted_by(logbook, logbook.steps, collectives.rank)),
+    ]
     values = _means([notes["sums"] for notes in told])
     metrics: dict[str, Any] = {}
     states = [notes["metrics"] for notes in told if notes["metrics"] is not None]
@@ -40,7 +43,11 @@ def reduced(
         logbook.meters.merge(states)
         metrics = logbook.meters.results()
     all_logged = [notes["logged"] for notes in told]
-    logged = logbook.logged.merge(all_logged, [notes["steps"] for notes in told])
+    logged = logbook.logged.merge(
+        all_logged,
+        [notes["steps"] - notes.get("fillers", 0) for notes in told],
+        [notes.get("rank", 0) for notes in told],
+    )
     logbook.logged.finish()
     if len(states) not in (0, len(told)) or _lacks_metrics(all_logged):
         # A rank without batches never learned which metrics there are.
@@ -50,13 +57,15 @@ def reduced(
     return {**values, **metrics, **logged}, sum(notes["steps"] for notes in told)
 
 
-def noted_by(logbook: Logbook, steps: int) -> dict[str, Any]:
+def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
     """What this rank has noted of a pass, as plain data."""
     return {
         "sums": logbook.sums(),
         "metrics": logbook.meters.state(),
         "logged": logbook.logged.state(),
         "steps": steps,
+        "fillers": logbook.fillers,
+        "rank": rank,
     }
 
 

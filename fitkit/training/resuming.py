@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fitkit.errors import ConfigurationError
 from fitkit.random_states import random_state
 from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
 from fitkit.training.reduction import noted_by
 
 if TYPE_CHECKING:
+    from fitkit.callbacks import Callback
     from fitkit.training.fit_run import FitRun
+
+
+def _words(data: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in data.items())
 
 
 def take_place(run: FitRun, progress: Progress) -> None:
     """Go on in the data where a training was cut."""
     ranks, rank = run.strategy.shares.world_size, run.collectives.rank
     warn_of_other_ranks(progress, run.collectives.world_size)
+    now = _kind_of_data(run)
+    if progress.batches and progress.data is not None and progress.data != now:
+        raise ConfigurationError(
+            f"The training was cut within the data, which had {_words(progress.data)}, but now "
+            f"they have {_words(now)}. Give the data as before, or go on from a checkpoint of an "
+            "epoch's end."
+        )
     place = run.stream.place
     place.number, place.batches = progress.number, progress.batches
     # Where there are more ranks than before, rank 0's has all that an order follows from.
@@ -32,9 +45,20 @@ def progress_of(run: FitRun) -> Progress:
     Ranks:
         Collective.
     """
+    if not run.is_between_groups:
+        every = run.model.fit_state.accumulate
+        raise ConfigurationError(
+            f"A checkpoint can't be saved while batches wait for others to make an update: {every} "
+            f"make one. Save after a batch for which (batch + 1) % {every} == 0, or by "
+            "fitkit.callbacks.ModelCheckpoint, which waits."
+        )
     is_between = run.logs is not None or run.steps_done == 0
     book, place = run.step.logbook, run.stream.place
-    noted = {} if is_between else noted_by(book, run.steps_done - run.steps_before)
+    noted = (
+        {}
+        if is_between
+        else noted_by(book, run.steps_done - run.steps_before, run.collectives.rank)
+    )
     own = (place.began, random_state(run.stream.generators), noted)
     told = run.collectives.gather(own)
     new_pass = run.logs is not None and run.job.steps_per_epoch is None
@@ -57,10 +81,28 @@ def progress_of(run: FitRun) -> Progress:
         history={"epoch": epochs, "history": values},
         warm_up=None if run.warm_up is None else run.warm_up.state(),
         callbacks=[
-            {"class": type(callback).__name__, "state": callback.state_dict()}
+            {**_kind(callback), "state": callback.state_dict()}
             for callback in run.job.callback_list.callbacks
         ],
+        data=_kind_of_data(run),
     )
+
+
+def _kind(callback: Callback) -> dict[str, Any]:
+    """What tells a callback among others: a state is of use only to one that watches the same."""
+    monitor = getattr(callback, "monitor", None)
+    watched = monitor if isinstance(monitor, str) else getattr(monitor, "name", None)
+    return {"class": type(callback).__name__, "monitor": watched}
+
+
+def _kind_of_data(run: FitRun) -> dict[str, Any]:
+    """What the place in the data depends on."""
+    whole = getattr(run.source, "source", run.source)
+    return {
+        "batch_size": whole.batch_size,
+        "samples": whole.samples,
+        "shuffle": getattr(whole, "shuffle", None),
+    }
 
 
 def restore(run: FitRun) -> None:
@@ -72,7 +114,7 @@ def restore(run: FitRun) -> None:
     run.history.history = copy_lists(progress.history["history"])
     states = list(progress.callbacks)
     for callback in run.job.callback_list.callbacks:
-        kept = next((s for s in states if s["class"] == type(callback).__name__), None)
+        kept = next((s for s in states if _kind(callback).items() <= s.items()), None)
         if kept is not None:
             states.remove(kept)
             callback.load_state_dict(kept["state"])

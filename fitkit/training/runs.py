@@ -16,7 +16,7 @@ from fitkit.data.sharding import sharded
 from fitkit.data.sources import Source
 from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy
-from fitkit.hooks import has_own_steps
+from fitkit.hooks import has_own_steps, overridden
 from fitkit.notices import warn
 from fitkit.training.fit_state import held_by
 from fitkit.training.jobs import PassJob
@@ -81,7 +81,8 @@ def step_for(
     running = Stage(stage, compiled.logbook.logged, compiled)
     running.transferred = compiled.mover.transfer
     by_turns = stage == "training" and not learns_alone(model)
-    if not (has_own_steps(model, stage) or by_turns):
+    moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
+    if not (has_own_steps(model, stage) or by_turns or moves_parts):
         return running, compiled
     own = OwnStep(
         model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fitkit.checkpoint as files
+from fitkit.callbacks import History
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.training.compilation import UNSET
-from fitkit.training.progress import Progress
+from fitkit.training.progress import Progress, copy_lists
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -37,12 +37,17 @@ def save(model: Model, path: Any) -> None:
 
 
 def save_weights(model: Model, path: Any) -> None:
-    """Write the weights alone; ranks as for `save`."""
+    """Write the weights alone: rank 0 does.
+
+    Ranks:
+        Local, but where a strategy has spread the weights: there collective within a run.
+    """
     model.compilation.strategy.settle()
     weights: dict[str, Any] = model.compilation.strategy.for_file(
         lambda: model.weights_module().state_dict()
     )
-    _on_rank_zero(model, lambda: files.save_weights(path, weights))
+    if model.compilation.strategy.world.rank == 0:
+        files.save_weights(path, weights)
 
 
 def _on_rank_zero(model: Model, write: Callable[[], None]) -> None:
@@ -85,27 +90,38 @@ def contents(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
 def training_state(model: Model) -> dict[str, Any]:
     """Optimizers, schedulers and counters, as plain data."""
     state = model.fit_state
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names_of(model)
     return {
         "optimizers": [
             {
                 "class": type(optimizer).__name__,
-                "names": [
-                    [names.get(id(p), "") for p in group["params"]]
-                    for group in optimizer.param_groups
-                ],
+                "names": _names_in(optimizer, names),
                 "state": optimizer.state_dict(),
             }
             for optimizer in state.optimizers
         ],
         "schedulers": [
-            {"class": type(plan.scheduler).__name__, "state": plan.scheduler.state_dict()}
+            {
+                "class": type(plan.scheduler).__name__,
+                "state": plan.scheduler.state_dict(),
+                "passed": plan.passed,
+            }
             for plan in state.schedulers
         ],
         "scalings": [scaling.state_dict() for scaling in state.scalings],
         "updates": state.updates,
         "rate_factor": state.rate_factor,
     }
+
+
+def _names_of(model: Model) -> dict[int, str]:
+    """The parameters' names, by their identity."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _names_in(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
+    """The names of each group's parameters; "" for one that isn't the model's."""
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def load(model: Model, path: Any) -> Progress | None:
@@ -125,6 +141,10 @@ def load(model: Model, path: Any) -> Progress | None:
         weights.assign()
         restore()
     model.fit_state.progress = progress
+    if progress is not None:
+        model.history = History()
+        model.history.epoch = list(progress.history["epoch"])
+        model.history.history = copy_lists(progress.history["history"])
     return progress
 
 
@@ -137,7 +157,12 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
     state = model.fit_state
     stored = training.get("optimizers", [])
     if not stored:
-        return functools.partial(_restore_counters, state, training)
+
+        def begin_anew() -> None:
+            state.drop_optimizers()
+            _restore_counters(state, training)
+
+        return begin_anew
     before = state.snapshot()
     try:
         optimizers = state.optimizers_for(model, model.compilation)
@@ -177,9 +202,8 @@ def _restore_counters(state: Any, training: dict[str, Any]) -> None:
 
 
 def _check_order(model: Model, optimizer: Any, entry: dict[str, Any], path: str) -> None:
-    """Warn where parameters that torch tells apart by their order alone have other names now."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    now = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+    """Refuse parameters that torch tells apart by their order alone stand in another order now."""
+    now = _names_in(optimizer, _names_of(model))
     then = entry.get("names") or now
     if now != then and sorted(chain(*now)) == sorted(chain(*then)):
         raise CheckpointError(
@@ -254,11 +278,12 @@ def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
         ConfigurationError: `"last"`, but no callback saves any.
     """
     own = [c.last_path() for c in callbacks if getattr(c, "restores", False)]
-    if asked is not None and asked != "last":
+    is_last = isinstance(asked, str) and asked == "last"
+    if asked is not None and not is_last:
         # A backup is of this very training, which began at the path that is given again.
         return next((path for path in own if path is not None), asked)
     savers = [callback for callback in callbacks if hasattr(callback, "last_path")]
-    if asked == "last" and not savers:
+    if is_last and not savers:
         raise ConfigurationError(
             "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "
             "BackupAndRestore). Give one, or the checkpoint's path."

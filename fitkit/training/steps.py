@@ -123,6 +123,11 @@ class CompiledStep:
         opened = self._opened(batch.batch if type(batch) is Share else batch)
         return self._compute(self.forward, *opened)[1]
 
+    def look(self, batch: Any) -> None:
+        """Make the first batch's checks with a batch that counts for nothing."""
+        opened = self._opened(batch.batch if type(batch) is Share else batch)
+        self._compute(self.door.net, *opened)
+
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
         """The loss of a batch inside a step of the model's own; not noted, but for the metrics.
 

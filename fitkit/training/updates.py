@@ -150,25 +150,32 @@ class Updater:
             torch._foreach_mul_(gradients, expected / max(self._samples, 1))
         self._update()
 
-    def step_with_closure(self, loss: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+    def step_with_closure(
+        self, loss: torch.Tensor, again: Callable[[], torch.Tensor], samples: int, total: int
+    ) -> None:
         """An update by an optimizer that computes the loss itself, as often as it likes.
 
         Args:
             loss: the first evaluation.
             again: gives the loss once more, at changed weights.
+            samples, total: as for `step`.
         """
-        waiting = [loss]
+        waiting, share = [loss], samples * self._ranks / max(total, 1)
 
         def closure() -> torch.Tensor:
             with torch.enable_grad():
                 value = waiting.pop() if waiting else again()
                 for parameter in self._parameters:
                     parameter.grad = None
-                self._backward(value)
+                self._backward(value if share == 1 else value * share)
                 if self._exchanges:
                     self._strategy.exchange_gradients(self._parameters)
             self._clip()
-            return value.detach()
+            if self._ranks == 1:
+                return value.detach()
+            # The optimizer decides by this number when to stop: it must be the same on all ranks.
+            (whole,) = self._strategy.shares.sums([value.item() * samples])
+            return value.detach().new_tensor(whole / max(total, 1))
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
         self._tell_strategy()

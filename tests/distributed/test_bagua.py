@@ -100,6 +100,7 @@ def digits():
     return x[order], y[order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_digits_are_learned_and_all_ranks_agree(name, digits, tmp_path):
     x, y = digits
@@ -193,6 +194,7 @@ class ByHand(ByTurns):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ByTurns, ByHand])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "low_precision_decentralized"])
 def test_several_optimizers_and_own_updates_keep_the_ranks_together(kind, name):
@@ -205,6 +207,7 @@ def test_several_optimizers_and_own_updates_keep_the_ranks_together(kind, name):
         assert torch.allclose(one, two, atol=1e-6 if name == "gradient_allreduce" else 0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decentralized-shift_one", "async", "qadam", "post_local_sgd"])
 def test_a_cut_training_goes_on_as_if_it_had_not_been_cut(name, tmp_path):
     # Free of the clock: async's rounds are as far apart as epochs' ends.
@@ -260,6 +263,7 @@ def test_a_look_at_the_model_in_mid_epoch_sees_all_ranks_mean(name):
         assert torch.allclose(mean, found, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_set_free_in_mid_training_are_exchanged_too():
     class SetFree(Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -328,6 +332,7 @@ def test_named_hooks_average_gradients_of_several_buckets(hook, state):
     assert np.allclose(losses, exact_losses, atol=0.02 if hook != "powersgd" else 0.1)
 
 
+@pytest.mark.slow
 def test_torchrun_s_ranks_agree_after_an_async_training(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -189,12 +189,14 @@ def test_a_fault_ends_the_call_and_leaves_nothing(fault):
         assert (children(), own_threads(), open_ports()) == ([], [], [])
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_after_the_timeout():
     net = Acts(lambda: os.kill(os.getpid(), signal.SIGSTOP))
     with pytest.raises(fitkit.WorkerError, match="Rank 1 does not answer"):
         train(net, timeout=6)
 
 
+@pytest.mark.slow
 def test_a_call_that_one_rank_alone_makes_is_named_after_the_timeout():
     model = compiled(timeout=6)
 
@@ -272,6 +274,7 @@ def test_nan_on_one_rank_stops_all_ranks_at_the_same_step():
     assert history.history["loss"][0] != history.history["loss"][0]  # all ranks' mean, not rank 0's
 
 
+@pytest.mark.slow
 def test_many_calls_gather_nothing_even_in_other_threads_and_with_a_clock_that_jumps(monkeypatch):
     model = compiled()
 

@@ -127,6 +127,7 @@ def test_weights_state_and_values_are_those_of_plain_pytorch(ranks, wrap):
     copy.deepcopy(model)
 
 
+@pytest.mark.slow
 def test_a_second_fit_and_one_on_one_device_go_on_exactly():
     model, reference = fitkit.Model(still(net())), still(net())
     model.compile(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "cross_entropy", **on(2))
@@ -142,6 +143,7 @@ def test_a_second_fit_and_one_on_one_device_go_on_exactly():
     same_state(model.optimizer, sgd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["norm", "value"])
 def test_clipping_and_accumulation_see_all_gradients(limit):
     model, reference = fitkit.Model(still(net())), still(net())
@@ -224,6 +226,7 @@ class Own(fitkit.Model):
         return {"scores": self(batch[0] if isinstance(batch, (list, tuple)) else batch)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["blocks", None])
 def test_own_steps_with_tied_weights_and_a_recurrent_layer(wrap):
     models, logs, predicted = [Own(), Own()], [], []
@@ -245,6 +248,7 @@ def test_own_steps_with_tied_weights_and_a_recurrent_layer(wrap):
     assert models[1].decoder.weight is models[1].embed.weight
 
 
+@pytest.mark.slow
 def test_a_layer_that_a_callback_thaws_learns_from_then_on():
     model, reference = fitkit.Model(still(net())), still(net())
     model.compile("sgd", "cross_entropy", learning_rate=0.1, **on(2))
@@ -262,6 +266,7 @@ def test_a_layer_that_a_callback_thaws_learns_from_then_on():
     same(model.net, reference)
 
 
+@pytest.mark.slow
 def test_the_best_weights_and_a_moving_average_come_back():
     model, reference = fitkit.Model(still(net())), fitkit.Model(still(net()))
     for one, ranks in ((model, 2), (reference, 1)):
@@ -275,6 +280,7 @@ def test_the_best_weights_and_a_moving_average_come_back():
     same(model.net, reference.net)
 
 
+@pytest.mark.slow
 def test_a_group_of_ranks_has_a_copy_each():
     model, reference = fitkit.Model(still(net())), still(net())
     model.compile("adam", "cross_entropy", gradient_clip_val=0.1, **on(4, shard_size=2))
@@ -286,6 +292,7 @@ def test_a_group_of_ranks_has_a_copy_each():
     same_state(model.optimizer, adam)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_half_precision_trains(precision):
     def made():

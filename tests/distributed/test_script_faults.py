@@ -104,6 +104,7 @@ def test_a_port_in_use_is_named_before_a_rank_is_started(tmp_path):
     assert not (tmp_path / "rank1.pid").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [0, 1])
 def test_under_torchrun_the_others_learn_that_a_rank_has_ended(tmp_path, ending):
     code, err = run(

@@ -81,6 +81,7 @@ def test_weights_and_the_whole_state_are_those_of_plain_pytorch(ranks):
     same_state(given, adam)
 
 
+@pytest.mark.slow
 def test_a_second_fit_on_one_device_and_a_third_on_two_go_on_exactly(tmp_path):
     model, reference = fitkit.Model(net()), net()
     model.compile(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "cross_entropy", **on(2))
@@ -153,6 +154,7 @@ class ByHand(fitkit.Model):
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_own_steps_with_two_optimizers():
     models = [ByHand(), ByHand()]
     for model, ranks in zip(models, (1, 2), strict=True):
@@ -163,6 +165,7 @@ def test_own_steps_with_two_optimizers():
         same_state(one, two)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 def test_loss_scaling_leaves_out_the_same_updates_everywhere():
     models = []
@@ -197,6 +200,7 @@ def test_a_rank_that_fails_ends_the_call_and_the_optimizer_begins_anew():
     assert len(model.optimizer.state_dict()["state"]) == 6
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_before_its_first_update_keeps_the_state():
     model = fitkit.Model(net())
     model.compile("adam", "cross_entropy", **on(2))

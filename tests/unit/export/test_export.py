@@ -78,6 +78,7 @@ def test_a_torch_export_file_takes_batches_of_any_size(tmp_path):
 
 def test_an_onnx_file_takes_batches_of_any_size(tmp_path):
     model = trained()
+    pytest.importorskip("onnxscript")
     model.export(tmp_path / "net.onnx", input_shape=(4,), opset_version=20)
     session = onnx_session(tmp_path / "net.onnx")
     (given,) = session.get_inputs()
@@ -95,6 +96,7 @@ def test_several_inputs_and_outputs(tmp_path, as_arguments):
     example = named if as_arguments is dict else (wide, deep)
     model = fitkit.Model(net)
     model.export(tmp_path / "net.pt2", example=example)
+    pytest.importorskip("onnxscript")
     model.export(tmp_path / "net.onnx", example=example)
     wanted = in_evaluation(net, wide[:3], deep[:3])
     run = torch.export.load(tmp_path / "net.pt2").module()
@@ -166,6 +168,7 @@ def test_a_file_that_computes_something_else_is_not_kept(tmp_path):
 def test_half_precision_nets_export(tmp_path):
     model = fitkit.Model(nn.Linear(4, 3).to(torch.bfloat16))
     model.export(tmp_path / "net.pt2", example=X.to(torch.bfloat16))
+    pytest.importorskip("onnxscript")
     model.export(tmp_path / "net.onnx", example=X.to(torch.bfloat16), check=False)
     run = torch.export.load(tmp_path / "net.pt2").module()
     assert run(X[:1].to(torch.bfloat16)).dtype == torch.bfloat16

@@ -147,6 +147,27 @@ def test_an_epoch_may_be_cut_twice(tmp_path):
     assert history["accuracy"] == pytest.approx(expected["accuracy"])
 
 
+@pytest.mark.parametrize("data", ["arrays", "loader"])
+def test_an_epoch_cut_after_its_last_batch_keeps_its_metrics(tmp_path, data):
+    check_resumes(tmp_path, DATA[data], OPTIONS["adam"], (1, 6))
+
+
+def test_saving_in_a_group_of_batches_is_refused(tmp_path):
+    model = model_for(OPTIONS["accumulating"])
+    with pytest.raises(fitkit.ConfigurationError, match="wait for others"):
+        model.fit(X, Y, batch_size=8, verbose=0, callbacks=Cut(tmp_path / "a.h5", 0, 2))
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 16}, {"shuffle": False}, {"x": X[:40], "y": Y[:40]}])
+def test_other_data_within_an_epoch_are_refused(tmp_path, change):
+    path, data = tmp_path / "a.h5", {"x": X, "y": Y, "batch_size": 8, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        model_for(OPTIONS["adam"]).fit(**data, callbacks=Cut(path, 0, 2))
+    with pytest.raises(fitkit.ConfigurationError, match="cut within the data"):
+        model_for(OPTIONS["adam"]).fit(**{**data, **change}, resume_from=path)
+
+
 def test_skipped_batches_are_not_loaded(tmp_path):
     loaded = []
 
