@@ -94,12 +94,12 @@ def is_metric(value: Any) -> bool:
     return isinstance(value, torch.nn.Module) and hasattr(value, "_reductions")
 
 
-def joined(values: list[tuple[Any, int]], first: Any) -> tuple[Any, int]:
+def joined_values(values: list[tuple[Any, int]], reduce_fx: str) -> tuple[Any, int]:
     """The values that replicas logged for their parts of a batch, as one for the batch.
 
     Args:
         values: of each replica, with its number of samples.
-        first: the first replica's `(value, options, samples)`.
+        reduce_fx: how the name's values become one.
 
     Returns:
         The value, and the samples of all.
@@ -109,9 +109,7 @@ def joined(values: list[tuple[Any, int]], first: Any) -> tuple[Any, int]:
         return values[0][0], samples
     device = values[0][0].device
     stacked = torch.stack([value.to(device).double() for value, _ in values])
-    if first[1].reduce_fx == "mean":
+    if reduce_fx == "mean":
         counts = stacked.new_tensor([count for _, count in values])
         return stacked @ (counts / counts.sum()), samples
-    return getattr(torch, {"min": "amin", "max": "amax"}.get(first[1].reduce_fx, "sum"))(
-        stacked
-    ), samples
+    return getattr(torch, {"min": "amin", "max": "amax"}.get(reduce_fx, "sum"))(stacked), samples

@@ -132,6 +132,11 @@ def shown(given: Any) -> str:
     return repr(given) if isinstance(given, str) else getattr(given, "__name__", describe(given))
 
 
+def held_by(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """All parameters that an optimizer holds."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step` must be given a function that computes the loss (LBFGS)."""
     step = inspect.signature(type(optimizer).step).parameters

@@ -15,7 +15,14 @@ from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.hyperparameters import Hyperparameters, arguments_of
-from fitkit.logging_options import LogOptions, as_loggable, is_metric, joined, reduction_named
+from fitkit.logging_options import (
+    LogOptions,
+    as_loggable,
+    is_metric,
+    joined_values,
+    reduction_named,
+)
+from fitkit.optimizers import held_by
 
 if TYPE_CHECKING:
     from fitkit.training.compilation import Compilation
@@ -193,8 +200,10 @@ class Services:
                 notes.setdefault(name, []).append((value, options, samples))
         for name, entries in notes.items():
             if self.running is not None:
-                value, samples = joined([(value, count) for value, _, count in entries], entries[0])
-                self.running.log(name, value, entries[0][1], samples)
+                options = entries[0][1]
+                parts = [(value, count) for value, _, count in entries]
+                value, samples = joined_values(parts, options.reduce_fx)
+                self.running.log(name, value, options, samples)
 
     # ------------------------------------------------------------------ optimizers
 
@@ -241,17 +250,13 @@ class Services:
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
         for scaling in self.fit_state.scalings[:1]:
             scaling.unscale(optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
         clip = clip_grad_norm_ if gradient_clip_algorithm == "norm" else clip_grad_value_
-        clip(held, gradient_clip_val)
+        clip(held_by(optimizer), gradient_clip_val)
 
     def toggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
         """Let only this optimizer's parameters need gradients, until `untoggle_optimizer`."""
         self.untoggle_optimizer(optimizer)
-        frozen = self.fit_state.only_others(optimizer)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        self.fit_state.frozen = frozen
+        self.fit_state.frozen = self.fit_state.freeze_others(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
         """Let the parameters need gradients again that `toggle_optimizer` froze."""

@@ -12,7 +12,6 @@ rank r simply takes every n-th batch.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -24,12 +23,11 @@ from torch.utils.data.distributed import DistributedSampler
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import samples_of
 from fitkit.data.fingerprints import check_same_on_all_ranks
+from fitkit.data.samplers import draw_as_iterating_does, tell_epoch, with_sampler
 from fitkit.data.sources import (
     IterableSource,
     LoaderSource,
     Source,
-    draw_as_iterating_does,
-    tell_epoch,
 )
 from fitkit.notices import warn
 
@@ -61,6 +59,11 @@ class Share:
     batch: Any
     count: int
     total: int
+
+
+def whole_of(source: Any) -> Any:
+    """The source that a share is of; a source that is no share, itself."""
+    return getattr(source, "source", source)
 
 
 def sharded(
@@ -176,13 +179,9 @@ class _LoaderShard(_Shard):
 
     def __init__(self, source: LoaderSource, exchange: Exchange, training: bool) -> None:
         super().__init__(source, exchange, training)
-        # A shallow copy keeps the user's subclass, workers and attributes; a DataLoader refuses
-        # new samplers by its own __setattr__.
-        self._loader = copy.copy(source.loader)
         self._mine = _Fixed()
+        self._loader = with_sampler(source.loader, self._mine)
         self._by_batch = source.loader.batch_sampler is not None
-        name = "batch_sampler" if self._by_batch else "sampler"
-        object.__setattr__(self._loader, name, self._mine)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         drawn = self._draw(number) if self.exchange.rank == 0 else None

@@ -6,7 +6,6 @@ the number of samples, of batches, and whether it can be read again.
 
 from __future__ import annotations
 
-import copy
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -25,6 +24,13 @@ from fitkit.data.arrays import (
     wide_dtype,
 )
 from fitkit.data.own_state import own_state_of
+from fitkit.data.samplers import (
+    Once,
+    draw_as_iterating_does,
+    sampler_name,
+    tell_epoch,
+    with_sampler,
+)
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.notices import warn
 
@@ -83,7 +89,10 @@ class LoaderSource:
         if isinstance(self.loader.dataset, IterableDataset):
             return without_first(iter(self.loader), skip)
         draw_as_iterating_does(self.loader)
-        return iter(with_samplers(self.loader, skip=skip))
+        drawn = iter(getattr(self.loader, sampler_name(self.loader)))
+        rest = with_sampler(self.loader, Once(without_first(drawn, skip)))
+        object.__setattr__(rest, "_iterator", None)  # workers that live on have other tasks already
+        return iter(rest)
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -110,41 +119,6 @@ class IterableSource:
         if self.own_state is not None and (not skip or self.own_state.waits):
             return self.own_state.batches()
         return without_first(iter(self.iterable), skip)
-
-
-def tell_epoch(loader: DataLoader[Any], number: int) -> None:
-    """Call `set_epoch` of a loader's samplers that have it."""
-    for sampler in (loader.sampler, loader.batch_sampler):
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(number)
-
-
-def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
-    """Draw the workers' seed, as iterating a loader does before it asks its sampler."""
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
-def with_samplers(loader: DataLoader[Any], skip: int) -> DataLoader[Any]:
-    """The loader whose next pass leaves out what its sampler gives first."""
-    # A shallow copy keeps the user's subclass, workers and attributes; a DataLoader refuses
-    # new samplers by its own __setattr__.
-    rest = copy.copy(loader)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    remaining = without_first(iter(getattr(loader, name)), skip)
-    object.__setattr__(rest, name, _Once(remaining))
-    object.__setattr__(rest, "_iterator", None)  # workers that live on have other tasks already
-    return rest
-
-
-class _Once:
-    """A sampler that gives what an iterator still has."""
-
-    def __init__(self, remaining: Iterator[Any]) -> None:
-        self._remaining = remaining
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._remaining
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fitkit.data.own_state import OwnState
+from fitkit.data.sharding import whole_of
 from fitkit.data.sources import Source
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import random_state, set_random_state
@@ -101,7 +102,7 @@ class Stream:
 
 def generators_of(source: Any) -> list[torch.Generator]:
     """The generators of a source, or of the one that it is a share of."""
-    found: list[torch.Generator] = getattr(getattr(source, "source", source), "generators", [])
+    found: list[torch.Generator] = getattr(whole_of(source), "generators", [])
     return found
 
 

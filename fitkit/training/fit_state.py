@@ -15,7 +15,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.notices import warn
-from fitkit.optimizers import OptimizerChoice, check_trainable
+from fitkit.optimizers import OptimizerChoice, check_trainable, held_by
 from fitkit.schedulers import SchedulerChoice
 from fitkit.training.compilation import Compilation
 from fitkit.training.own_optimizers import PlannedScheduler, read_optimizers
@@ -108,14 +108,6 @@ class FitState:
             OptimizerChoice(optimizer).check_parameters(compilation.trainable(model))
         self.optimizers, self.schedulers = found.optimizers, found.schedulers
         self.frequencies = found.frequencies
-
-    def check(self, model: torch.nn.Module, compilation: Compilation) -> None:
-        """Refuse to train where nothing can learn.
-
-        Raises:
-            ConfigurationError: no parameters, all frozen, or shapes that aren't known yet.
-        """
-        check_trainable(compilation.trainable(model))
 
     def schedulers_for(
         self,
@@ -211,11 +203,14 @@ class FitState:
         """All optimizers' parameter groups, in their order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def only_others(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        """The learning parameters that other optimizers hold, and this one doesn't."""
+    def freeze_others(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        """Let only this optimizer's parameters need gradients; those that are frozen by that."""
         own = {id(parameter) for parameter in held_by(optimizer)}
         others = {id(p): p for other in self.optimizers for p in held_by(other)}
-        return [p for key, p in others.items() if key not in own and p.requires_grad]
+        frozen = [p for key, p in others.items() if key not in own and p.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return frozen
 
     def scalings_for(self, strategy: Strategy, count: int) -> list[Scaling]:
         """What scales the losses, where the precision wants that; kept from fit to fit."""
@@ -289,11 +284,6 @@ KEPT = (
     "stored_schedulers", "stored_groups", "stored_scalings",
 )  # fmt: skip
 """What `snapshot` keeps."""
-
-
-def held_by(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    """All parameters that an optimizer holds."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:

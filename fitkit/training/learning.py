@@ -148,9 +148,7 @@ class Manual:
 @contextmanager
 def only_for(optimizer: Optimizer, state: FitState) -> Iterator[None]:
     """Let only an optimizer's own parameters need gradients."""
-    frozen = state.only_others(optimizer)
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    frozen = state.freeze_others(optimizer)
     try:
         yield
     finally:

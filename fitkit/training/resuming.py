@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fitkit.data.sharding import whole_of
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import random_state
 from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
@@ -97,7 +98,7 @@ def _kind(callback: Callback) -> dict[str, Any]:
 
 def _kind_of_data(run: FitRun) -> dict[str, Any]:
     """What the place in the data depends on."""
-    whole = getattr(run.source, "source", run.source)
+    whole = whole_of(run.source)
     return {
         "batch_size": whole.batch_size,
         "samples": whole.samples,

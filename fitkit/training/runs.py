@@ -18,7 +18,7 @@ from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.notices import warn
-from fitkit.training.fit_state import held_by
+from fitkit.optimizers import check_trainable, held_by
 from fitkit.training.jobs import PassJob
 from fitkit.training.logbook import Logbook
 from fitkit.training.own_steps import OwnPredictStep, OwnStep
@@ -128,7 +128,7 @@ def updaters_of(
         after_update: gives for an optimizer what to call after each of its updates.
     """
     state, strategy = model.fit_state, compilation.strategy
-    state.check(model, compilation)
+    check_trainable(compilation.trainable(model))
     optimizers = state.optimizers_for(model, compilation)
     for optimizer in optimizers:
         match_state(optimizer)

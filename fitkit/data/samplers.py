@@ -1,0 +1,47 @@
+"""A loader's samplers: telling them the epoch, and putting others in their place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+
+def tell_epoch(loader: DataLoader[Any], number: int) -> None:
+    """Call `set_epoch` of a loader's samplers that have it."""
+    for sampler in (loader.sampler, loader.batch_sampler):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
+
+
+def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
+    """Draw the workers' seed, as iterating a loader does before it asks its sampler."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """Which of a loader's samplers decides on its batches."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """The loader with another sampler in the deciding one's place."""
+    # A shallow copy keeps the user's subclass, workers and attributes; a DataLoader refuses
+    # new samplers by its own __setattr__.
+    other = copy.copy(loader)
+    object.__setattr__(other, sampler_name(loader), sampler)
+    return other
+
+
+class Once:
+    """A sampler that gives what an iterator still has."""
+
+    def __init__(self, remaining: Iterator[Any]) -> None:
+        self._remaining = remaining
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._remaining
