@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
@@ -43,11 +44,14 @@ class Registry(Generic[Entry]):
     Args:
         kind: what the names name, as users write the argument (`"loss"`).
         hint: a sentence that ends the error for an unknown name.
+        group: the entry points by which installed packages add names; each is loaded when its
+            name is asked for. None for no such names.
     """
 
-    def __init__(self, kind: str, hint: str = "") -> None:
+    def __init__(self, kind: str, hint: str = "", group: str | None = None) -> None:
         self.kind = kind
         self.hint = hint
+        self.group = group
         self._entries: dict[str, Entry] = {}
         self._spelling: dict[str, str] = {}
 
@@ -66,18 +70,39 @@ class Registry(Generic[Entry]):
         return lambda entry: self.add(name, entry, *aliases)
 
     def __contains__(self, name: str) -> bool:
-        return normalise(name) in self._entries
+        form = normalise(name)
+        return form in self._entries or form in self._installed()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._spelling.values())
+        yield from self._spelling.values()
+        for form, point in self._installed().items():
+            if form not in self._entries:
+                yield point.name
 
     def __getitem__(self, name: str) -> Entry:
         """What `name` stands for.
 
         Raises:
-            ConfigurationError: nothing; the message has the nearest and all names.
+            ConfigurationError: nothing (the message has the nearest and all names), or what an
+                installed package's entry point names can't be imported.
         """
-        try:
-            return self._entries[normalise(name)]
-        except KeyError:
-            raise unknown_name(self.kind, name, self._spelling.values(), self.hint) from None
+        form = normalise(name)
+        if form not in self._entries:
+            point = self._installed().get(form)
+            if point is None:
+                raise unknown_name(self.kind, name, self, self.hint)
+            try:
+                self.add(point.name, point.load())
+            except Exception as error:
+                raise ConfigurationError(
+                    f"{self.kind}={name!r} is the entry point {point.value!r} (group "
+                    f"{self.group!r}) of an installed package, but can't be imported: {error!r}."
+                ) from error
+        return self._entries[form]
+
+    def _installed(self) -> dict[str, importlib.metadata.EntryPoint]:
+        """The entry points of installed packages by the form of their names."""
+        if self.group is None:
+            return {}
+        found = importlib.metadata.entry_points(group=self.group)
+        return {normalise(point.name): point for point in found}

@@ -1,10 +1,15 @@
-"""Strategies by their public names."""
+"""Strategies by their public names, and how to add one of your own.
+
+`register("my_strategy")` above a subclass of `Strategy` makes it known to `compile` by that name;
+an installed package does the same with an entry point of the group `fitkit.strategies`.
+"""
 
 from fitkit.distributed.strategies import (
     DDP,
     DDP2,
     DP,
     FSDP,
+    STRATEGIES,
     Bagua,
     DDPSharded,
     DDPSpawn,
@@ -20,6 +25,7 @@ DDP2Strategy = DDP2
 DPStrategy = DP
 FSDPStrategy = FSDP
 SingleDeviceStrategy = SingleDevice
+register = STRATEGIES.register
 
 __all__ = [
     "DDP",
@@ -39,4 +45,5 @@ __all__ = [
     "SingleDevice",
     "SingleDeviceStrategy",
     "Strategy",
+    "register",
 ]

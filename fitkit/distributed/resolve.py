@@ -121,7 +121,13 @@ def _strategy(strategy: Any) -> Strategy:
             f"strategy is the class {strategy.__name__}. Write {strategy.__name__}()."
         )
     if isinstance(strategy, str):
-        return STRATEGIES[strategy]()
+        entry = STRATEGIES[strategy]
+        if isinstance(entry, type) and issubclass(entry, Strategy):
+            return entry()
+        raise ArgumentTypeError(
+            f"strategy={strategy!r} is registered as {describe(entry)}, which is no subclass of "
+            "fitkit.strategies.Strategy."
+        )
     raise ArgumentTypeError(
         f"strategy={describe(strategy)} must be a name or a fitkit.strategies.Strategy."
     )

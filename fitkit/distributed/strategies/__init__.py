@@ -12,7 +12,9 @@ from fitkit.distributed.strategies.single import SingleDevice
 from fitkit.registry import Registry
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
-    "strategy", hint="The other strategies of fitkit's contract come with later versions."
+    "strategy",
+    hint="The other strategies of fitkit's contract come with later versions.",
+    group="fitkit.strategies",
 )
 STRATEGIES.add("single_device", SingleDevice, "single")
 STRATEGIES.add("dp", DP)

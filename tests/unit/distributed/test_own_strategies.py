@@ -1,0 +1,67 @@
+"""Strategies that users add: by a decorator, or by an installed package's entry point."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+import fitkit
+from fitkit.strategies import SingleDeviceStrategy
+
+PACKAGE = """
+from fitkit.strategies import SingleDeviceStrategy
+
+class Careful(SingleDeviceStrategy):
+    name = "careful"
+"""
+
+ENTRY_POINTS = """[fitkit.strategies]
+careful = careful_training:Careful
+broken = careful_training:Nothing
+text = careful_training:__name__
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package as pip would leave it: a module, and what its metadata say of entry points."""
+    (tmp_path / "careful_training.py").write_text(PACKAGE)
+    metadata = tmp_path / "careful_training-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: careful\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("careful_training", None)
+
+
+def test_an_installed_packages_strategy_is_known_by_its_name(installed):
+    assert "careful_training" not in sys.modules
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse", strategy="Careful")
+    assert type(model.compilation.strategy).__name__ == "Careful"
+    model.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
+
+
+def test_an_entry_point_that_cant_be_imported_names_itself_and_harms_no_other(installed):
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    with pytest.raises(fitkit.ConfigurationError, match=r"ning:Nothing.*AttributeError"):
+        model.compile(strategy="broken")
+    with pytest.raises(TypeError, match="no subclass of"):
+        model.compile(strategy="text")
+    with pytest.raises(fitkit.ConfigurationError, match="'broken', 'careful'"):
+        model.compile(strategy="carefull_and_slow")
+
+
+def test_a_registered_class_is_known_and_a_name_is_taken_once():
+    @fitkit.strategies.register("test_only_strategy")
+    class Own(SingleDeviceStrategy):
+        name = "test_only_strategy"
+
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile(strategy="test-only-strategy")
+    assert isinstance(model.compilation.strategy, Own)
+    with pytest.raises(ValueError, match="registered twice"):
+        fitkit.strategies.register("ddp")(Own)
