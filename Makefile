@@ -3,19 +3,27 @@
 #   make demo        train the handwritten digits (examples/digits.py)
 #   make test        the test suite                 make test ARGS="tests/unit -k packaging"
 #   make test-all    with the slow tests, which take some ten minutes more
+#   make test-engines   DeepSpeed, Horovod, torchft and torch_tpu for real, each in an environment of its own (Horovod is compiled: half an hour)
+#   make test-cluster   across two "hosts" (network namespaces: Linux, root)
+#   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
 #   make lint        ruff: rules and formatting     make typecheck   mypy
-#   make bench       microseconds per step          make bench ARGS=--quick
+#   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
+#   make bench-peers other libraries for them, in an environment of their own
+#   make docs        the site, in build/docs        make pictures    what the README shows, made anew
+#   make release     sdist and wheel in dist/, checked
 #   make setup       only the virtual environment   make clean       remove it and all that was built
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+ENGINES := .venv-engines
 ARGS  ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint typecheck bench clean
+.PHONY: help setup demo test test-all test-cluster test-engines test-gpu lint typecheck bench bench-peers docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -31,20 +39,52 @@ test: $(STAMP)
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-cluster: $(STAMP)
+	@$(BIN)/python -m pytest tests/cluster $(ARGS)
+
+# No environment is made: the machine's own torch knows its GPU. pytest's plugins may be missing there, so its settings stay out.
+test-gpu:
+	@$(or $(PYTHON),python3) -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider tests/gpu
+	@$(or $(PYTHON),python3) -m benchmarks.gpu $(ARGS)
+
+test-engines: $(STAMP)
+	@sh tests/engines/run.sh $(ENGINES) $(BIN)/python $(ARGS)
+
 lint: $(STAMP)
 	@$(BIN)/python -m ruff check .
-	@$(BIN)/python -m ruff format --check --quiet fitkit examples benchmarks setup.py
+	@$(BIN)/python -m ruff format --check --quiet fitkit examples benchmarks docs/*.py setup.py
 
 typecheck: $(STAMP)
 	@$(BIN)/python -m mypy $(ARGS)
 
 bench: $(STAMP)
-	@$(BIN)/python benchmarks/overhead.py $(ARGS)
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+# Never beside fitkit's own requirements: what the libraries ask for differs, and torch must be the same in both.
+bench-peers: $(STAMP)
+	@test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install -qq -c requirements/constraints.txt -r requirements/peers.txt
+	@echo "[bench-peers] done; make bench finds them in $(PEERS)"
+
+docs: $(STAMP)
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs $(ARGS)
+	@echo "[docs] build/docs/index.html"
+
+pictures: $(STAMP)
+	@$(BIN)/python docs/readme_figures.py
+	@$(BIN)/python docs/make_pictures.py $(ARGS)
+
+release: $(STAMP)
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python -m twine check --strict dist/*
+	@ls -l dist
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(ENGINES) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# aeon is there for a data file that an example reads; what it requires itself doesn't go with the pinned numpy and pandas.
 # The stamp is written last, so an interrupted installation starts over. It holds the checkout's path: a virtual environment that
 # was copied or moved along with its checkout still imports the fitkit of the old place.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -78,5 +118,6 @@ $(STAMP): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	rm -f $@; \
 	echo "[setup 3/3] fitkit and its other dependencies: about half a minute"; \
 	$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e ".[dev]"; \
+	$(BIN)/python -m pip install -qq -c requirements/constraints.txt --no-deps aeon; \
 	printf '%s\n' "$(CURDIR)" > $@; \
 	echo "[setup] done; later calls skip this"

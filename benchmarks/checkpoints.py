@@ -1,15 +1,16 @@
 """Saving and loading 100 million parameters: fitkit against torch.save and safetensors.
 
-    python benchmarks/checkpoints.py                        # about two minutes
-    python benchmarks/checkpoints.py --folder /dev/shm      # without the disk
-    python benchmarks/checkpoints.py --json results.json
+    python -m benchmarks checkpoint                      # the times alone
+    python -m benchmarks.checkpoints                     # memory too: about two minutes
+    python -m benchmarks.checkpoints --folder /dev/shm   # without the disk
 
-Every way to save is followed by fsync, as fitkit's are. Every load ends with the weights in a
-module that was there before, once with the file in the system's cache and once without. The ways
-take turns; shown are the median and the best of the rounds and their ratios to safetensors (on a
-machine that does other work too, the best is nearer to the truth). What a load takes in memory
-beyond the module is measured in processes of their own, as anonymous memory: mapped pages of a file
-belong to the system's cache, which gives them up when memory is needed.
+Every way to save is followed by fsync, as fitkit's are, but the one that says otherwise. Every load
+ends with the weights in a module that was there before, once with the file in the system's cache
+and once without. The ways take turns; shown are the median and the best of the rounds and their
+ratios to safetensors (on a machine that does other work too, the best is nearer to the truth), and
+the median of what all threads together have computed, the system's part included. What a load takes
+in memory beyond the module is measured in processes of their own, as anonymous memory: mapped pages
+of a file belong to the system's cache, which gives them up when memory is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks.measuring import Row, Spread
 from fitkit.checkpoint import load_weights, open_checkpoint, save_checkpoint, save_weights
 
 
@@ -72,6 +74,13 @@ def safetensors_save(path: Path, module: nn.Module) -> None:
     fsync(path)
 
 
+def safetensors_save_unsafely(path: Path, module: nn.Module) -> None:
+    """The package's own writer alone: after a power cut the file may be empty."""
+    from safetensors.torch import save_file
+
+    save_file(module.state_dict(), path)
+
+
 def safetensors_load(path: Path, module: nn.Module) -> None:
     """The package's own reader, which maps the file and checks no digest."""
     from safetensors.torch import load_file
@@ -92,6 +101,7 @@ def fitkit_load(path: Path, module: nn.Module) -> None:
 Way = Callable[[Path, nn.Module], None]
 SAVES: dict[str, tuple[str, Way]] = {
     "safetensors": ("a.safetensors", safetensors_save),
+    "safetensors, without fsync": ("c.safetensors", safetensors_save_unsafely),
     "torch.save": ("a.pt", torch_save),
     "fitkit .h5": ("b.h5", fitkit_save),
     "fitkit .safetensors": ("b.safetensors", fitkit_save),
@@ -122,20 +132,22 @@ def measure(
     rounds: int,
     *,
     cold: bool = False,
-) -> dict[str, list[float]]:
-    """Seconds of each way in each round; the first round isn't counted."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each way in each round, by the clock and computed; the first isn't counted."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    computed: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         names = list(ways) if number % 2 else list(reversed(ways))
         for name in names:
             file, way = ways[name]
             if cold:
                 forget(folder / file)
-            started = time.perf_counter()
+            started, before = time.perf_counter(), time.process_time()
             way(folder / file, module)
             if number:
                 seconds[name].append(time.perf_counter() - started)
-    return seconds
+                computed[name].append(time.process_time() - before)
+    return seconds, computed
 
 
 def peak_bytes(action: Callable[[], None]) -> int:
@@ -165,10 +177,9 @@ def peak_bytes(action: Callable[[], None]) -> int:
 
 def peak_of_load(name: str, folder: Path, layers: int) -> float:
     """The peak of a load in a process of its own, in MB."""
-    command = [sys.executable, __file__, "--peak", name, "--folder", str(folder)]
-    result = subprocess.run(
-        [*command, "--layers", str(layers)], capture_output=True, text=True, check=True, timeout=300
-    )
+    command = [sys.executable, "-m", "benchmarks.checkpoints", "--peak", name]
+    command += ["--folder", str(folder), "--layers", str(layers)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return float(result.stdout)
 
 
@@ -186,15 +197,21 @@ def report_peak(name: str, folder: Path, layers: int) -> None:
 
 
 def show(
-    console: Console, title: str, seconds: dict[str, list[float]], extra: dict[str, str]
+    console: Console,
+    title: str,
+    measured: tuple[dict[str, list[float]], dict[str, list[float]]],
+    extra: dict[str, str],
 ) -> None:
     """A table of one kind of measurement."""
-    table = Table("", "median s", "ratio", "best s", "ratio", *(["peak MB"] if extra else []))
+    peak = ["peak MB"] if extra else []
+    table = Table("", "median s", "ratio", "best s", "ratio", "computed s", *peak)
+    seconds, computed = measured
     reference = seconds["safetensors"]
     for name, values in seconds.items():
         cells = [
             *(f"{statistics.median(values):.3f}", _ratio(values, reference, statistics.median)),
             *(f"{min(values):.3f}", _ratio(values, reference, min)),
+            f"{statistics.median(computed[name]):.3f}",
         ]
         table.add_row(name, *cells, *([extra[name]] if extra else []))
     console.print(f"\n{title}", table)
@@ -238,6 +255,27 @@ def whole(folder: Path, module: nn.Module, rounds: int) -> dict[str, list[float]
             if number:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def rows(rounds: int, layers: int) -> Iterator[Row]:
+    """Saves and loads against safetensors', round by round, in a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        module = net(layers)
+        count = sum(parameter.numel() for parameter in module.parameters())
+        for verb, ways in (("save", SAVES), ("load", LOADS)):
+            seconds, computed = measure(ways, Path(folder), module, rounds)
+            reference = seconds["safetensors"]
+            for name, values in seconds.items():
+                yield Row(
+                    "checkpoint",
+                    f"{verb} {count / 1e6:.0f} M parameters",
+                    name,
+                    "safetensors",
+                    "ms",
+                    wall=Spread.of([value * 1e3 for value in values]),
+                    cpu=Spread.of([value * 1e3 for value in computed[name]]),
+                    ratio=Spread.of([a / b for a, b in zip(values, reference, strict=True)]),
+                )
 
 
 def main() -> None:

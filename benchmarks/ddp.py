@@ -1,12 +1,11 @@
 """DDP on two gloo processes: a step of fit against the raw loop under torchrun.
 
-    python benchmarks/ddp.py                # about three minutes
-    python benchmarks/ddp.py --rounds 2     # rougher
-    python benchmarks/ddp.py --profile      # where the time of fit goes on rank 0
+    python -m benchmarks ddp
+    python -m benchmarks.ddp --profile      # where the time of fit goes on rank 0
 
-Both sides train the same small convolutional net on the same data, in turns (A B A B …), each in
+Both sides train the same small convolutional net on the same data, in turns (A B, B A, …), each in
 processes of its own with one thread. The first epoch isn't counted. CPU time is that of rank 0's
-process with all its threads, and is to be trusted where other programs run. Ratios are of pairs.
+process with all its threads, and is to be trusted where other programs run.
 """
 
 from __future__ import annotations
@@ -16,16 +15,22 @@ import cProfile
 import json
 import os
 import pstats
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-STEPS, BATCH, EPOCHS = 100, 64, 4
+from benchmarks.measuring import Row, Seconds, Spread, in_turns, row_of
+
+STEPS, BATCH, EPOCHS = 100, 64, 3
+EXCHANGES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
+ROOT = Path(__file__).parents[1]
 
 
 def small_net() -> nn.Module:
@@ -84,13 +89,17 @@ def with_fitkit(profile: bool = False) -> dict[str, float]:
     seconds: list[float] = []
     cpu: list[float] = []
     began = [0.0, 0.0]
+    exchanges = counted_exchanges()
+    counts: list[int] = []
 
     def begin(epoch: int, logs: object) -> None:
+        exchanges[0] = 0
         began[:] = [time.perf_counter(), time.process_time()]
 
     def end(epoch: int, logs: object) -> None:
         seconds.append(time.perf_counter() - began[0])
         cpu.append(time.process_time() - began[1])
+        counts.append(exchanges[0])
 
     model = fitkit.Model(small_net())
     model.compile("sgd", "cross_entropy", learning_rate=0.01, accelerator="cpu", devices=2)
@@ -101,16 +110,35 @@ def with_fitkit(profile: bool = False) -> dict[str, float]:
         with cProfile.Profile() as profiler:
             model.fit(loader, epochs=EPOCHS, verbose=0)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    return per_step(seconds, cpu)
+    return {**per_step(seconds, cpu), "exchanges": counts[-1]}
+
+
+def counted_exchanges() -> list[int]:
+    """A list whose entry counts the exchanges that Python code asks for; DDP's own are C++'s."""
+    import torch.distributed as dist
+
+    count = [0]
+
+    def counting(exchange: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            count[0] += 1
+            return exchange(*arguments, **options)
+
+        return counted
+
+    for name in EXCHANGES:
+        setattr(dist, name, counting(getattr(dist, name)))
+    return count
 
 
 def run(side: str) -> dict[str, float]:
     """One run of a side in fresh processes; what its rank 0 measured."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *(launcher if side == "raw" else []), __file__, "--side", side]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )  # fmt: skip
     if done.returncode:
         sys.exit(done.stderr)
@@ -118,31 +146,36 @@ def run(side: str) -> dict[str, float]:
     return found
 
 
+def rows(pairs: int) -> Iterator[Row]:
+    """The raw loop's and fit's."""
+    answers: dict[str, dict[str, float]] = {}
+
+    def seconds(side: str) -> Seconds:
+        answers[side] = run(side)
+        return Seconds(answers[side]["wall"], answers[side]["cpu"])
+
+    found = in_turns(lambda: seconds("raw"), lambda: seconds("fitkit"), pairs)
+    names: dict[str, Any] = {"scenario": "ddp", "task": "2 processes, CNN, batches of 64"}
+    yield Row(
+        **names,
+        contender="torchrun",
+        wall=Spread.of([raw.wall for raw, _ in found]),
+        cpu=Spread.of([raw.cpu for raw, _ in found]),
+    )
+    row = row_of(found, 1.0, **names, contender="fitkit", reference="torchrun")
+    row.note = f"{answers['fitkit']['exchanges']:.0f} exchanges but DDP's in {STEPS} steps"
+    yield row
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--side", choices=["raw", "fitkit"], help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs")
-    parser.add_argument("--profile", action="store_true", help="profile fit instead")
+    parser.add_argument("--profile", action="store_true", help="profile fit")
     arguments = parser.parse_args()
-    if arguments.profile:
-        torch.set_num_threads(1)
-        with_fitkit(profile=True)
-        return
-    if arguments.side:
-        torch.set_num_threads(1)
-        found = raw() if arguments.side == "raw" else with_fitkit()
-        if found:
-            print(json.dumps(found))
-        return
-    pairs = [(run("raw"), run("fitkit")) for _ in range(arguments.rounds)]
-    for name in ("wall", "cpu"):
-        ratios = [ours[name] / theirs[name] for theirs, ours in pairs]
-        theirs = statistics.median(pair[0][name] for pair in pairs)
-        ours = statistics.median(pair[1][name] for pair in pairs)
-        print(
-            f"{name:4s} µs per step  raw {theirs:9.2f}   fitkit {ours:9.2f}   ratio "
-            f"{statistics.median(ratios):.3f} [{min(ratios):.3f} .. {max(ratios):.3f}]"
-        )
+    torch.set_num_threads(1)
+    found = raw() if arguments.side == "raw" else with_fitkit(profile=arguments.profile)
+    if found:
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ from fitkit.errors import (
     CheckpointError,
     ConfigurationError,
     FitkitError,
+    OutOfMemoryError,
     WorkerError,
 )
 from fitkit.model import Model, load_model
+from fitkit.planning import plan
 from fitkit.seeding import set_seed
 
 __version__ = "0.1.0.dev0"
@@ -20,12 +22,14 @@ __all__ = [
     "FitkitError",
     "History",
     "Model",
+    "OutOfMemoryError",
     "WorkerError",
     "callbacks",
     "find_usable_cuda_devices",
     "load_model",
     "loggers",
     "pictures",
+    "plan",
     "set_seed",
     "strategies",
     "tune",

@@ -1,51 +1,13 @@
-"""The command line: `python -m fitkit doctor`, `python -m fitkit inspect FILE`."""
+"""The command line: `python -m fitkit doctor`, `inspect FILE`, `convert SOURCE TARGET`."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
-
-import torch
 
 import fitkit
-from fitkit.distributed.cluster import detect
-from fitkit.distributed.placement import Machine
-from fitkit.distributed.resolve import resolve_strategy
+from fitkit.doctor import report
 from fitkit.errors import FitkitError
-
-PACKAGES = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle")
-
-
-def doctor() -> str:
-    """What fitkit sees on this machine, as text to paste into a bug report."""
-    machine = Machine.here()
-    cluster = detect()
-    strategy = resolve_strategy("auto", "auto", "auto", "32-true", None)
-    devices = ", ".join(map(str, strategy.devices))
-    lines = {
-        "fitkit": fitkit.__version__,
-        "python": f"{platform.python_version()} on {platform.platform()}",
-        **{name: _version(name) for name in PACKAGES},
-        "cpu": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
-        "cuda": f"{machine.cuda_count} devices (torch was built for {torch.version.cuda})",
-        "mps": "yes" if machine.has_mps else "no",
-        "launcher": "none"
-        if cluster is None
-        else f"{cluster.launcher}, rank {cluster.rank} of {cluster.world_size}",
-        "devices='auto'": f"{devices}, strategy {strategy.name!r}",
-    }
-    width = max(map(len, lines))
-    return "\n".join(f"{name:{width}}  {value}" for name, value in lines.items())
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,11 +19,20 @@ def main(arguments: list[str] | None = None) -> int:
     inspection = commands.add_parser(
         "inspect", help="print what a checkpoint or weights file holds"
     )
-    inspection.add_argument("file", help="a .h5, .safetensors, .pt or .pth file")
+    inspection.add_argument("file", help="a .h5, .safetensors, .pt or .pth file, or a .dcp folder")
+    conversion = commands.add_parser(
+        "convert", help="write a checkpoint or weights in another file format"
+    )
+    for name in ("source", "target"):
+        conversion.add_argument(
+            name, help="a .h5, .safetensors, .pt or .pth file, or a .dcp folder"
+        )
     given = parser.parse_args(arguments)
     if given.command == "inspect":
         return inspect(given.file)
-    print(doctor())
+    if given.command == "convert":
+        return convert(given.source, given.target)
+    print(report(fitkit.__version__))
     return 0
 
 
@@ -79,6 +50,22 @@ def inspect(file: str) -> int:
     except FitkitError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
+    return 0
+
+
+def convert(source: str, target: str) -> int:
+    """Write a file's content in another format, or say why it can't be; the exit status."""
+    from fitkit.checkpoint.conversion import convert as write_as
+
+    try:
+        kind = write_as(source, target)
+    except FileNotFoundError:
+        print(f"There is no {source}.", file=sys.stderr)
+        return 1
+    except FitkitError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    print(f"Wrote {target} ({kind}).")
     return 0
 
 

@@ -8,9 +8,12 @@ FitkitError
 │   └── ArgumentTypeError (TypeError)    a wrong type, an unknown argument
 ├── CheckpointError (OSError, ValueError) a file can't be read or written whole
 ├── WorkerError (RuntimeError)           a rank failed
+├── OutOfMemoryError (torch's)           a device's or the host's memory ran out
 └── MissingPackageError (ImportError)    an optional package isn't installed
 ```
 """
+
+import torch
 
 
 class FitkitError(Exception):
@@ -41,6 +44,10 @@ class WorkerError(FitkitError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.remote_traceback = remote_traceback
+
+
+class OutOfMemoryError(FitkitError, torch.OutOfMemoryError):
+    """Memory ran out; the message says what took it, and what needs less."""
 
 
 class MissingPackageError(FitkitError, ImportError):

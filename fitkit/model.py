@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,14 +16,18 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.hooks import STAGES, Hooks, check_steps, evaluation_stage, overridden
+from fitkit.pictures.results import Results
 from fitkit.services import Services
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
 from fitkit.training.fit_state import FitState
+from fitkit.training.host_copies import on_host
+from fitkit.training.jit import compile_net
 from fitkit.training.jobs import FitJob, PassJob
 from fitkit.training.learning import learning_for
-from fitkit.training.loop import on_host
 from fitkit.training.passes import joined, run_evaluate, run_predict
+from fitkit.training.progress import Progress
+from fitkit.training.resuming import check_data
 from fitkit.training.runs import predict_step_for, step_for, updaters_of
 from fitkit.training.session import backend_flags, caller_of, modes_restored, unchanged_on_error
 from fitkit.training.snapshot import (
@@ -88,12 +93,14 @@ class Model(Hooks, Services, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the net gives; a subclass may define its own."""
-        if self.net is None:
+        net = self._modules.get("net")  # asking a module for an attribute costs microseconds
+        net = self.net if net is None else net
+        if net is None:
             raise ConfigurationError(
                 f"{type(self).__name__} has neither a net nor a forward of its own. Write "
                 "fitkit.Model(net), or define forward(self, x) in the subclass."
             )
-        return self.net(*args, **kwargs)
+        return net(*args, **kwargs)
 
     # ------------------------------------------------------------------ compile
 
@@ -125,6 +132,9 @@ class Model(Hooks, Services, nn.Module):
         benchmark: Any = UNSET,
         deterministic: Any = UNSET,
         jit_compile: Any = UNSET,
+        matmul_precision: Any = UNSET,
+        memory_format: Any = UNSET,
+        cuda_graphs: Any = UNSET,
         steps_per_execution: Any = UNSET,
         gpus: Any = UNSET,
     ) -> None:
@@ -176,6 +186,15 @@ class Model(Hooks, Services, nn.Module):
                 (default) leaves it.
             deterministic: True, False or `"warn"`: torch's deterministic algorithms, likewise.
             jit_compile: True for `torch.compile` of the net, or a dict of its options.
+            matmul_precision: `"highest"` (float32 throughout), `"high"` (TF32 on CUDA) or
+                `"medium"` (bfloat16 where the device has kernels for it): of float32 matrix
+                products, as `torch.set_float32_matmul_precision` means it, for the length of each
+                call; None (default) leaves it.
+            memory_format: `"channels_last"` lays out images and convolutions' weights so for the
+                length of each call, which tensor cores compute faster; None (default) leaves it.
+            cuda_graphs: whether `fit` captures its whole step (forward, backward, optimizer) in a
+                CUDA graph, which costs one launch a step. Where that can't be it says why, once,
+                and trains without. Default False.
             gpus: the older spelling: None or 0 for the CPU, else `accelerator="gpu",
                 devices=gpus`.
             scale_lr: `"linear"` or `"sqrt"`: multiply the rate by the number of ranks, or its
@@ -186,18 +205,26 @@ class Model(Hooks, Services, nn.Module):
                 uses, the freest first; as `fitkit.find_usable_cuda_devices` does.
             log_gpu_memory: `"all"` or `"min_max"`: the GPUs' memory among the epoch's logs, as
                 `fitkit.callbacks.DeviceStatsMonitor` gives it. Default None.
-            steps_per_execution: only its default, 1, so far.
+            steps_per_execution: batches between two calls of the callbacks' batch hooks, in
+                `fit`, `evaluate` and `predict`: a hook gets the first batch's number at the
+                beginning, the last one's (with the logs then) at the end. Default 1.
 
         Raises:
             ConfigurationError, ArgumentTypeError: something that can't be; the model stays
                 compiled as it was.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 3))
+            >>> model.compile("adamw", "cross_entropy", metrics=["accuracy"], learning_rate=3e-4)
+            >>> model.compile(accelerator="cpu", devices=2)  # all else stays as it was
         """
         arguments = {
             name: value for name, value in locals().items() if name not in ("self", "__class__")
         }
         compilation = self.compilation.updated(arguments, self)
         if jit_compile is not UNSET:
-            self._jit_compile(jit_compile)
+            compile_net(self, jit_compile)
         self.compilation = compilation
         if optimizer is not UNSET:
             self.fit_state.drop_optimizers()
@@ -207,19 +234,6 @@ class Model(Hooks, Services, nn.Module):
             self._log_names = None
         if learning_rate is not UNSET and learning_rate is not None:
             self.fit_state.set_rate(learning_rate)
-
-    def _jit_compile(self, options: bool | dict[str, Any]) -> None:
-        """Compile the net in place: its parameters keep their names."""
-        target = self if self.net is None else self.net
-        if options is False:
-            target._compiled_call_impl = None
-            return
-        try:
-            nn.Module.compile(target, **({} if options is True else options))
-        except Exception as error:
-            raise ConfigurationError(
-                f"jit_compile={options!r} isn't what torch.compile takes: {error}"
-            ) from error
 
     # ------------------------------------------------------------------ the verbs
 
@@ -276,7 +290,8 @@ class Model(Hooks, Services, nn.Module):
                 from 1. Default 1.
             resume_from: a checkpoint to go on from as if the training had never been cut, or
                 `"last"` for the newest that the callbacks know (from the beginning where there
-                is none). Give the data, the callbacks and `epochs` as before.
+                is none). Give the data, the callbacks and `epochs` as before. What contradicts
+                the file is refused before it is loaded, or named in a warning.
 
         Returns:
             The history: `history.history["loss"]` is a list with one float an epoch.
@@ -284,6 +299,15 @@ class Model(Hooks, Services, nn.Module):
         Raises:
             ConfigurationError, ArgumentTypeError: something that can't be. Where it is seen
                 only in the first batch, the model is as it was before.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> x = torch.randn(64, 4)
+            >>> history = model.fit(x, x.sum(1), epochs=3, validation_split=0.25, verbose=0)
+            >>> len(history.history["val_loss"])
+            3
         """
         job = FitJob(
             x=x,
@@ -307,8 +331,15 @@ class Model(Hooks, Services, nn.Module):
         if path is not None:
             for callback in job.callback_list.callbacks:
                 callback.prepare_optimizers(self)
-            job.go_on_from(load(self, path))
+            load(self, path, functools.partial(self._check_place, job))
         return self._launch(run_fit, job)
+
+    def _check_place(self, job: FitJob, progress: Progress | None) -> None:
+        """Let a job begin where another was cut, if its data are the same."""
+        job.go_on_from(progress)
+        self._prepare(job)
+        if progress is not None:
+            check_data(job.source, progress)
 
     @only_known_arguments
     def evaluate(
@@ -335,6 +366,13 @@ class Model(Hooks, Services, nn.Module):
         Returns:
             The loss as a float; with metrics a list `[loss, metric, …]` in the order of
             `metrics_names`; with `return_dict` a dict. Means are over samples.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Identity())
+            >>> model.compile(loss="mse", metrics=["mae"])
+            >>> model.evaluate(torch.ones(8, 1), torch.zeros(8, 1), verbose=0, return_dict=True)
+            {'loss': 1.0, 'mae': 1.0}
         """
         check_flag("return_dict", return_dict)
         job = PassJob(x, y, batch_size, verbose, sample_weight, steps, callbacks)
@@ -362,6 +400,12 @@ class Model(Hooks, Services, nn.Module):
 
         Returns:
             The structure that the net gives (tensor, tuple, dict), joined over the batches.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 3))
+            >>> model.predict(torch.randn(100, 4), verbose=0).shape
+            (100, 3)
         """
         check_flag("as_numpy", as_numpy)
         job = PassJob(x, None, batch_size, verbose, None, steps, callbacks)
@@ -371,14 +415,20 @@ class Model(Hooks, Services, nn.Module):
     def _launch(self, run: Any, job: FitJob | PassJob) -> Any:
         """Check the job's data, then run it on every rank."""
         strategy = self.compilation.strategy
-        check_steps(self)
-        if self.net is None and type(self).forward is Model.forward and not self._never_forwards():
-            self.forward()  # says what is missing
-        job.prepare(strategy.precision.input_dtype(self), strategy.share_count)
+        if job.source is None:
+            self._prepare(job)
         if strategy.collectives.world_size > 1:
             # Called by a callback inside a run: all ranks are here already.
             return run(self, self.compilation, job)
         return strategy.launcher.launch(run, self, self.compilation, job)
+
+    def _prepare(self, job: FitJob | PassJob) -> None:
+        """Check what a job needs of the model, and its data."""
+        strategy = self.compilation.strategy
+        check_steps(self)
+        if self.net is None and type(self).forward is Model.forward and not self._never_forwards():
+            self.forward()  # says what is missing
+        job.prepare(strategy.precision.input_dtype(self), strategy.share_count)
 
     def _never_forwards(self) -> bool:
         """Whether steps of its own may do without the model's forward."""
@@ -543,7 +593,7 @@ class Model(Hooks, Services, nn.Module):
         """Print the net's layers with their parameters, and shapes where they can be known.
 
         Args:
-            example: a batch of inputs; adds output shapes and memory.
+            example: a batch of inputs; adds output shapes, memory and multiply-adds.
             input_shape: the shape of one sample, instead of an example.
             depth: levels of nesting to show. Default None: all.
             print_fn: called with the text instead of printing it.
@@ -625,10 +675,12 @@ class Model(Hooks, Services, nn.Module):
         """Write weights, optimizers, schedulers, progress and history to one file.
 
         Args:
-            path: its name ends in `.h5`. An existing file is replaced, whole or not at all.
+            path: its name ends in `.h5`. An existing file is replaced, whole or not at all. A name
+                that ends in `.dcp` asks for a folder to which every rank writes what it has.
 
         Ranks:
-            Collective within a run (in a callback): all ranks call it, rank 0 writes.
+            Collective within a run (in a callback): all ranks call it, rank 0 writes (a folder:
+            all do).
 
         Raises:
             CheckpointError: the file can't be written; one that was there is untouched.
@@ -708,7 +760,7 @@ def load_model(path: Any, net: nn.Module) -> Model:
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
     """A verb's values: a dict, a list, or the loss alone."""
     if return_dict:
-        return values
+        return Results(values)
     found = list(values.values())
     return found[0] if len(found) == 1 else found or None
 

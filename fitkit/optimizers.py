@@ -23,6 +23,9 @@ for _name, _class in vars(torch.optim).items():
         OPTIMIZERS.add(_name, _class)
 OPTIMIZERS.add("QAdam", QAdamOptimizer, "QAdamOptimizer")
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers that have a step in one pass over all parameters, on CPU and CUDA."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerChoice:
@@ -56,6 +59,11 @@ class OptimizerChoice:
     def is_instance(self) -> bool:
         """Whether the user made the optimizer."""
         return isinstance(self.given, Optimizer)
+
+    @property
+    def is_name(self) -> bool:
+        """Whether fitkit chose the class, and so may choose how it computes."""
+        return isinstance(self.given, str)
 
     def check_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse an instance over parameters that aren't among `parameters`.
@@ -104,6 +112,103 @@ class OptimizerChoice:
                 "torch.optim.Optimizer."
             )
         return optimizer
+
+
+def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
+    """Let an optimizer make its step in one pass, where it can; else torch chooses.
+
+    To be called again before each training: devices and dtypes may have changed. What the user
+    has set in the groups stays: `fused=False`, or another way to compute.
+
+    Args:
+        optimizer: made from a name.
+        module: what gives the gradients.
+    """
+    groups = optimizer.param_groups
+    if any(group.get("fused") is False for group in groups):
+        fused: bool | None = False
+    elif (
+        type(optimizer) in FUSED
+        and not any(group.get("foreach") or group.get("differentiable") for group in groups)
+        # Torch's fused SGD fails where some parameters have a momentum and others, whose first
+        # gradient came later, have none yet; and it takes unset memory for one where a scaled
+        # loss's first update was left out.
+        and not any(group.get("momentum") for group in groups)
+        and all(map(_can_be_fused, held_by(optimizer)))
+        and not any(vars(child).get("sparse") is True for child in module.modules())
+        # Steps that make updates themselves may set gradients of any layout.
+        and getattr(module, "automatic_optimization", True)
+    ):
+        fused = True
+    else:
+        fused = None
+    if fused or optimizer.defaults.get("fused"):
+        _set_fused(optimizer, fused)
+
+
+def unfuse_if_unreadable(optimizer: Optimizer) -> None:
+    """Take the step in one pass back where it can't read the gradients.
+
+    They are sparse, or lie in memory otherwise than their parameters.
+    """
+    if optimizer.defaults.get("fused") and not all(map(_has_fitting_gradient, held_by(optimizer))):
+        _set_fused(optimizer, None)
+
+
+def _has_fitting_gradient(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    if gradient is None:
+        return True
+    if gradient.layout is not torch.strided:
+        return False
+    # Where there is one entry, autograd leaves any stride.
+    strides = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+    return all(own == given for size, own, given in strides if size > 1)
+
+
+def _can_be_fused(parameter: torch.Tensor) -> bool:
+    # Not half ones: fused SGD of torch 2.13 hardly changes them on a CPU.
+    return (
+        type(parameter) in (torch.nn.Parameter, torch.Tensor)
+        and parameter.dtype in (torch.float32, torch.float64)
+        and parameter.device.type in ("cpu", "cuda")
+        and parameter.layout is torch.strided
+        # Without gaps: on a CPU a fused step goes through memory from the first number on, and
+        # beyond what is the parameter's.
+        and (
+            parameter.is_contiguous()
+            or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        )
+    )
+
+
+def _set_fused(optimizer: Optimizer, fused: bool | None) -> None:
+    """Set in all places what the constructor's argument sets; None leaves the choice to torch."""
+    optimizer.defaults["fused"] = fused  # groups that are added later get it from here
+    optimizer._step_supports_amp_scaling = bool(fused)  # type: ignore[attr-defined]
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:  # counted beside the parameter, else in main memory
+                step = state["step"]
+                state["step"] = step.to(parameter.device, torch.float32) if fused else step.cpu()
+
+
+HOW = ("fused", "foreach", "capturable", "differentiable")
+"""Options of torch's optimizers that say how a step is computed, not what it gives."""
+
+
+def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, but how it computes (`HOW`) stays as it is.
+
+    The state may come from another device or version.
+    """
+    groups = [
+        {**group, **{name: own[name] for name in HOW if name in own}}
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 def check_trainable(parameters: list[torch.nn.Parameter]) -> None:

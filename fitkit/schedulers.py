@@ -50,6 +50,14 @@ class SchedulerChoice:
         """Whether the training's length, which `fit` knows, is one of its arguments."""
         return isinstance(self.given, str) and bool(_lengths_of(SCHEDULERS[self.given]))
 
+    @property
+    def class_name(self) -> str | None:
+        """The scheduler's class, where that is known before it is made."""
+        maker = _maker(self.given)
+        if isinstance(maker, type):
+            return maker.__name__
+        return type(maker).__name__ if _is_scheduler(maker) else None
+
     @classmethod
     def read(cls, value: Any) -> SchedulerChoice | None:
         """The choice in `compile`'s argument; None stays None.

@@ -26,6 +26,13 @@ def set_seed(seed: int) -> int:
     Raises:
         ArgumentTypeError: not an int.
         ConfigurationError: out of range.
+
+    Example:
+        >>> import torch, fitkit
+        >>> first = fitkit.set_seed(0), torch.randn(3)
+        >>> again = fitkit.set_seed(0), torch.randn(3)
+        >>> torch.equal(first[1], again[1])
+        True
     """
     check_count("seed", seed, minimum=0)
     if seed >= 2**32:

@@ -4,15 +4,20 @@
 an installed package does the same with an entry point of the group `fitkit.strategies`.
 """
 
+from fitkit.distributed.engines.xla_adapters import Adapter as XLAAdapter
 from fitkit.distributed.strategies import (
     DDP,
     DDP2,
     DP,
     FSDP,
     STRATEGIES,
+    XLA,
     Bagua,
     DDPSharded,
     DDPSpawn,
+    DeepSpeed,
+    FaultTolerant,
+    Horovod,
     SingleDevice,
     Strategy,
 )
@@ -22,9 +27,13 @@ DDPStrategy = DDP
 DDPSpawnStrategy = DDPSpawn
 DDPShardedStrategy = DDPSharded
 DDP2Strategy = DDP2
+DeepSpeedStrategy = DeepSpeed
 DPStrategy = DP
 FSDPStrategy = FSDP
+FaultTolerantStrategy = FaultTolerant
+HorovodStrategy = Horovod
 SingleDeviceStrategy = SingleDevice
+XLAStrategy = XLA
 register = STRATEGIES.register
 
 __all__ = [
@@ -32,6 +41,7 @@ __all__ = [
     "DDP2",
     "DP",
     "FSDP",
+    "XLA",
     "Bagua",
     "BaguaStrategy",
     "DDP2Strategy",
@@ -41,9 +51,17 @@ __all__ = [
     "DDPSpawnStrategy",
     "DDPStrategy",
     "DPStrategy",
+    "DeepSpeed",
+    "DeepSpeedStrategy",
     "FSDPStrategy",
+    "FaultTolerant",
+    "FaultTolerantStrategy",
+    "Horovod",
+    "HorovodStrategy",
     "SingleDevice",
     "SingleDeviceStrategy",
     "Strategy",
+    "XLAAdapter",
+    "XLAStrategy",
     "register",
 ]

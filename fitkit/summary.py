@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode
 
 from fitkit import trees
 from fitkit.arguments import check_count, describe
@@ -53,14 +54,15 @@ def summarize(
     if not isinstance(net, nn.Module):
         raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
     check_count("depth", depth, optional=True)
-    watch = _Watch()
     sizes = (0, "")
     if example is not None or input_shape is not None:
         example = example_batch(example, input_shape, net)
         sizes = (_bytes(example), shape_text(example))
         if any(map(is_lazy, [*net.parameters(), *net.buffers()])):
             net = _copied(net)  # A first batch would settle its shapes for good.
-        _call(net, example, run or (lambda net, example: net(example)), watch)
+    watch = _Watch(net)
+    if example is not None:
+        watch = _watched(net, example, run or (lambda net, example: net(example)))
     rows, hidden_below = _rows(net, depth, watch)
     known = [parameter for parameter in net.parameters() if not is_lazy(parameter)]
     buffers = [buffer for buffer in net.buffers() if not is_lazy(buffer)]
@@ -81,6 +83,7 @@ def summarize(
         input=sizes[1],
         input_bytes=sizes[0],
         activation_bytes=None if example is None else watch.activation_bytes,
+        multiply_adds=sum(watch.multiply_adds.values()) if watch.counts else None,
         hidden_below=hidden_below,
     )
 
@@ -112,27 +115,81 @@ def _bytes(tree: Any) -> int:
 # ------------------------------------------------------------------ the call
 
 
-class _Watch:
-    """Notes what each module gives while a net runs."""
+def _attention_operations(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Of the CPU's fused attention: queries with keys, and the weights with values."""
+    batch, heads, length, width = query
+    return int(2 * batch * heads * length * key[2] * (width + value[3]))
 
-    def __init__(self) -> None:
+
+def _recurrent_operations(inputs: Any, of_input: Any, of_state: Any, *_: Any, **__: Any) -> int:
+    """Of one direction of one layer of oneDNN's LSTM: both matrices, for each step and sample."""
+    steps, batch, _width = inputs
+    return int(2 * steps * batch * of_input[0] * (of_input[1] + of_state[1]))
+
+
+LACKING = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_operations,
+}
+"""Operations of the CPU that torch's counter has no formula for, from their inputs' shapes."""
+
+
+class _Watch:
+    """Notes what each module gives and computes while a net runs.
+
+    Attributes:
+        shapes: each module's (first) output's shapes.
+        calls: how often each ran.
+        multiply_adds: each module's own, without those of the modules that it calls.
+        activation_bytes: the memory of the outputs of modules that called no other.
+        counts: whether multiply-adds are counted.
+        operations: counts while the net runs; a multiplication and an addition are two.
+    """
+
+    def __init__(self, net: nn.Module, *, counts: bool = False) -> None:
+        self.counts = counts
         self.shapes: dict[nn.Module, str] = {}
         self.calls: Counter[nn.Module] = Counter()
+        self.multiply_adds: Counter[nn.Module] = Counter()
         self.activation_bytes = 0
-        self._calls_inside: list[int] = []
+        self.operations = FlopCounterMode(display=False, custom_mapping=LACKING)
+        self._counted = 0
+        self._running = [net]
+        self._calls_inside = [0]
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         """A module is called."""
-        if self._calls_inside:
-            self._calls_inside[-1] += 1
+        self._settle()
+        self._calls_inside[-1] += 1
         self._calls_inside.append(0)
+        self._running.append(module)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's call has ended."""
+        self._settle()
+        self._running.pop()
         self.calls[module] += 1
         self.shapes.setdefault(module, shape_text(output))
         if self._calls_inside.pop() == 0:
             self.activation_bytes += _bytes(output)
+
+    def _settle(self) -> None:
+        """What was computed since the last time was the running module's."""
+        counted = self.operations.get_total_flops()
+        self.multiply_adds[self._running[-1]] += (counted - self._counted) // 2
+        self._counted = counted
+
+
+def _watched(net: nn.Module, example: Any, run: Callable[[nn.Module, Any], Any]) -> _Watch:
+    """What was seen while the net ran once."""
+    watch = _Watch(net, counts=True)
+    try:
+        _call(net, example, run, watch)
+    except ConfigurationError:
+        # torch's counter refuses what it doesn't know of the higher-order operations.
+        watch = _Watch(net)
+        _call(net, example, run, watch)
+    return watch
 
 
 def _call(
@@ -147,7 +204,7 @@ def _call(
             handles.append(module.register_forward_pre_hook(watch.enter, prepend=True))
             # Called after an error too, so that a net may catch it and go on.
             handles.append(module.register_forward_hook(watch.leave, always_call=True))
-        with _untouched(net):
+        with _untouched(net), watch.operations if watch.counts else contextlib.nullcontext():
             run(net, example)
     except Exception as error:
         raise ConfigurationError(
@@ -179,11 +236,15 @@ def _untouched(net: nn.Module) -> Iterator[None]:
         # without it nothing is compiled.)
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        fast = torch.backends.mha.get_fastpath_enabled()
+        # One fused operation would pass by the modules inside.
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             for module, _ in modes:
                 module.training = False
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             for module, mode in modes:
                 module.training = mode
             for module, name, buffer, value, version in buffers:
@@ -219,6 +280,7 @@ class _Node:
 
     row: Row
     all_parameters: int | None
+    all_multiply_adds: int
     children: list[_Node]
 
 
@@ -257,11 +319,13 @@ def _node(
         parameters=known,
         trainable=_trainable(module),
         calls=watch.calls[module],
+        multiply_adds=0 if reused else watch.multiply_adds[module],
         reused=reused,
         shared=len(new) < len(own) and not reused,
         is_group=bool(children),
     )
-    return _Node(row, None if None in parts else sum(filter(None, parts)), children)
+    operations = row.multiply_adds + sum(child.all_multiply_adds for child in children)
+    return _Node(row, None if None in parts else sum(filter(None, parts)), operations, children)
 
 
 def _trainable(module: nn.Module) -> str:
@@ -277,7 +341,12 @@ def _levels(node: _Node) -> Iterator[int]:
 
 def _flat(node: _Node, depth: int) -> Iterator[Row]:
     if node.row.level == depth and node.children:
-        yield dataclasses.replace(node.row, parameters=node.all_parameters, is_group=False)
+        yield dataclasses.replace(
+            node.row,
+            parameters=node.all_parameters,
+            multiply_adds=node.all_multiply_adds,
+            is_group=False,
+        )
         return
     yield node.row
     for child in node.children:

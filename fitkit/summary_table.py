@@ -28,6 +28,8 @@ class Row:
             module whose children have no rows has them in its own. None: not yet known.
         trainable: `"yes"`, `"no"`, `"partly"`, or empty without parameters, children included.
         calls: how often it ran.
+        multiply_adds: of all its calls, forward, without those counted in another row; 0 where
+            it didn't run. See `Summary.multiply_adds`.
         reused: whether the same module has a row above.
         shared: whether some of its own parameters are counted in a row above.
         is_group: whether its children have rows.
@@ -40,6 +42,7 @@ class Row:
     parameters: int | None
     trainable: str
     calls: int = 0
+    multiply_adds: int = 0
     reused: bool = False
     shared: bool = False
     is_group: bool = False
@@ -62,6 +65,10 @@ class Summary:
         input_bytes: the input's memory.
         activation_bytes: about what the forward pass keeps for the backward pass: the
             outputs of all modules that called no other. None without an example.
+        multiply_adds: the multiplications with an addition of one forward pass with the example:
+            those of matrix products, convolutions and attention. What has no product of
+            matrices (norms, activations) or no known formula counts as none. None without an
+            example.
         hidden_below: the level of the last rows, where there are deeper modules.
     """
 
@@ -76,6 +83,7 @@ class Summary:
     input: str = ""
     input_bytes: int = 0
     activation_bytes: int | None = None
+    multiply_adds: int | None = None
     hidden_below: int | None = None
 
     def __str__(self) -> str:
@@ -124,6 +132,8 @@ class Summary:
             layers.add_column("Output shape", min_width=12)
         layers.add_column("Parameters", justify="right", no_wrap=True)
         layers.add_column("Trainable", no_wrap=True)
+        if self.multiply_adds:
+            layers.add_column("Mult-adds", justify="right", no_wrap=True)
         times = "x" if ascii_only else "×"
         for row in self.rows:
             repeated = f" {times}{row.calls}" if row.calls > 1 and not row.reused else ""
@@ -133,7 +143,10 @@ class Summary:
             for cell in cells:
                 cell.no_wrap, cell.overflow = True, "ellipsis"
             dim = "" if row.trainable == "yes" else "bright_black"
-            layers.add_row(*cells, Text(_parameters_text(row), dim), Text(row.trainable, dim))
+            cells += [Text(_parameters_text(row), dim), Text(row.trainable, dim)]
+            if self.multiply_adds:
+                cells.append(Text(human_count(row.multiply_adds) if row.multiply_adds else ""))
+            layers.add_row(*cells)
         totals = Table.grid(padding=(0, 2))
         totals.add_column(no_wrap=True)
         totals.add_column(justify="right", no_wrap=True)
@@ -161,6 +174,8 @@ class Summary:
             yield "Input", "", f"{human_bytes(self.input_bytes)}, {self.input}"
             kept = human_bytes(self.activation_bytes)
             yield "Activations", "", f"about {kept}, forward and kept for backward"
+        if self.multiply_adds:
+            yield "Mult-adds", f"{self.multiply_adds:,}", "forward, with this input"
 
 
 def human_bytes(size: float) -> str:
@@ -170,6 +185,17 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def human_count(number: int) -> str:
+    """A large number in four digits at most: `812`, `1.50 k`, `23.1 M`, `4.06 G`."""
+    size = float(number)
+    for unit in ("", " k", " M", " G", " T"):
+        if size < 999.5 or unit == " T":
+            break
+        size /= 1000
+    digits = 0 if not unit or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{digits}f}{unit}"
 
 
 def _console(file: IO[str], **options: Any) -> Console:

@@ -1,4 +1,4 @@
-"""What torch's errors about shapes and number types look like."""
+"""What torch's errors about shapes, number types and memory look like."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ PAIR_ERRORS = re.compile(
     r"number of (subscripts|dimensions)"
 )
 """Of a prediction beside its target, in losses."""
+
+
+MEMORY_ERRORS = re.compile(
+    r"out of memory|MemoryError|(can't|cannot|unable to) allocate|alloc_failed", re.IGNORECASE
+)
+"""Of devices, libraries and the CPU's allocator."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch had no memory to give."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and MEMORY_ERRORS.search(str(error)) is not None
 
 
 def raised_in_torch(error: BaseException) -> bool:

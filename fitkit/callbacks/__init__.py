@@ -20,6 +20,7 @@ from fitkit.callbacks.model_checkpoint import ModelCheckpoint
 from fitkit.callbacks.moving_average import EMA, SwapEMAWeights
 from fitkit.callbacks.non_finite import DetectNonFinite
 from fitkit.callbacks.optuna_pruning import OptunaPruning
+from fitkit.callbacks.profiler import Profiler
 from fitkit.callbacks.progress import ProgressBar
 from fitkit.callbacks.reduce_on_plateau import ReduceLROnPlateau
 from fitkit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
@@ -54,6 +55,7 @@ __all__ = [
     "MetricCallback",
     "ModelCheckpoint",
     "OptunaPruning",
+    "Profiler",
     "ProgbarLogger",
     "ProgressBar",
     "ReduceLROnPlateau",

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fitkit.callbacks.ranks import from_rank_zero, several_ranks
-from fitkit.checkpoint import save_checkpoint, save_weights
+from fitkit.checkpoint import is_folder_name, save_checkpoint, save_folder, save_weights
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.notices import warn
 
 if TYPE_CHECKING:
     from fitkit.model import Model
+    from fitkit.training.fit_run import FitRun
 
 
 class CheckpointWriter:
-    """Writes a model's checkpoints: rank 0 does, and all ranks share its failures.
+    """Writes a model's checkpoints: rank 0 does, to a folder every rank; all share a failure.
 
     Args:
         weights_only: whether the files get the weights alone.
@@ -53,6 +54,9 @@ class CheckpointWriter:
             CheckpointError: this file or, asynchronously, the one before can't be written.
         """
         self.finish(model)
+        if is_folder_name(path):
+            self._save_folder(model, path, then)
+            return
         contents = self._contents(model)
         if model.is_global_zero:
             if self.asynchronous:
@@ -62,6 +66,23 @@ class CheckpointWriter:
             self._attempt(lambda: self._write(path, contents, then))
         if not self.asynchronous:
             self._share(model)
+
+    def _save_folder(self, model: Model, path: str, then: Callable[[], None]) -> None:
+        """Let every rank write its part; what follows is rank 0's."""
+        strategy, run = model.compilation.strategy, _run_of(model)
+        state: dict[str, Any] | None = None
+        if self.weights_only:
+            strategy.settle()
+            weights = strategy.for_folder(lambda: model.weights_module().state_dict())
+        else:
+            weights, state = run.contents(spread=True)
+        if model.is_global_zero:
+            self._attempt(lambda: _make_folder(path))
+        self._share(model)
+        save_folder(path, weights, state, strategy.collectives)
+        if model.is_global_zero:
+            self._attempt(then)
+        self._share(model)
 
     def finish(self, model: Model) -> None:
         """Wait for what is being written.
@@ -90,22 +111,14 @@ class CheckpointWriter:
             warn(f"The last checkpoint wasn't written: {error}")
 
     def _contents(self, model: Model) -> Any:
-        run = model.fit_state.run
-        if run is None:
-            raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")
-        if self.weights_only:
-            return model.weights_module().state_dict()
-        return run.contents()
+        run, strategy = _run_of(model), model.compilation.strategy
+        if not self.weights_only:
+            return run.contents()
+        strategy.settle()
+        return strategy.for_file(lambda: model.weights_module().state_dict())
 
     def _write(self, path: str, contents: Any, then: Callable[[], None]) -> None:
-        folder = os.path.dirname(path) or "."
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} can't be written: the folder {folder} can't be made ({error.strerror}). "
-                "Choose another."
-            ) from error
+        _make_folder(path)
         if self.weights_only:
             save_weights(path, contents)
         else:
@@ -132,6 +145,25 @@ class CheckpointWriter:
             error = from_rank_zero(model, error)
         if error is not None:
             raise error
+
+
+def _run_of(model: Model) -> FitRun:
+    run = model.fit_state.run
+    if run is None:
+        raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")
+    return run
+
+
+def _make_folder(path: str) -> None:
+    """Make the folder that a checkpoint goes into."""
+    folder = os.path.dirname(path) or "."
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be written: the folder {folder} can't be made ({error.strerror}). "
+            "Choose another."
+        ) from error
 
 
 class HostCopies:

@@ -9,17 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fitkit.checkpoint as files
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.callbacks.agreement import Wishes
 from fitkit.callbacks.asynchronous import CheckpointWriter
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
 from fitkit.callbacks.signals import Preempted, SignalNotes, requeue
-from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from fitkit.notices import warn
+from fitkit.callbacks.whole_files import newest_whole, remove_unwanted
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 
-NAME = re.compile(r"backup-(\d{6,})\.h5")
+NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
 
 
 class BackupAndRestore(Callback):
@@ -46,6 +45,8 @@ class BackupAndRestore(Callback):
         catch_signals: default True.
         asynchronous: whether a thread writes while the training goes on; see `ModelCheckpoint`.
             Default False.
+        sharded: whether each backup is a folder to which every rank writes its part, as
+            `FSDPStrategy` makes worth while, instead of one file. Default False.
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; ranks that don't see the
@@ -67,6 +68,7 @@ class BackupAndRestore(Callback):
         keep: int = 1,
         catch_signals: bool = True,
         asynchronous: bool = False,
+        sharded: bool = False,
     ) -> None:
         if not isinstance(backup_dir, (str, os.PathLike)) or not os.fspath(backup_dir):
             raise ArgumentTypeError(f"backup_dir={describe(backup_dir)} must be a path.")
@@ -79,6 +81,13 @@ class BackupAndRestore(Callback):
         check_count("keep", keep)
         check_flag("catch_signals", catch_signals)
         check_flag("asynchronous", asynchronous)
+        check_flag("sharded", sharded)
+        if asynchronous and sharded:
+            raise ConfigurationError(
+                "asynchronous=True can't write the folders of sharded=True, which all ranks write "
+                "together. Give one of them."
+            )
+        self._suffix = ".dcp" if sharded else ".h5"
         self.backup_dir = Path(backup_dir)
         self.save_freq = save_freq
         self.keep = max(keep, 2) if double_checkpoint else keep
@@ -87,7 +96,7 @@ class BackupAndRestore(Callback):
         self._writer = CheckpointWriter(asynchronous=asynchronous)
         self._wishes = Wishes()
         self._signals = SignalNotes()
-        self._damaged: list[Path] = []
+        self._damaged: list[str] = []
         self._since = 0
         self._due = self._ends = self._in_step = False
         if catch_signals or not isinstance(save_freq, str):
@@ -131,7 +140,7 @@ class BackupAndRestore(Callback):
             arrived = self._signals.arrived is not None
             self._ends = self._wishes.after_step(self.model, arrived) or self._ends
         if type(self.save_freq) is int:
-            self._since += 1
+            self._since += self.params.get("steps_per_execution", 1)
             if self._since >= self.save_freq:
                 self._since, self._due = 0, True
         run = self.model.fit_state.run
@@ -215,20 +224,18 @@ class BackupAndRestore(Callback):
     def _next_path(self) -> Path:
         there = self._there()
         match = NAME.fullmatch(there[-1].name) if there else None
-        return self.backup_dir / f"backup-{int(match[1]) + 1 if match else 1:06d}.h5"
+        return self.backup_dir / f"backup-{int(match[1]) + 1 if match else 1:06d}{self._suffix}"
 
     def _prune(self) -> None:
         """Delete what a newer backup stands for now."""
-        damaged, self._damaged = self._damaged, []
+        damaged, self._damaged = [Path(path) for path in self._damaged], []
         whole = [path for path in self._there() if path not in damaged]
         for path in [*damaged, *whole[: -self.keep]]:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            remove_unwanted(path)
 
     def _delete(self) -> None:
         for path in self._there():
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            remove_unwanted(path)
         with contextlib.suppress(OSError):  # it has other files
             self.backup_dir.rmdir()
 
@@ -242,18 +249,7 @@ class BackupAndRestore(Callback):
         """
         self._writer.wait()
         self._damaged = []
-        first: CheckpointError | None = None
-        for path in reversed(self._there()):
-            try:
-                with files.open_checkpoint(path):
-                    return str(path)
-            except CheckpointError as error:
-                warn(f"The backup {path} can't be used: {error}")
-                self._damaged.append(path)
-                first = first or error
-        if first is not None:
-            raise first
-        return None
+        return newest_whole(map(str, reversed(self._there())), self._damaged)
 
     def state_dict(self) -> dict[str, Any]:
         return {"since": self._since}

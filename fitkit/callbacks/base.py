@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,6 +69,13 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave; called after `on_train_begin`, which begins anew."""
+
+    def around_hooks(self, hooks: dict[str, tuple[Callable[..., Any], ...]]) -> Any:
+        """The hooks that a run will call, by name and in order; here as they are given.
+
+        For a callback that watches the others; called once before a run's first hook.
+        """
+        return hooks
 
     def prepare_optimizers(self, model: Model) -> None:
         """Arrange parameter groups as the callback's runs have them, before a resumed fit loads.
@@ -150,3 +157,9 @@ def overrides(callback: Callback, hook: str) -> bool:
     if hook in vars(callback):
         return True
     return getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+def may_add_logs(callback: Callback) -> bool:
+    """Whether a callback may add to an epoch's logs what it hasn't announced: others' code may."""
+    is_ours = type(callback).__module__.startswith("fitkit.")
+    return not is_ours or any(hook in vars(callback) for hook in HOOKS)

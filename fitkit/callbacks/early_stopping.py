@@ -40,6 +40,16 @@ class EarlyStopping(Callback):
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; at the first epoch's end
             at the latest, a name that the logs don't have.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(2, 1))
+        >>> model.compile("sgd", "mse", learning_rate=0.0)  # nothing improves
+        >>> stop = fitkit.callbacks.EarlyStopping("loss", patience=2)
+        >>> x, y = torch.ones(32, 2), torch.ones(32, 1)
+        >>> history = model.fit(x, y, epochs=9, verbose=0, callbacks=stop)
+        >>> len(history.epoch)
+        3
     """
 
     stops_alike = True

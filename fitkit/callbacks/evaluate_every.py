@@ -66,7 +66,7 @@ class EvaluateEvery(Callback):
 
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
-        announce_prefix(params, f"{self.name}_")
+        announce_prefix(params, f"{self.name}_", every_epoch=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if (epoch + 1) % self.every == 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import describe
+from fitkit.checkpoint import is_there
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import nearest
 
@@ -98,7 +99,7 @@ class FileNames:
             glob.escape(literal) + ("" if field is None else "*")
             for literal, field, _ in self._parts
         )
-        return [path for path in glob.glob(pattern) if self.matches(path) and os.path.isfile(path)]
+        return [path for path in glob.glob(pattern) if self.matches(path) and is_there(path)]
 
 
 def _parsed(template: str) -> list[tuple[str, str | None, str]]:

@@ -15,11 +15,22 @@ class LambdaCallback(Callback):
     """Calls the functions that it was given, each at the hook of its name.
 
     Args:
-        **hooks: functions by the hook's name, with that hook's arguments:
-            `LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))`.
+        **hooks: functions by the hook's name, with that hook's arguments.
 
     Raises:
         ArgumentTypeError: a name that is no hook, or a value that can't be called.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(2, 1))
+        >>> model.compile("sgd", "mse")
+        >>> told = fitkit.callbacks.LambdaCallback(
+        ...     on_epoch_end=lambda epoch, logs: print(epoch, sorted(logs))
+        ... )
+        >>> x, y = torch.ones(32, 2), torch.ones(32, 1)
+        >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=told)
+        0 ['loss']
+        1 ['loss']
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fitkit.arguments import check_choice, check_flag, describe
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.learner import optimizers_of, rate_of, refuse_scheduler, set_rate
+from fitkit.callbacks.monitor import announce_prefix
 from fitkit.callbacks.ranks import from_rank_zero, say
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
@@ -36,6 +37,10 @@ class LearningRateScheduler(Callback):
         self.schedule = schedule
         self.verbose = verbose
         self._takes_rate = _takes_rate(schedule)
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        announce_prefix(params, "learning_rate")
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
@@ -124,6 +129,11 @@ class LearningRateMonitor(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_optimizers": []}
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        for prefix in ("learning_rate", "momentum", "weight_decay"):
+            announce_prefix(params, prefix)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.rates = []

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import fitkit.checkpoint as files
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.callbacks.agreement import Wishes
 from fitkit.callbacks.asynchronous import CheckpointWriter
@@ -20,11 +18,11 @@ from fitkit.callbacks.file_names import FileNames
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import from_rank_zero, say, several_ranks
 from fitkit.callbacks.signals import Preempted
+from fitkit.callbacks.whole_files import newest_whole, remove_unwanted
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.notices import warn
 
-WHOLE = (".h5", ".hdf5")
-WEIGHTS = (".h5", ".hdf5", ".safetensors", ".pt", ".pth")
+WHOLE = (".h5", ".hdf5", ".dcp")
+WEIGHTS = (*WHOLE, ".safetensors", ".pt", ".pth")
 
 
 class ModelCheckpoint(Callback):
@@ -36,7 +34,8 @@ class ModelCheckpoint(Callback):
     Args:
         filepath: the file's name; numbers in braces are filled in, like
             `"{epoch:02d}-{val_loss:.2f}.h5"`: `epoch` (from 1), `step` (updates so far), `batch`
-            (from 1, for saves within epochs), and the logs.
+            (from 1, for saves within epochs), and the logs. A name that ends in `.dcp` asks for
+            a folder to which every rank writes its part, whole or weights alone.
         monitor: the log that tells which is best. Default `"val_loss"`.
         verbose: 1 says what is saved. Default 0.
         save_best_only: whether only epochs are saved whose value is better than all before.
@@ -68,6 +67,15 @@ class ModelCheckpoint(Callback):
         ConfigurationError, ArgumentTypeError: arguments that can't be; at the first save a name in
             `filepath` that the logs don't have.
         CheckpointError: a file can't be written; what was there is untouched.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(2, 1))
+        >>> model.compile("adam", "mse")
+        >>> saves = fitkit.callbacks.ModelCheckpoint("{epoch:02d}.h5", "loss", save_top_k=1)
+        >>> x, y = torch.ones(32, 2), torch.ones(32, 1)
+        >>> history = model.fit(x, y, epochs=3, verbose=0, callbacks=saves)
+        >>> model.load(saves.best_model_path)
     """
 
     stops_alike = True
@@ -102,6 +110,11 @@ class ModelCheckpoint(Callback):
             WEIGHTS if save_weights_only else WHOLE,
             "weights" if save_weights_only else "whole checkpoints",
         )
+        if asynchronous and self._names.suffix.lower() == ".dcp":
+            raise ConfigurationError(
+                f"asynchronous=True can't write filepath={self._names.template!r}: all ranks write "
+                "a folder together. Write asynchronous=False, or a name that ends in .h5."
+            )
         self._steps, self._interval_s = _frequency(
             save_freq, every_n_train_steps, train_time_interval
         )
@@ -177,7 +190,7 @@ class ModelCheckpoint(Callback):
     def _is_due(self) -> bool:
         """Whether this batch's end is a moment to save, on all ranks alike."""
         if self._steps is not None:
-            self._since += 1
+            self._since += self.params.get("steps_per_execution", 1)
             if self._since < self._steps:
                 return False
             self._since = 0
@@ -284,8 +297,11 @@ class ModelCheckpoint(Callback):
     def last_path(self) -> str | None:
         """The newest checkpoint of this callback, of this run or of one before; None: none.
 
+        One that is damaged is passed over, with a warning.
+
         Raises:
             ConfigurationError: its files hold weights only.
+            CheckpointError: all of its files are damaged.
         """
         if self.save_weights_only:
             raise ConfigurationError(
@@ -295,8 +311,8 @@ class ModelCheckpoint(Callback):
         self._writer.wait()
         own = [self._last_name, str(self._names.folder / f"exception{self._names.suffix}")]
         there = [path for path in (self._last, *own, *self._names.found()) if path is not None]
-        there = [path for path in there if os.path.isfile(path)]
-        return max(there, key=lambda path: os.stat(path).st_mtime_ns, default=None)
+        there = [path for path in dict.fromkeys(there) if files.is_there(path)]
+        return newest_whole(sorted(there, key=lambda path: -os.stat(path).st_mtime_ns))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -351,15 +367,6 @@ def _frequency(
 def _afterwards(path: str, last: str | None, removed: list[str]) -> None:
     """What rank 0 does when a file is there: a second name for it, and others' end."""
     if last is not None:
-        twin = f"{path}.{os.getpid()}.link"
-        try:
-            os.link(path, twin)
-        except OSError:  # a file system without links
-            shutil.copy2(path, twin)
-        os.replace(twin, last)
+        files.link_checkpoint(path, last)
     for other in removed:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                Path(other).unlink()
-        except OSError as error:
-            warn(f"{other} is no longer wanted, but can't be deleted: {error}.")
+        remove_unwanted(other)

@@ -6,6 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from fitkit import trees
 from fitkit.arguments import check_choice, check_number, describe
 from fitkit.callbacks.ranks import from_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -140,9 +141,13 @@ class Monitor:
         """A fit begins.
 
         Raises:
-            ConfigurationError: a value of the validation, and fit has nothing to validate on.
+            ConfigurationError: a name that no epoch will have, as far as that is known by now; or
+                a value of the validation, and fit has nothing to validate on.
         """
         self._seen = False
+        names = _names_to_come(model, params)
+        if names and not self._is_one_of(names) and not self._comes_from_a_callback(params):
+            raise self._absent(names)
         # Other names with val_ may be a user's own callback's.
         if (
             self.name in [f"val_{name}" for name in model.metrics_names]
@@ -154,6 +159,11 @@ class Monitor:
                 f"fit validation_data or validation_split, or write "
                 f"monitor={self.name.removeprefix('val_')!r}."
             )
+
+    def _is_one_of(self, names: list[str]) -> bool:
+        """Whether the name is one of those, or that of one output (`a_loss`, `val_a_loss`)."""
+        base = self.name.removeprefix("val_")
+        return any(base == name or base.endswith(f"_{name}") for name in names)
 
     def better(self, value: float, than: float) -> bool:
         """Whether a value is better by more than `min_delta`; NaN never is."""
@@ -186,15 +196,25 @@ class Monitor:
 
     def _may_come(self, params: dict[str, Any], names: list[str]) -> bool:
         """Whether a later epoch may have the value."""
-        if self._comes_from_a_callback(params):
-            return True
+        for prefix in self._prefixes(params, every_epoch=False):
+            # An epoch's other logs with val_ are the validation's.
+            if prefix == "val_" or not any(name.startswith(prefix) for name in names):
+                return True
         is_validations = self.name.startswith("val_")
         validated = any(name.startswith("val_") for name in names)
         return is_validations and not validated and params.get("validation") is not False
 
     def _comes_from_a_callback(self, params: dict[str, Any]) -> bool:
-        prefixes = params.get("prefixes", ())
-        return any(self.name.startswith(prefix) for prefix in prefixes)
+        return any(self._prefixes(params))
+
+    def _prefixes(self, params: dict[str, Any], every_epoch: bool | None = None) -> list[str]:
+        """The announced prefixes that the name has; of those that come so often, if given."""
+        announced = params.get("prefixes", {}).items()
+        return [
+            prefix
+            for prefix, often in announced
+            if self.name.startswith(prefix) and every_epoch in (None, often)
+        ]
 
     def _absent(self, names: list[str]) -> ConfigurationError:
         close = nearest(self.name, names)
@@ -205,12 +225,28 @@ class Monitor:
         )
 
 
-def announce_prefix(params: dict[str, Any], prefix: str) -> None:
+def _names_to_come(model: Model, params: dict[str, Any]) -> list[str] | None:
+    """The logs of the epochs of a net with one output; None where somebody may log others.
+
+    Steps and losses of a user's own may log anything, and a metric that is an object may give
+    several values.
+    """
+    if type(model).__module__ != "fitkit.model" or params.get("unannounced_logs", True):
+        return None
+    asked = [model.compilation.given.get(n) for n in ("loss", "metrics", "weighted_metrics")]
+    if not all(isinstance(leaf, str) for leaf in trees.leaves(asked) if leaf is not None):
+        return None
+    names = ["loss", *model.compilation.metrics.known_names]
+    return names + [f"val_{name}" for name in names] * bool(params.get("validation"))
+
+
+def announce_prefix(params: dict[str, Any], prefix: str, *, every_epoch: bool = True) -> None:
     """Say that logs which begin so come from a callback, perhaps not every epoch.
 
     Called in `set_params`: before any callback's first hook.
     """
-    params.setdefault("prefixes", set()).add(prefix)
+    announced = params.setdefault("prefixes", {})
+    announced[prefix] = announced.get(prefix, True) and every_epoch
 
 
 def direction_of(name: str) -> str:

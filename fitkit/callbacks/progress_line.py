@@ -132,7 +132,7 @@ def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> list[Sp
     bar, the other metrics in their order, and the speeds.
     """
     gap = len(_dot(ascii_only))
-    room = width - len(moment.title) - 1 - len(moment.count)
+    room = width - _columns(moment.title) - 1 - _columns(moment.count)
     metrics = [_metric(name, text) for name, text in moment.metrics]
     time: list[Span] = [(moment.time, "")]
     speeds: list[list[Span]] = []
@@ -261,14 +261,25 @@ def _bar(fraction: float, width: int, *, ascii_only: bool) -> list[Span]:
 
 
 def _length(line: Iterable[Span]) -> int:
-    return sum(len(text) for text, _ in line)
+    return sum(_columns(text) for text, _ in line)
+
+
+def _columns(text: str) -> int:
+    """How many columns a text takes; Chinese characters, for one, take two each."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def _cropped(line: list[Span], width: int) -> list[Span]:
     cropped = []
     for text, style in line:
-        cropped.append((text[:width], style))
-        width -= len(text)
+        while _columns(text) > width:
+            text = text[:-1]
+        cropped.append((text, style))
+        width -= _columns(text)
         if width <= 0:
             break
     return cropped

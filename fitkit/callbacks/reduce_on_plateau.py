@@ -7,7 +7,7 @@ from typing import Any
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.learner import change_rates, rate_of, refuse_scheduler
-from fitkit.callbacks.monitor import Monitor
+from fitkit.callbacks.monitor import Monitor, announce_prefix
 from fitkit.callbacks.ranks import say
 
 
@@ -67,6 +67,10 @@ class ReduceLROnPlateau(Callback):
         self.best = self._watch.worst
         self.wait = 0
         self.cooldown_counter = 0
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        announce_prefix(params, "learning_rate")
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fitkit.arguments import check_count, describe
 from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.monitor import announce_prefix
 from fitkit.errors import ArgumentTypeError
 
 
@@ -40,6 +41,11 @@ class ThroughputMonitor(Callback):
         self._ends: deque[float] = deque(maxlen=window_size + 1)
         self._end_s: float | None = None
 
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        announce_prefix(params, self._name("batches_per_sec"))
+        announce_prefix(params, self._name("samples_per_sec"))
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._ends.clear()
         self._end_s = None
@@ -54,7 +60,8 @@ class ThroughputMonitor(Callback):
         self._note_end()
         if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0]:
             return
-        batches = (len(self._ends) - 1) / (self._end_s - self._ends[0])
+        groups = (len(self._ends) - 1) / (self._end_s - self._ends[0])
+        batches = groups * self.params.get("steps_per_execution", 1)
         logs[self._name("batches_per_sec")] = batches * self.model.world_size
         samples = self._samples_in_a_step()
         if samples is not None:

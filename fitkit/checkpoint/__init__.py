@@ -3,7 +3,9 @@
 from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.checkpoint.comparison import LoadedWeights
 from fitkit.checkpoint.container import Reader, read_container, write_container
+from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
 from fitkit.checkpoint.optimizer_state import check_optimizer_state
+from fitkit.checkpoint.sharded_folder import is_folder_name, save_folder
 from fitkit.checkpoint.weights import (
     FittingWeights,
     fitting_weights,
@@ -25,12 +27,17 @@ __all__ = [
     "Reader",
     "check_optimizer_state",
     "fitting_weights",
+    "is_folder_name",
+    "is_there",
+    "link_checkpoint",
     "load_weights",
     "open_checkpoint",
     "read_container",
     "read_state",
     "remove_abandoned",
+    "remove_checkpoint",
     "save_checkpoint",
+    "save_folder",
     "save_weights",
     "write_container",
     "write_state",

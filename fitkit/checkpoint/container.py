@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.digest import BLOCK_BYTES, BodyDigest
+from fitkit.checkpoint.body_writer import BodyWriter
 from fitkit.checkpoint.document import (
     LARGEST_DOCUMENT,
     ArrayDescription,
@@ -36,7 +36,7 @@ from fitkit.checkpoint.dtypes import (
 )
 from fitkit.checkpoint.header import HEADER_SIZE, Verified, open_verified, seal
 from fitkit.checkpoint.interrupts import HeldInterrupts
-from fitkit.checkpoint.stored_arrays import StoredArrays, bytes_of
+from fitkit.checkpoint.stored_arrays import StoredArrays
 from fitkit.checkpoint.structure import check_count, check_numbers, open_dataset, open_group
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -51,8 +51,6 @@ _BYTE = np.dtype("u1")
 # Larger arrays begin at multiples of a cache line, so that a mapped file can be used as it is.
 _ALIGNED_BYTES = 1024
 _ALIGNMENT = 64
-# What is written before hashing is told that there is more.
-_PIECE_BYTES = 8 << 20
 
 
 def write_container(
@@ -81,12 +79,11 @@ def write_container(
     with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
         offsets = _lay_out(file, text, tensors)
         file.flush()
-        with BodyDigest(file, HEADER_SIZE, size_bytes) as digest:
-            # In the file's order, so that what is behind is complete and can be hashed.
+        with BodyWriter(file, HEADER_SIZE, size_bytes) as body:
             for index in sorted(offsets, key=lambda index: offsets[index]):
-                _write_numbers(file, offsets[index], to_stored(tensors[index]), digest)
+                body.add(offsets[index], to_stored(tensors[index]))
                 interrupts.deliver()
-            seal(file, digest)
+            seal(file, body)
         interrupts.deliver()
 
 
@@ -100,8 +97,8 @@ def _storable(index: int, array: object) -> torch.Tensor:
 def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[int, int]:
     """Write a file that lacks nothing but the arrays' numbers; says where those belong.
 
-    libhdf5 only makes the structure. Written past it, in the file's order, numbers cost one copy,
-    and can be hashed at the same time.
+    libhdf5 only makes the structure. Written past it, numbers are hashed and written at once, on
+    all cores.
 
     Returns:
         The place in the file of each array that has any numbers.
@@ -150,19 +147,8 @@ def _in_one_piece() -> PropDCID:
     properties.set_layout(h5d.CONTIGUOUS)
     properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5d.FILL_TIME_NEVER)
+    properties.set_obj_track_times(False)  # the same content shall give the same bytes
     return properties
-
-
-def _write_numbers(
-    file: BinaryIO, offset: int, numbers: np.ndarray[Any, Any], digest: BodyDigest
-) -> None:
-    content = bytes_of(numbers)
-    file.seek(offset)
-    for start in range(0, len(content), _PIECE_BYTES):
-        file.write(content[start : start + _PIECE_BYTES])
-        if len(content) >= BLOCK_BYTES:
-            file.flush()
-            digest.reached(file.tell())
 
 
 class Reader:

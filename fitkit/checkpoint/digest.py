@@ -1,7 +1,7 @@
 """The digest of a file's body: SHA-256 by blocks, on several cores.
 
 One core hashes 1.7 GB/s where it has instructions for it, four times less than it can copy. The
-blocks of a file can be hashed at the same time, and as soon as they are written.
+blocks of a file can be hashed at the same time, and while they are written (`body_writer.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
@@ -20,6 +21,8 @@ BLOCK_BYTES = 1 << 20
 _MOST_THREADS = 8
 # Below this size starting threads costs more than it saves.
 _WORTH_THREADS_BYTES = 8 * BLOCK_BYTES
+# Blocks that a thread has waiting: enough never to be idle, few enough to hold little memory.
+_WAITING = 2
 
 # Without preadv (Windows), reading at a place means moving the file's one position.
 _POSITION = threading.Lock()
@@ -48,63 +51,92 @@ def _read_once(file: BinaryIO, offset: int, buffer: memoryview) -> int:
         return count
 
 
-class BodyDigest:
-    """The digest of what stands in `file` from byte `start` on, hashed as it gets there.
+def write_at(file: BinaryIO, offset: int, content: memoryview) -> None:
+    """Write bytes at a place, past the file's buffer; several threads may."""
+    if not hasattr(os, "pwrite"):
+        with _POSITION:
+            file.seek(offset)
+            file.write(content)
+            file.flush()
+        return
+    while content:
+        count = os.pwrite(file.fileno(), content, offset)
+        content, offset = content[count:], offset + count
+
+
+class BlockHashes:
+    """The hashes of a body's blocks, made by several threads, and the digest of them all.
 
     Args:
-        file: where the bytes are read, through the system and not through its buffer.
-        start: where the body begins.
-        size_bytes: about how large it gets; a small one is hashed without threads.
+        size_bytes: about how large the body is; a small one is hashed without threads.
     """
 
-    def __init__(self, file: BinaryIO, start: int, size_bytes: int) -> None:
-        self._file = file
-        self._next = start
+    def __init__(self, size_bytes: int) -> None:
         self._hashes: list[bytes | Future[bytes]] = []
+        self._waiting: deque[Future[bytes]] = deque()
         self._buffers = threading.local()
-        threads = min(_cores(), _MOST_THREADS)
-        large = size_bytes >= _WORTH_THREADS_BYTES and threads > 1
-        self._pool = ThreadPoolExecutor(threads, "fitkit-digest") if large else None
+        self._threads = min(_cores(), _MOST_THREADS)
+        large = size_bytes >= _WORTH_THREADS_BYTES and self._threads > 1
+        self._pool = ThreadPoolExecutor(self._threads, "fitkit-digest") if large else None
 
-    def __enter__(self) -> BodyDigest:
+    def __enter__(self) -> BlockHashes:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def reached(self, position: int) -> None:
-        """Say that all bytes before `position` are in the file and stay as they are."""
-        while self._next + BLOCK_BYTES <= position:
-            self._hashes.append(self._submit(self._next, BLOCK_BYTES))
-            self._next += BLOCK_BYTES
+    def add(self, fill: Callable[[memoryview], int]) -> None:
+        """Hash the next block.
 
-    def finish(self, end: int) -> str:
-        """The digest, in hexadecimal digits, of a body that ends at byte `end`."""
-        self.reached(end)
-        if self._next < end:
-            self._hashes.append(self._submit(self._next, end - self._next))
-            self._next = end
+        Args:
+            fill: puts the block's bytes into the memory that it is given, does with them what
+                else is to be done, and returns how many there are. Called in any thread.
+
+        Raises:
+            Exception: what `fill` raised for this block or for one before.
+        """
+        if self._pool is not None:
+            try:
+                future = self._pool.submit(self._hash, fill)
+            except RuntimeError:  # no thread can be started, as while the interpreter ends
+                self._pool = None
+            else:
+                self._hashes.append(future)
+                self._waiting.append(future)
+                if len(self._waiting) > _WAITING * self._threads:
+                    self._waiting.popleft().result()
+                return
+        self._hashes.append(self._hash(fill))
+
+    def digest(self) -> str:
+        """The digest, in hexadecimal digits, when all blocks are there."""
         whole = hashlib.sha256()
         for block in self._hashes:
             digest = block if isinstance(block, bytes) else block.result()
             whole.update(digest.hex().encode("ascii"))
         return whole.hexdigest()
 
-    def _submit(self, offset: int, size_bytes: int) -> bytes | Future[bytes]:
-        if self._pool is not None:
-            try:
-                return self._pool.submit(self._hash, offset, size_bytes)
-            except RuntimeError:  # no thread can be started, as while the interpreter ends
-                self._pool = None
-        return self._hash(offset, size_bytes)
-
-    def _hash(self, offset: int, size_bytes: int) -> bytes:
+    def _hash(self, fill: Callable[[memoryview], int]) -> bytes:
         buffer = getattr(self._buffers, "block", None)
         if buffer is None:
             buffer = self._buffers.block = memoryview(bytearray(BLOCK_BYTES))
-        count = read_at(self._file, offset, buffer[:size_bytes])
-        return hashlib.sha256(buffer[:count]).digest()
+        return hashlib.sha256(buffer[: fill(buffer)]).digest()
+
+
+def blocks_digest(file: BinaryIO, start: int, end: int) -> str:
+    """The digest of the bytes from `start` to `end`, in blocks: that of version 2.
+
+    The file is read through the system, and not through its buffer.
+    """
+    with BlockHashes(end - start) as hashes:
+        for offset in range(start, end, BLOCK_BYTES):
+            hashes.add(_reading(file, offset, min(BLOCK_BYTES, end - offset)))
+        return hashes.digest()
+
+
+def _reading(file: BinaryIO, offset: int, size_bytes: int) -> Callable[[memoryview], int]:
+    return lambda buffer: read_at(file, offset, buffer[:size_bytes])
 
 
 def plain_digest(file: BinaryIO, start: int) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from fitkit.checkpoint.hdf5 import HDF5, SUFFIXES
 from fitkit.checkpoint.safetensors_file import SafeTensors
-from fitkit.checkpoint.torch_file import TorchFile
+from fitkit.checkpoint.torch_file import LightningFile, TorchFile
 from fitkit.registry import Registry, unknown_name
 
 
@@ -71,6 +71,7 @@ FORMATS: Registry[WeightFormat] = Registry("suffix")
 FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])
 FORMATS.add(".safetensors", SafeTensors())
 FORMATS.add(".pt", TorchFile(), ".pth")
+FORMATS.add(".ckpt", LightningFile())
 
 
 def format_of(path: str | os.PathLike[str]) -> WeightFormat:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from fitkit.checkpoint.digest import BodyDigest, plain_digest
+from fitkit.checkpoint.body_writer import BodyWriter
+from fitkit.checkpoint.digest import blocks_digest, plain_digest
 from fitkit.errors import CheckpointError
 
 HEADER_SIZE = 512
@@ -49,17 +50,17 @@ class Verified:
     size_bytes: int
 
 
-def seal(file: BinaryIO, digest: BodyDigest | None = None) -> None:
+def seal(file: BinaryIO, body: BodyWriter | None = None) -> None:
     """Write the header of a file whose body (all after the first 512 bytes) is complete.
 
     Args:
         file: open to read and to write.
-        digest: what has hashed a part of the body already.
+        body: what is still writing the body.
     """
     file.flush()
     end = file.seek(0, os.SEEK_END)
-    with digest or BodyDigest(file, HEADER_SIZE, end) as body:
-        hexadecimal = body.finish(end).encode("ascii")
+    digest = blocks_digest(file, HEADER_SIZE, end) if body is None else body.finish(end)
+    hexadecimal = digest.encode("ascii")
     fields = (FORMAT_VERSION, end - HEADER_SIZE, _DIGESTS[FORMAT_VERSION], hexadecimal)
     file.seek(0)
     file.write((b"fitkit container %d\nbody %020d\n%s %s\n" % fields).ljust(HEADER_SIZE, b"\0"))
@@ -120,8 +121,7 @@ def _verify(name: str, file: BinaryIO) -> Verified:
 def _digest(file: BinaryIO, version: int, size_bytes: int) -> str:
     if version == 1:
         return plain_digest(file, HEADER_SIZE)
-    with BodyDigest(file, HEADER_SIZE, size_bytes) as body:
-        return body.finish(size_bytes)
+    return blocks_digest(file, HEADER_SIZE, size_bytes)
 
 
 def damaged(name: str, what: str) -> CheckpointError:

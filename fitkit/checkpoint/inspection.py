@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from fitkit.arguments import describe
 from fitkit.checkpoint.container import Reader, read_container
 from fitkit.checkpoint.dtypes import dtype_name
 from fitkit.checkpoint.formats import WeightSource, format_of
 from fitkit.checkpoint.hdf5 import SUFFIXES, HDF5Weights
+from fitkit.checkpoint.sharded_folder import is_folder_name, opened_folder
+from fitkit.checkpoint.shards import FolderWeights, Numbers
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -22,8 +26,18 @@ _SHOWN = 12
 _MOST_LEVELS = 6
 
 
+class Numbered(Protocol):
+    """Tensors by the numbers that a state gives them."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def describe(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of one."""
+
+
 def print_inspection(path: str | os.PathLike[str], console: Console) -> None:
-    """Print what a file holds: its kind, versions, weights and, abbreviated, its state.
+    """Print what a file or a folder holds: its kind, versions, weights and, abbreviated, its state.
 
     All of the file is checked first, as when it is loaded; no array is read.
 
@@ -37,6 +51,9 @@ def print_inspection(path: str | os.PathLike[str], console: Console) -> None:
 
 def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
     name = os.fspath(path)
+    if is_folder_name(path):
+        yield from _folder(name)
+        return
     size = _size(os.path.getsize(path))
     if PurePath(path).suffix.lower() in SUFFIXES:
         with read_container(path) as reader:
@@ -47,23 +64,36 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
         yield from _weights(source)
 
 
+def _folder(name: str) -> Iterator[RenderableType]:
+    with opened_folder(name) as (reader, shards):
+        total = sum(entry.stat().st_size for entry in os.scandir(name) if entry.is_file())
+        yield _heading(name, _facts(reader, f"{_size(total)} in {len(shards.files) + 1} files"))
+        yield from _weights(FolderWeights(name, reader, shards))
+        if "state" in reader.document:
+            yield _state(reader.document["state"], Numbers(name, reader, shards))
+
+
 def _container(name: str, size: str, reader: Reader) -> Iterator[RenderableType]:
+    document = reader.document
+    yield _heading(name, _facts(reader, size))
+    if "weights" in document:
+        yield from _weights(HDF5Weights(name, reader))
+    if "state" in document:
+        yield _state(document["state"], reader)
+
+
+def _facts(reader: Reader, size: str) -> dict[str, str]:
     document = reader.document
     software = document.get("software")
     if not isinstance(software, dict):
         software = {}
-    facts = {
+    return {
         "kind": str(document.get("kind")),
         "size": size,
         "format": f"version {reader.version}",
         **{key: str(item) for key, item in software.items()},
         "digest": reader.digest,
     }
-    yield _heading(name, facts)
-    if "weights" in document:
-        yield from _weights(HDF5Weights(name, reader))
-    if "state" in document:
-        yield _state(document["state"], reader)
 
 
 def _clean(text: str) -> str:
@@ -104,7 +134,7 @@ def _weights(source: WeightSource) -> Iterator[RenderableType]:
     yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
 
 
-def _state(encoded: object, reader: Reader) -> Tree:
+def _state(encoded: object, reader: Numbered) -> Tree:
     from rich.tree import Tree
 
     tree = Tree("state")
@@ -112,7 +142,7 @@ def _state(encoded: object, reader: Reader) -> Tree:
     return tree
 
 
-def _grow(tree: Tree, encoded: object, reader: Reader, level: int) -> None:
+def _grow(tree: Tree, encoded: object, reader: Numbered, level: int) -> None:
     from rich.text import Text
 
     items = _items(encoded)
@@ -153,7 +183,7 @@ def _is_short(encoded: object) -> bool:
     )
 
 
-def _words(encoded: object, reader: Reader) -> str:
+def _words(encoded: object, reader: Numbered) -> str:
     """One line for a part of the state."""
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((kind, part),) = encoded.items()

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.digest import BLOCK_BYTES, BodyDigest
+from fitkit.checkpoint.body_writer import BodyWriter
+from fitkit.checkpoint.digest import blocks_digest
 from fitkit.checkpoint.document import without_repetition
 from fitkit.checkpoint.dtypes import (
     LARGEST_RANK,
@@ -32,7 +33,7 @@ from fitkit.checkpoint.dtypes import (
 from fitkit.checkpoint.header import damaged
 from fitkit.checkpoint.interrupts import HeldInterrupts
 from fitkit.checkpoint.numbering import Numbering
-from fitkit.checkpoint.stored_arrays import StoredArrays, bytes_of
+from fitkit.checkpoint.stored_arrays import StoredArrays
 from fitkit.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -69,35 +70,7 @@ class SafeTensors:
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write tensors, whole or not at all."""
-        if weights.extra:
-            raise ConfigurationError(
-                f"state_dict[{next(iter(weights.extra))!r}] isn't a tensor, and a .safetensors "
-                "file holds nothing else. Save to a file that ends in .h5."
-            )
-        numbering = Numbering()
-        numbers = {name: numbering.add(tensor) for name, tensor in weights.tensors.items()}
-        for name, tensor in weights.tensors.items():
-            _check_dtype(name, tensor)
-        header = _header(numbers, numbering.arrays, weights.versions)
-        size_bytes = sum(item.numel() * item.element_size() for item in numbering.arrays)
-        with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
-            file.write(_encode(header))
-            start = file.tell()
-            with BodyDigest(file, start, size_bytes) as digest:
-                for number in _in_file_order(numbering.arrays):
-                    tensor = numbering.arrays[number]
-                    file.write(bytes_of(to_stored(tensor)))
-                    if tensor.nbytes >= BLOCK_BYTES:
-                        file.flush()
-                        digest.reached(file.tell())
-                    interrupts.deliver()
-                file.flush()
-                header[_METADATA][_DIGEST] = _whole_digest(
-                    _encode(header)[8:], digest.finish(file.tell())
-                )
-            file.seek(0)
-            file.write(_encode(header))
-            interrupts.deliver()
+        write_tensors(path, weights, {})
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str]) -> Iterator[SafeTensorsWeights]:
@@ -123,8 +96,49 @@ class SafeTensors:
             yield weights
 
 
+def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping[str, str]) -> str:
+    """Write tensors to a file, whole or not at all, and other texts into its header.
+
+    Returns:
+        The file's digest.
+    """
+    if weights.extra:
+        raise ConfigurationError(
+            f"state_dict[{next(iter(weights.extra))!r}] isn't a tensor, and a .safetensors "
+            "file holds nothing else. Save to a file that ends in .h5."
+        )
+    numbering = Numbering()
+    numbers = {name: numbering.add(tensor) for name, tensor in weights.tensors.items()}
+    for name, tensor in weights.tensors.items():
+        _check_dtype(name, tensor)
+    header = _header(numbers, numbering.arrays, weights.versions)
+    header[_METADATA].update(texts)
+    size_bytes = sum(item.numel() * item.element_size() for item in numbering.arrays)
+    with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
+        file.write(_encode(header))
+        file.flush()
+        start = end = file.tell()
+        with BodyWriter(file, start, size_bytes) as body:
+            for number in _in_file_order(numbering.arrays):
+                tensor = numbering.arrays[number]
+                body.add(end, to_stored(tensor))
+                end += tensor.nbytes
+                interrupts.deliver()
+            found = _whole_digest(_encode(header)[8:], body.finish(end))
+        header[_METADATA][_DIGEST] = found
+        file.seek(0)
+        file.write(_encode(header))
+        interrupts.deliver()
+    return found
+
+
+def has_dtype(tensor: torch.Tensor) -> bool:
+    """Whether the format has a tensor's dtype."""
+    return dtype_name(tensor.dtype) in _NAMES
+
+
 def _check_dtype(name: str, tensor: torch.Tensor) -> None:
-    if dtype_name(tensor.dtype) not in _NAMES:
+    if not has_dtype(tensor):
         raise ConfigurationError(
             f"state_dict[{name!r}] is of {tensor.dtype}, which .safetensors doesn't have. Save to "
             "a file that ends in .h5, or convert it first."
@@ -199,6 +213,11 @@ class SafeTensorsWeights:
         self._arrays = StoredArrays(file)
         self._read: dict[int, torch.Tensor] = {}
 
+    @property
+    def digest(self) -> str | None:
+        """The digest of a file that we wrote, which was checked; None for others."""
+        return self.metadata.get(_DIGEST)
+
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name."""
         return {name: (shape, dtype) for name, (_, shape, dtype) in self._entries.items()}
@@ -230,12 +249,12 @@ def _check_digest(metadata: Mapping[str, str], text: bytes, file: BinaryIO, end:
     stated = metadata.get(_DIGEST, "")
     blank = text.replace(stated.encode("ascii", "replace"), b"0" * _DIGEST_DIGITS, 1)
     start = 8 + len(text)
-    with BodyDigest(file, start, end - start) as body:
-        if len(stated) != _DIGEST_DIGITS or _whole_digest(blank, body.finish(end)) != stated:
-            raise ValueError(
-                "its content doesn't match its digest, so it was changed (a program that writes "
-                f"other tensors has to leave out the metadata that begin with {_OURS!r})"
-            )
+    found = _whole_digest(blank, blocks_digest(file, start, end))
+    if len(stated) != _DIGEST_DIGITS or found != stated:
+        raise ValueError(
+            "its content doesn't match its digest, so it was changed (a program that writes "
+            f"other tensors has to leave out the metadata that begin with {_OURS!r})"
+        )
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], bytes, int]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import stat
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _ZIP = b"PK\x03\x04"
 # Under which name programs put the weights where they save more than these.
 _NESTED = ("state_dict", "model_state_dict")
+# As many of the names that a pickle asks for are listed.
+_SHOWN_NAMES = 5
 
 
 class TorchFile:
@@ -52,15 +56,49 @@ class TorchFile:
         name = os.fspath(path)
         is_zip = _check(name)
         try:
-            content = torch.load(name, map_location="cpu", weights_only=True, mmap=is_zip)
+            with warnings.catch_warnings():  # of a pickle's protocol, which torch then refuses
+                warnings.simplefilter("ignore")
+                content = torch.load(name, map_location="cpu", weights_only=True, mmap=is_zip)
         except Exception as error:
-            reason = str(error).partition("\n")[0][:200]
-            raise CheckpointError(
-                f"{name} can't be read as a file of weights: {reason} ({type(error).__name__}). "
-                "It is damaged, or holds objects that only a pickle which may run code could "
-                "make; save the state dict alone: torch.save(net.state_dict(), path)."
-            ) from error
+            # Not the cause: torch's own text advises to run what the file asks for.
+            raise CheckpointError(_refusal(name, error)) from None
         yield TorchFileWeights(name, content)
+
+
+class LightningFile(TorchFile):
+    """Lightning's `.ckpt` files, for their weights: the same archive, with more beside these."""
+
+    def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
+        """Refuse: a file of that name is expected to hold what only Lightning can make."""
+        raise ConfigurationError(
+            f"{os.fspath(path)!r} would be one of Lightning's files, which fitkit can read but "
+            "not write. The names of weight files end in .h5, .safetensors or .pt."
+        )
+
+
+def _refusal(name: str, error: Exception) -> str:
+    """Why torch didn't read a file, and what to do."""
+    found = _unsafe_names(name, error)
+    if not found:
+        return (
+            f"{name} isn't a file of weights that torch can read ({type(error).__name__}): it is "
+            "damaged, or something else. Use another."
+        )
+    shown = ", ".join(found[:_SHOWN_NAMES]) + (", …" if len(found) > _SHOWN_NAMES else "")
+    return (
+        f"{name} is refused: beside tensors it holds {shown}, and making these would let it run "
+        "any code. Where you trust whoever made it, read it with torch alone, "
+        f"content = torch.load({name!r}, weights_only=False), and save its state dict: "
+        "torch.save(content['state_dict'], 'weights.pt'), or content.state_dict() of a module."
+    )
+
+
+def _unsafe_names(name: str, error: Exception) -> list[str]:
+    """The classes and functions that a file's pickle asks for and torch doesn't give."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(name))
+    except Exception:  # no zip archive, or one that can't be read
+        return re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 class _Output(io.RawIOBase):

@@ -19,6 +19,7 @@ from fitkit.checkpoint.document import check_plain_data
 from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
 from fitkit.checkpoint.wrappers import without_wrapper
+from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fitkit.notices import warn
 
@@ -39,9 +40,8 @@ def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) ->
         CheckpointError: the file can't be written; what was at `path` is still there.
 
     Example:
-        ```python
-        save_weights("digits.h5", net.state_dict())
-        ```
+        >>> import torch
+        >>> save_weights("digits.h5", torch.nn.Linear(2, 1).state_dict())
     """
     format_of(path).write(path, collect_weights(state_dict))
 
@@ -153,7 +153,10 @@ class FittingWeights:
 
         Raises:
             CheckpointError: the module's own `load_state_dict` failed.
+            ConfigurationError: the module is on the meta device, and a part of it gets no weights
+                and can't draw any; nothing is changed.
         """
+        fill_meta(self._module, self._state)
         _assign(self._path, self._module, self._state)
         return self.outcome
 
@@ -202,11 +205,6 @@ def _expected(module: torch.nn.Module) -> dict[str, Any]:
             raise ConfigurationError(
                 f"The module's {name!r} isn't initialised, so nothing says which shape fits. "
                 "Call the module once on a batch, then load."
-            )
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            raise ConfigurationError(
-                f"The module's {name!r} is on the meta device, where nothing can be loaded. "
-                "Call module.to_empty(device=…) first."
             )
     return state
 

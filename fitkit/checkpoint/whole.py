@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -20,10 +20,14 @@ from fitkit.arguments import describe
 from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
 from fitkit.checkpoint.decoding import decode_state
 from fitkit.checkpoint.encoding import encode_state
-from fitkit.checkpoint.formats import WeightSource
+from fitkit.checkpoint.formats import FORMATS, WeightSource
 from fitkit.checkpoint.hdf5 import SUFFIXES, HDF5Weights, encode_weights, software
 from fitkit.checkpoint.numbering import Numbering
+from fitkit.checkpoint.sharded_folder import SUFFIX as FOLDER
+from fitkit.checkpoint.sharded_folder import is_folder_name, opened_folder, save_folder
+from fitkit.checkpoint.shards import FolderWeights, Numbers
 from fitkit.checkpoint.weights import collect_weights
+from fitkit.distributed.collectives import Solo
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 _CHECKPOINT = "checkpoint"
@@ -54,7 +58,8 @@ def save_checkpoint(
     """Write weights and the state of a run to one file, whole or not at all.
 
     Args:
-        path: the file; its name ends in `.h5` or `.hdf5`. An existing one is replaced.
+        path: the file; its name ends in `.h5` or `.hdf5`. An existing one is replaced. A name
+            that ends in `.dcp` asks for a folder (`save_folder`), which this process alone writes.
         state_dict: what `module.state_dict()` returned, as in `save_weights`.
         state: all else, of the kinds that `encode_state` lists. Tensors that share all of their
             memory, with each other or with weights, are written once.
@@ -64,8 +69,11 @@ def save_checkpoint(
         ConfigurationError: something can't be written to a file; the message names its place.
         CheckpointError: the file can't be written; what was at `path` is still there.
     """
-    _check_suffix(path)
+    _check_suffix(path, *SUFFIXES, FOLDER)
     _check_state(state)
+    if is_folder_name(path):
+        save_folder(path, state_dict, state, Solo())
+        return
     numbering = Numbering()
     content = {
         "kind": _CHECKPOINT,
@@ -85,19 +93,29 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[Checkpoint]:
         ConfigurationError: the file's name doesn't end as a checkpoint's.
         CheckpointError: the file is damaged, is none of fitkit's, or isn't a checkpoint.
     """
-    _check_suffix(path)
+    _check_suffix(path, *SUFFIXES, FOLDER)
     name = os.fspath(path)
+    if is_folder_name(path):
+        with opened_folder(path) as (reader, shards):
+            _check_whole(name, reader)
+            state = _decode(name, reader, Numbers(name, reader, shards).numbered)
+            yield Checkpoint(name, FolderWeights(name, reader, shards), state, _software(reader))
+        return
     with read_container(path) as reader:
-        kind = reader.document.get("kind")
-        if kind == "weights":
-            raise CheckpointError(
-                f"{name} has weights only; use load_weights. Only save() writes the optimizer and "
-                "the progress that a checkpoint needs."
-            )
-        _check_kind(name, kind, _CHECKPOINT)
+        _check_whole(name, reader)
         weights = HDF5Weights(name, reader)
-        state = _decode(name, reader)
+        state = _decode(name, reader, _numbered(reader))
         yield Checkpoint(name, weights, state, _software(reader))
+
+
+def _check_whole(name: str, reader: Reader) -> None:
+    kind = reader.document.get("kind")
+    if kind == "weights":
+        raise CheckpointError(
+            f"{name} has weights only; use load_weights. Only save() writes the optimizer and "
+            "the progress that a checkpoint needs."
+        )
+    _check_kind(name, kind, _CHECKPOINT)
 
 
 def write_state(path: str | os.PathLike[str], kind: str, content: dict[str, Any]) -> None:
@@ -112,7 +130,7 @@ def write_state(path: str | os.PathLike[str], kind: str, content: dict[str, Any]
         ConfigurationError: something in it can't be written; the message names its place.
         CheckpointError: the file can't be written; what was at `path` is still there.
     """
-    _check_suffix(path)
+    _check_suffix(path, *SUFFIXES)
     if not isinstance(kind, str) or kind in ("weights", _CHECKPOINT):
         raise ConfigurationError(f"kind={describe(kind)} must be a name of your own.")
     _check_state(content)
@@ -133,15 +151,21 @@ def read_state(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     name = os.fspath(path)
     with read_container(path) as reader:
         _check_kind(name, reader.document.get("kind"), kind)
-        return _decode(name, reader)
+        return _decode(name, reader, _numbered(reader))
 
 
-def _decode(name: str, reader: Reader) -> dict[str, Any]:
+def _numbered(reader: Reader) -> Callable[[int], torch.Tensor]:
+    """What gives a file's arrays by their numbers."""
+
     def read(number: int) -> torch.Tensor:
         if number >= len(reader):
             raise ValueError("its state names arrays that it doesn't have")
         return reader.read(number)
 
+    return read
+
+
+def _decode(name: str, reader: Reader, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
     with refusals(name):
         state = decode_state(reader.document.get("state"), read)
         if type(state) is not dict:
@@ -167,13 +191,18 @@ def _check_state(state: object) -> None:
         raise ArgumentTypeError(f"state={describe(state)} must be a dict.")
 
 
-def _check_suffix(path: str | os.PathLike[str]) -> None:
+def _check_suffix(path: str | os.PathLike[str], *accepted: str) -> None:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"path={describe(path)} must be a string or a path.")
     suffix = PurePath(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ConfigurationError(
-            f"{os.fspath(path)!r} can't be a checkpoint: checkpoints end in "
-            f"{' or '.join(SUFFIXES)}. Files that end in {suffix or 'nothing'!r} hold weights at "
-            "most; use save_weights and load_weights for these."
-        )
+    if suffix in accepted:
+        return
+    hint = (
+        f"A file that ends in {suffix!r} holds weights alone; use save_weights and load_weights."
+        if suffix in FORMATS
+        else f"Write {PurePath(path).with_suffix(SUFFIXES[0]).name!r}, say."
+    )
+    raise ConfigurationError(
+        f"{os.fspath(path)!r} can't be a checkpoint: the names of checkpoints end in "
+        f"{', '.join(accepted[:-1])} or {accepted[-1]}. {hint}"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -202,7 +201,8 @@ class ArraySource:
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         """The batches of pass `number` (from 0), without the first `skip`."""
         if self.shuffle:
-            return (self.take(chosen) for chosen in self.index_batches(number)[skip:])
+            chosen_by_batch = self.index_batches(number)[skip:]
+            return (self.take(chosen) for chosen in self._near(chosen_by_batch))
         return self._in_order(skip)
 
     def _in_order(self, skip: int) -> Iterator[Any]:
@@ -214,11 +214,21 @@ class ArraySource:
             else:
                 yield take(self.batch, start, stop)
 
+    def _near(self, chosen: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Batches' indices where the data are, sent there at once."""
+        first = self.batch[0]
+        if not chosen or not isinstance(first, torch.Tensor) or first.device.type == "cpu":
+            return chosen
+        whole = torch.cat(chosen).to(first.device, non_blocking=True)
+        return whole.split([len(part) for part in chosen])
+
     def take(self, chosen: torch.Tensor) -> Any:
         """The batch of the chosen samples, (B,) int64."""
         if self._flat:
-            return tuple([_select(tensor, chosen) for tensor in self.batch])
-        return trees.map_leaves(partial(_select, chosen=chosen), self.batch)
+            return tuple([select_rows(tensor, chosen) for tensor in self.batch])
+        return trees.map_leaves(
+            lambda leaf: None if leaf is None else select_rows(leaf, chosen), self.batch
+        )
 
     def index_batches(self, number: int) -> tuple[torch.Tensor, ...]:
         """The indices of each batch of pass `number`."""
@@ -240,10 +250,8 @@ class ArraySource:
         return self.seed
 
 
-def _select(tensor: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor | None:
+def select_rows(tensor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """The chosen rows; indexing with an index tensor takes twice as long (PERFORMANCE.md)."""
-    if tensor is None:
-        return None
     if tensor.device.type != "cpu":
         chosen = chosen.to(tensor.device, non_blocking=True)
     return tensor.index_select(0, chosen)

@@ -19,7 +19,8 @@ def tell_epoch(loader: DataLoader[Any], number: int) -> None:
 
 
 def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
-    """Draw the workers' seed, as iterating a loader does before it asks its sampler."""
+    """Draw the workers' seed, as iterating a loader does once it has begun to iterate its sampler,
+    before the first index is asked for."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 

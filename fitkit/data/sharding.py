@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import samples_of
+from fitkit.data.by_index import batches_by_index, reads_by_index
 from fitkit.data.fingerprints import check_same_on_all_ranks
 from fitkit.data.samplers import draw_as_iterating_does, tell_epoch, with_sampler
 from fitkit.data.sources import (
@@ -35,11 +36,15 @@ SHARDS_ITSELF = "shards_itself"
 """An IterableDataset with this attribute set to True gives each rank its own part already."""
 
 
-class Exchange(Protocol):
-    """What sharding needs of the ranks' collectives."""
+class Place(Protocol):
+    """Which share is meant, of how many."""
 
     rank: int
     world_size: int
+
+
+class Exchange(Place, Protocol):
+    """What sharding needs of the ranks' collectives."""
 
     def gather(self, value: Any) -> list[Any]: ...
     def broadcast(self, value: Any) -> Any: ...
@@ -203,6 +208,8 @@ class _LoaderShard(_Shard):
 
     def _iterate(self) -> Iterator[Any]:
         """Iterate the loader over this rank's batches, without a draw of random numbers more."""
+        if reads_by_index(self.source.loader):
+            return batches_by_index(self.source.loader, self._mine.items)
         generator = self.source.loader.generator or torch.default_generator
         state = generator.get_state()
         batches = iter(self._loader)
@@ -213,8 +220,9 @@ class _LoaderShard(_Shard):
         """The indices of all batches, drawn as the loader itself would draw them."""
         loader = self.source.loader
         tell_epoch(loader, number)
+        drawn = iter(loader.batch_sampler if self._by_batch else loader.sampler)
         draw_as_iterating_does(loader)  # so the order is that of one process
-        return list(loader.batch_sampler if self._by_batch else loader.sampler)
+        return list(drawn)
 
 
 class _Fixed:
@@ -286,14 +294,14 @@ class _Scattered(_Shard):
         return [(b, count, sum(counts)) for b, count in zip(found, counts, strict=True)] + fill
 
 
-def deal(groups: Any, exchange: Exchange, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:
+def deal(groups: Any, place: Place, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:
     """A rank's indices for each step, their number, and that of all ranks.
 
     Args:
         groups: the indices of every batch, in order: tensors (B,) or lists.
         drop_last: whether a last step that isn't full is left out.
     """
-    size, rank = exchange.world_size, exchange.rank
+    size, rank = place.world_size, place.rank
     for start in range(0, len(groups), size):
         step = groups[start : start + size]
         total = sum(len(batch) for batch in step)

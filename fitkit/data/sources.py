@@ -23,6 +23,7 @@ from fitkit.data.arrays import (
     take,
     wide_dtype,
 )
+from fitkit.data.by_index import batches_by_index, index_batches, reads_by_index
 from fitkit.data.own_state import own_state_of
 from fitkit.data.samplers import (
     Once,
@@ -84,12 +85,16 @@ class LoaderSource:
         tell_epoch(self.loader, number)
         if self.own_state is not None and (not skip or self.own_state.waits):
             return self.own_state.batches(self.generators)
+        if reads_by_index(self.loader):
+            chosen = index_batches(self.loader)
+            draw_as_iterating_does(self.loader)
+            return batches_by_index(self.loader, without_first(chosen, skip))
         if not skip:
             return iter(self.loader)
         if isinstance(self.loader.dataset, IterableDataset):
             return without_first(iter(self.loader), skip)
-        draw_as_iterating_does(self.loader)
         drawn = iter(getattr(self.loader, sampler_name(self.loader)))
+        draw_as_iterating_does(self.loader)
         rest = with_sampler(self.loader, Once(without_first(drawn, skip)))
         object.__setattr__(rest, "_iterator", None)  # workers that live on have other tasks already
         return iter(rest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,39 +27,52 @@ class Transfer:
     Args:
         device: where the net is.
         float_dtype: the dtype of the net's parameters.
+        memory_format: of floating inputs with four dimensions; None leaves it.
+
+    Attributes:
+        ready: a batch that is on the device already, brought there by whoever set this.
+        pin: gives tensors of main memory where the device can fetch them by itself; None where
+            copies needn't go on beside what is computed.
 
     A batch cut from arrays shares their memory. A net that changes its inputs in place (a first
     layer with `inplace=True`) would change the user's data: `settle` looks after the first
     batch, and where it does, later batches are copied and the first one is put back.
     """
 
-    def __init__(self, device: torch.device, float_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        float_dtype: torch.dtype,
+        memory_format: torch.memory_format | None = None,
+    ) -> None:
         self.device = device
+        self.memory_format = memory_format
+        self.ready: Any = None
+        self.pin: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.float_dtype = float_dtype
         self.wide_dtype = wide_dtype(float_dtype)
-        self._copies = False
+        self._copies = self._is_settled = False
         self._watched: list[tuple[torch.Tensor, int, torch.Tensor]] | None = []
 
     def __call__(self, batch: Any) -> Any:
         """The batch; the very same object where nothing has to move."""
-        if type(batch) in (tuple, list) and len(batch) > 1:
+        if batch is self.ready and batch is not None:
+            return batch
+        if type(batch) in (tuple, list) and batch:
             x, *rest = batch
             if self._is_settled and self._is_there(x) and self._are_there(rest):
                 return batch
-            return (self._inputs(x), *(trees.map_leaves(self._target, part) for part in rest))
-        if type(batch) in (tuple, list):
-            return tuple(self._inputs(part) for part in batch)
+            if len(batch) > 1:
+                return (self._inputs(x), *(trees.map_leaves(self._target, part) for part in rest))
+            return (self._inputs(x),)
         return self._inputs(batch)
-
-    @property
-    def _is_settled(self) -> bool:
-        return self._watched is None and not self._copies
 
     def settle(self) -> None:
         """Look, after the first batch's forward, whether the net changed its inputs."""
         changed = [entry for entry in self._watched or () if entry[0]._version != entry[1]]
         self._copies = bool(changed)
         self._watched = changed or None
+        self._is_settled = not changed
 
     def put_back(self) -> None:
         """Give the first batch's memory its values back; not before its backward is done."""
@@ -73,6 +86,7 @@ class Transfer:
             isinstance(leaf, torch.Tensor)
             and leaf.device == self.device
             and (leaf.dtype is self.float_dtype or not leaf.is_floating_point())
+            and (self.memory_format is None or leaf.ndim != 4)
         )
 
     def _are_there(self, targets: list[Any]) -> bool:
@@ -94,12 +108,24 @@ class Transfer:
     def _input(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             dtype = self.float_dtype if leaf.is_floating_point() else leaf.dtype
-            moved = leaf.to(self.device, dtype, non_blocking=True)
+            moved = self._laid_out(self._sent(leaf, dtype))
             return self._guarded(moved) if moved is leaf else moved
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            return self._guarded(as_tensors(leaf, "x", self.float_dtype).to(self.device))
+            tensor = as_tensors(leaf, "x", self.float_dtype)
+            return self._guarded(self._laid_out(self._sent(tensor, tensor.dtype)))
         move = getattr(leaf, "to", None)
         return move(self.device) if callable(move) else leaf
+
+    def _sent(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the device; where it can be fetched from, without waiting for it."""
+        if self.pin is not None and tensor.device.type == "cpu":
+            tensor = self.pin(tensor.to(dtype))
+        return tensor.to(self.device, dtype, non_blocking=True)
+
+    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.memory_format is None or tensor.ndim != 4 or not tensor.is_floating_point():
+            return tensor
+        return tensor.contiguous(memory_format=self.memory_format)
 
     def _guarded(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the user's memory, guarded against a net that writes into it."""
@@ -113,8 +139,9 @@ class Transfer:
         if isinstance(leaf, torch.Tensor):
             dtype = self.wide_dtype if leaf.is_floating_point() else leaf.dtype
             dtype = torch.int64 if dtype in SMALL_INTEGERS else dtype
-            return leaf.to(self.device, dtype, non_blocking=True)
+            return self._sent(leaf, dtype)
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            return as_tensors(leaf, "y", self.wide_dtype, target=True).to(self.device)
+            tensor = as_tensors(leaf, "y", self.wide_dtype, target=True)
+            return self._sent(tensor, tensor.dtype)
         move = getattr(leaf, "to", None)
         return move(self.device) if callable(move) else leaf

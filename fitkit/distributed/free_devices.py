@@ -55,7 +55,10 @@ def find_usable_cuda_devices(k: int = -1) -> list[int]:
             occupies the others, as far as known (`pip install nvidia-ml-py` tells more).
 
     Example:
-        >>> model.compile("adam", "mse", devices=find_usable_cuda_devices(2))  # doctest: +SKIP
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(2, 1))
+        >>> if torch.cuda.device_count() > 1:
+        ...     model.compile("adam", "mse", devices=fitkit.find_usable_cuda_devices(2))
     """
     _check_k(k)
     found = _handed_down(len(_chosen))

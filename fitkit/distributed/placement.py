@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.distributed.engines.xla_adapters import device_count
+from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.registry import unknown_name
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "xla")
+KINDS = {"auto": ("cuda", "mps", "xla", "cpu"), "gpu": ("cuda", "mps"), "tpu": ("xla",)}
+"""The kinds that a word may mean, the best first; any other word is a kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +29,34 @@ class Machine:
     Attributes:
         cuda_count: CUDA devices that are visible (after `CUDA_VISIBLE_DEVICES`).
         has_mps: whether Apple's GPU can be used.
+        xla_count: XLA devices (TPUs); None where no package that drives them is installed.
     """
 
     cuda_count: int = 0
     has_mps: bool = False
+    xla_count: int | None = None
 
     @classmethod
     def here(cls) -> Machine:
         """The machine that this process runs on."""
-        return cls(torch.cuda.device_count(), torch.backends.mps.is_available())
+        return cls(torch.cuda.device_count(), torch.backends.mps.is_available(), device_count())
 
     def count(self, kind: str) -> int:
-        """How many devices of a kind (`"cpu"`, `"cuda"`, `"mps"`) are visible."""
-        return {"cpu": 1, "cuda": self.cuda_count, "mps": int(self.has_mps)}[kind]
+        """How many devices of a kind (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`) are visible."""
+        return {
+            "cpu": 1,
+            "cuda": self.cuda_count,
+            "mps": int(self.has_mps),
+            "xla": self.xla_count or 0,
+        }[kind]
 
 
 def choose_kind(accelerator: Any, machine: Machine) -> str:
-    """The kind of device (`"cpu"`, `"cuda"`, `"mps"`) that `accelerator` means here.
+    """The kind of device (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`) that `accelerator` means here.
 
     Raises:
         ConfigurationError: an unknown word, or a kind that isn't there.
+        MissingPackageError: XLA devices without a package that drives them.
     """
     if not isinstance(accelerator, str) or accelerator.lower() not in ACCELERATORS:
         if isinstance(accelerator, str):
@@ -55,12 +66,9 @@ def choose_kind(accelerator: Any, machine: Machine) -> str:
             f"{', '.join(repr(word) for word in ACCELERATORS)}."
         )
     word = accelerator.lower()
-    if word in ("tpu", "xla"):
-        raise ConfigurationError(
-            f"accelerator={accelerator!r} isn't supported by this version of fitkit. "
-            "Use 'auto', 'cpu', 'gpu', 'cuda' or 'mps'."
-        )
-    wanted = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(word, (word,))
+    if word in ("tpu", "xla") and machine.xla_count is None:
+        raise missing_package("torch_tpu", "tpu", f"accelerator={accelerator!r}")
+    wanted = KINDS.get(word, (word,))
     for kind in wanted:
         if machine.count(kind):
             return kind
@@ -71,7 +79,8 @@ def choose_kind(accelerator: Any, machine: Machine) -> str:
 
 
 def _seen(machine: Machine) -> str:
-    return f"CUDA devices: {machine.cuda_count}, MPS: {'yes' if machine.has_mps else 'no'}"
+    found = f"CUDA devices: {machine.cuda_count}, MPS: {'yes' if machine.has_mps else 'no'}"
+    return found if machine.xla_count is None else f"{found}, XLA devices: {machine.xla_count}"
 
 
 def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
@@ -80,7 +89,7 @@ def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
     Args:
         devices: `"auto"`, a count, -1, a list or tuple of indices, or one of those as text
             (`"3"` is a count, `"1,3"` and `"3,"` are indices).
-        kind: `"cpu"`, `"cuda"` or `"mps"`. On CPU a count is a number of processes.
+        kind: `"cpu"`, `"cuda"`, `"mps"` or `"xla"`. On CPU a count is a number of processes.
 
     Raises:
         ConfigurationError: anything else, or devices that aren't there; the message names
@@ -187,4 +196,4 @@ def older_spelling(gpus: Any) -> dict[str, Any]:
 
 def device_for(kind: str, index: int) -> torch.device:
     """The torch device of a kind and index; a CPU and MPS have no index."""
-    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
+    return torch.device(kind, index) if kind in ("cuda", "xla") else torch.device(kind)

@@ -42,14 +42,14 @@ def resolve_strategy(
             other ranks than were started.
     """
     machine = Machine.here() if machine is None else machine
-    kind = choose_kind(accelerator, machine)
-    chosen = None if _is_auto(strategy) else _strategy(strategy)
+    chosen = None if _is_auto(strategy) else named_strategy(strategy)
+    kind, machine = _kind_for(chosen, accelerator, machine)
     cluster = _cluster(environment)
     if cluster is None or cluster.launcher == "fitkit":
         # A script's own ranks read the words as rank 0 did before it started them.
         ids = parse_devices(devices, kind, machine)
         check_agreement(None, len(ids), num_nodes)
-        name = "single_device" if len(ids) == 1 else "ddp_spawn"
+        name = _automatic(kind, "single_device" if len(ids) == 1 else "ddp_spawn")
         chosen = chosen or STRATEGIES[name]()
         if len(ids) == 1 or chosen.starts != "script":
             cluster = None
@@ -61,12 +61,38 @@ def resolve_strategy(
         asked = None if _is_auto(devices) else len(ids)
         if chosen is None:
             check_agreement(cluster, asked, num_nodes)
-            chosen = STRATEGIES["single_device" if cluster.world_size == 1 else "ddp"]()
+            name = "single_device" if cluster.world_size == 1 else "ddp"
+            chosen = STRATEGIES[_automatic(kind, name)]()
         else:
             chosen.check_launch(cluster, asked, num_nodes)
         ids = ids if replicates else ids[: cluster.local_world_size]
     placed = tuple(device_for(kind, index) for index in ids)
     return chosen.connect(placed, ids, resolve_precision(precision), cluster)
+
+
+def _kind_for(chosen: Strategy | None, accelerator: Any, machine: Machine) -> tuple[str, Machine]:
+    """The kind of device, and the machine as a strategy with devices of its own sees it.
+
+    Raises:
+        ConfigurationError: a kind that the strategy can't use.
+    """
+    own = None if chosen is None else chosen.device_count()
+    if own is not None:
+        machine = dataclasses.replace(machine, xla_count=own)
+        accelerator = "xla" if _is_auto(accelerator) else accelerator
+    kind = choose_kind(accelerator, machine)
+    if chosen is not None and kind not in chosen.kinds:
+        instead = "strategy='xla'" if kind == "xla" else "accelerator='tpu'"
+        raise ConfigurationError(
+            f"strategy={chosen.name!r} can't use {kind} devices, which accelerator="
+            f"{accelerator!r} means here. Write {instead}, or leave one of the two out."
+        )
+    return kind, machine
+
+
+def _automatic(kind: str, name: str) -> str:
+    """The strategy for a kind of device where `name` is that for the usual ones."""
+    return "xla" if kind == "xla" else name
 
 
 def _cluster(environment: Environment | None) -> Cluster | None:
@@ -113,7 +139,12 @@ def _is_auto(words: Any) -> bool:
     return isinstance(words, str) and words.strip().lower() == "auto"
 
 
-def _strategy(strategy: Any) -> Strategy:
+def named_strategy(strategy: Any) -> Strategy:
+    """The strategy of a name; an object is itself.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: neither.
+    """
     if isinstance(strategy, Strategy):
         return strategy
     if isinstance(strategy, type) and issubclass(strategy, Strategy):

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fitkit.arguments import check_count, check_flag, describe
@@ -15,6 +14,7 @@ from fitkit.callbacks.base import Logs
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.loggers.base import Logger
 from fitkit.loggers.net_graph import graph_of
+from fitkit.loggers.pixels import pixels
 from fitkit.loggers.rows import checked_path
 from fitkit.registry import nearest
 
@@ -128,7 +128,7 @@ class TensorBoard(Logger):
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
         # Over epochs, as all that isn't a batch's: a resumed run drops later ones by that number.
         shown = self._epoch if step is None else step
-        self._writer("train").add_image(name, _pixels(figure), shown, dataformats="HWC")
+        self._writer("train").add_image(name, pixels(figure), shown, dataformats="HWC")
 
     def _write_histograms(self, epoch: int) -> None:
         for name, parameter in self.model.weights_module().named_parameters():
@@ -177,16 +177,3 @@ def _writer_class() -> Any:
 def _cell(value: Any) -> str:
     """A setting as a cell of a Markdown table."""
     return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _pixels(figure: Any) -> np.ndarray[Any, Any]:
-    """A figure as (height, width, RGBA) bytes; its own canvas stays."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    before = figure.canvas
-    try:
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        return np.asarray(canvas.buffer_rgba()).copy()
-    finally:
-        figure.set_canvas(before)

@@ -8,6 +8,7 @@ from typing import Any
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.loggers.base import Logger
+from fitkit.loggers.pixels import pixels
 from fitkit.registry import nearest
 
 OURS = ("id", "resume")
@@ -73,7 +74,8 @@ class WandB(Logger):
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
         shown = self.step if step is None else step
-        self.opened().log({name: _wandb().Image(figure), "step": shown})
+        # As numbers: wandb doesn't know subclasses of Figure, such as history.plot() gives.
+        self.opened().log({name: _wandb().Image(pixels(figure)), "step": shown})
 
     def finish(self, error: BaseException | None = None) -> None:
         connection, self.connection = self.connection, None

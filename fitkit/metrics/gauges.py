@@ -64,13 +64,28 @@ class Totals:
         if len(self._values) >= SETTLE_EVERY:
             self.settle()
 
+    def bookmark(self) -> Callable[[], None]:
+        """What makes the sums again what they are now, when it is called."""
+        kept = self.state.clone(), list(self._values), list(self._weights), self.updated
+
+        def back() -> None:
+            self.state, self._values, self._weights, self.updated = kept
+
+        return back
+
     def settle(self) -> None:
         """Bring `state` up to date."""
+        self.state = self.summed()
+        self._values.clear()
+        self._weights.clear()
+
+    def summed(self) -> Tensor:
+        """Both sums so far (2,), in memory of their own; nothing here changes by that."""
+        sums = self.state.clone()
         if self._values:
-            values, self._values = self._values, []
-            weights, self._weights = self._weights, []
-            self.state[0] += self._sum(values)
-            self.state[1] += self._sum(weights)
+            sums[0] += self._sum(self._values)
+            sums[1] += self._sum(self._weights)
+        return sums
 
     def _sum(self, parts: list[Tensor | float]) -> Tensor | float:
         known = math.fsum(part for part in parts if not isinstance(part, Tensor))
@@ -81,8 +96,7 @@ class Totals:
 
     def mean(self) -> float:
         """The weighted mean; 0.0 where all weights are 0, as in Keras."""
-        self.settle()
-        value, weight = self.state.tolist()
+        value, weight = self.summed().tolist()
         return value / weight if weight else 0.0
 
     def reset(self) -> None:
@@ -130,16 +144,27 @@ class Mean:
         self._values = values
         self._skip_ignored = skip_ignored
         self._finish = finish
+        self._counts = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no bit of the sums depends on which batches came together."""
+        return self._counts and not self.weighted
 
     @property
     def updated(self) -> bool:
         """Whether there is a result."""
         return self.totals.updated
 
+    def bookmark(self) -> Callable[[], None]:
+        """What makes the metric forget later batches, when it is called."""
+        return self.totals.bookmark()
+
     def update(self, batch: Batch) -> None:
         """Add a batch."""
         prediction, target = batch.read(self._reading)
         values = self._values(prediction, target)
+        self._counts = not values.is_floating_point()
         counted = None
         if self._skip_ignored and target.shape == values.shape:
             counted = target != IGNORED

@@ -21,8 +21,7 @@ State = dict[str, Any]
 def state_of(gauge: Gauge) -> State:
     """What a gauge has summed up, on the CPU: plain data that can be sent."""
     if not isinstance(gauge, Wrapped):
-        gauge.totals.settle()
-        return {"updated": gauge.totals.updated, "totals": gauge.totals.state.tolist()}
+        return {"updated": gauge.totals.updated, "totals": gauge.totals.summed().tolist()}
     if getattr(gauge, "leader", None) is not None:
         return {"samples": gauge.samples}
     return {"samples": gauge.samples, "states": metric_states(gauge.metric)}
@@ -39,7 +38,8 @@ def metric_states(metric: Metric) -> State:
             ]
             found[name] = [torch.cat(rows)] if rows else []
         else:
-            found[name] = value.detach().cpu()
+            # A copy on the CPU too: later updates change the state in place.
+            found[name] = value.detach().to("cpu", copy=True)
     return found
 
 

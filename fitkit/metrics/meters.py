@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.given import Given
-from fitkit.metrics.merging import State, load_merged, state_of
+from fitkit.metrics.merging import State
 from fitkit.metrics.names import LogKeys
 from fitkit.metrics.output import OutputMeters
 from fitkit.metrics.task import FirstBatch
@@ -72,7 +72,7 @@ class Meters:
             self._only = next(iter(started.values()), None)
 
     def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
-        """Add a batch; call it without gradients.
+        """Add a batch; its gradients don't count.
 
         Args:
             prediction: what the net gave.
@@ -121,7 +121,7 @@ class Meters:
         """What was summed up on this rank, as plain data by name; None before start."""
         if self._outputs is None:
             return None
-        return {name: state_of(gauge) for name, gauge in self._gauges()}
+        return {k: state for meters in self._started() for k, state in meters.states().items()}
 
     def merge(self, states: list[dict[str, State]]) -> None:
         """Take the sums of all ranks in place of this rank's own; `reset` ends that.
@@ -129,13 +129,8 @@ class Meters:
         Args:
             states: the `state` of each rank that has one.
         """
-        for name, gauge in self._gauges():
-            load_merged(gauge, [state[name] for state in states])
-
-    def _gauges(self) -> Iterator[tuple[str, Any]]:
         for meters in self._started():
-            meters.flush()
-            yield from meters.gauges.items()
+            meters.load_merged(states)
 
 
 def _has_target(given: Given, output: Hashable, targets: Mapping[Any, Any]) -> bool:

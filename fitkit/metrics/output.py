@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.metrics.catalogue import NAMES
-from fitkit.metrics.gauges import Call, Mean
+from fitkit.metrics.gauges import Batch, Call, Mean
 from fitkit.metrics.given import Entry
+from fitkit.metrics.merging import State, load_merged, state_of
 from fitkit.metrics.pending import Pending
 from fitkit.metrics.task import FirstBatch
 from fitkit.metrics.wrapped import Each, Joined, is_torchmetric, share_states, wrap_object
@@ -43,16 +44,19 @@ class OutputMeters:
         self._is_first = True
 
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
-        """Add a batch."""
+        """Add a batch; its gradients don't count."""
         if self._is_first:
-            self._update_first(prediction, target, weight)
+            with torch.no_grad():
+                self._update_first(prediction, target, weight)
             return
-        for gauge in self._seeing_each.values():
-            gauge.see(prediction, target, weight, sample_count(prediction))
+        if self._seeing_each:
+            with torch.no_grad():
+                for gauge in self._seeing_each.values():
+                    gauge.see(prediction, target, weight, sample_count(prediction))
         if self._joining and self._pending.add(
             prediction, target, weight if self._needs_weight else None
         ):
-            self.flush()
+            self._add(self._pending.take())
 
     def _update_first(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
         """Add the first batch at once, so that what can't work fails here, by its name."""
@@ -68,21 +72,56 @@ class OutputMeters:
                         joined.update(batch)
         self._is_first = False
 
-    def flush(self) -> None:
-        """Add what waits."""
+    def _add(self, batches: Iterable[Batch]) -> None:
         with _changeable():
-            for batch in self._pending.take():
+            for batch in batches:
                 for gauge in self._joining.values():
                     gauge.update(batch)
 
+    @contextlib.contextmanager
+    def up_to_date(self) -> Iterator[None]:
+        """Meanwhile the gauges count what waits too.
+
+        A sum of fractions depends in its last digits on which batches are joined; that must
+        not depend on who reads values when, as a progress bar does by the clock. So reading
+        changes nothing, but where it can't matter.
+        """
+        gauges = self._joining.values()
+        if not self._pending:
+            yield
+        elif all(gauge.is_exact for gauge in gauges):
+            self._add(self._pending.take())
+            yield
+        else:
+            ways_back = [gauge.bookmark() for gauge in gauges]
+            try:
+                self._add(self._pending.joined())
+                yield
+            finally:
+                for back in ways_back:
+                    back()
+
     def results(self) -> Iterator[tuple[str, Any]]:
         """Each metric's value over all samples so far, as it is logged."""
-        self.flush()
+        with self.up_to_date(), _changeable():
+            values = [(name, g.result()) for name, g in self.gauges.items() if g.updated]
+        for name, value in values:
+            yield from _logged(name, value)
+
+    def states(self) -> dict[str, State]:
+        """What each gauge has summed up, as plain data."""
+        with self.up_to_date():
+            return {name: state_of(gauge) for name, gauge in self.gauges.items()}
+
+    def load_merged(self, states: list[dict[str, State]]) -> None:
+        """Take the sums of all ranks in place of this rank's own.
+
+        Args:
+            states: each rank's `states`.
+        """
+        self._pending.clear()
         for name, gauge in self.gauges.items():
-            if gauge.updated:
-                with _changeable():
-                    result = gauge.result()
-                yield from _logged(name, result)
+            load_merged(gauge, [state[name] for state in states])
 
     def reset(self) -> None:
         """Forget all samples."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.gauges import Batch
+from fitkit.metrics.joinable import is_exact, joins
 from fitkit.metrics.readings import AsGiven, Choices, Matched, Reading, Scores
 from fitkit.metrics.task import FirstBatch, Task
 from fitkit.trees import map_leaves
@@ -68,14 +69,22 @@ class Wrapped:
 
 
 class Each(Wrapped):
-    """A metric that must see each batch as it came."""
+    """A metric that must see each batch by itself.
 
-    def __init__(self, metric: Metric) -> None:
+    Args:
+        metric: the metric.
+        reading: what its `update` is given; None: each batch as it came, of any structure.
+    """
+
+    def __init__(self, metric: Metric, reading: Reading | None = None) -> None:
         super().__init__(metric)
         self._keeps_batches = self.keeps_batches
+        self._reading = reading
 
     def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
-        """Add a batch of any structure; weights don't count."""
+        """Add a batch; weights don't count."""
+        if self._reading is not None:
+            prediction, target = self._reading(prediction, target)
         if self._keeps_batches:
             # The caller may overwrite its memory with the next batch.
             prediction, target = map_leaves(_copied, prediction), map_leaves(_copied, target)
@@ -112,9 +121,29 @@ class Joined(Wrapped):
         self._least_samples = least_samples
 
     @property
+    def is_exact(self) -> bool:
+        """Whether no bit of its state depends on which batches came together."""
+        return is_exact(_inner(self.metric))
+
+    @property
     def updated(self) -> bool:
         """Whether there is a result."""
         return self.samples >= self._least_samples
+
+    def bookmark(self) -> Callable[[], None]:
+        """What makes the metric forget later batches, when it is called."""
+        samples, metric = self.samples, self.metric
+        states = {} if self.leader is not None else _states_of(metric)
+        counts = [(part, part._update_count) for part in (metric, _inner(metric))]
+
+        def back() -> None:
+            self.samples = samples
+            for name, state in states.items():
+                setattr(metric, name, state)
+            for part, count in counts:
+                part._update_count, part._computed = count, None
+
+        return back
 
     def update(self, batch: Batch) -> None:
         """Add a batch."""
@@ -128,6 +157,12 @@ class Joined(Wrapped):
             _adopt_state(self.metric, self.leader.metric)
         value = self.metric.compute()
         return value if self._finish is None else self._finish(value)
+
+
+def _states_of(metric: Metric) -> dict[str, Tensor | list[Tensor]]:
+    """A metric's states, which later updates don't change."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {n: list(s) if isinstance(s, list) else s.clone() for n, s in states.items()}
 
 
 def _copied(leaf: Any) -> Any:
@@ -147,7 +182,9 @@ def share_states(gauges: Iterable[object]) -> None:
         if isinstance(gauge, Joined):
             key = _update_key(gauge)
             if key is not None and leaders.setdefault(key, gauge) is not gauge:
-                gauge.leader = leaders[key]
+                gauge.leader = leader = leaders[key]
+                if getattr(gauge.metric, "validate_args", False):
+                    leader.metric.validate_args = True  # for both of them
 
 
 def _update_key(gauge: Joined) -> Any:
@@ -158,8 +195,9 @@ def _update_key(gauge: Joined) -> Any:
     settings: list[Any] = []
     # What `update` may read was set by the class that defines it, from its arguments.
     for name in inspect.signature(owner).parameters:
-        value = getattr(metric, name, None)
-        settings.append(id(value) if isinstance(value, Tensor) else repr(value))
+        if name != "validate_args":
+            value = getattr(metric, name, None)
+            settings.append(repr(value.tolist() if isinstance(value, Tensor) else value))
     shapes = tuple((n, getattr(state, "shape", None)) for n, state in metric._defaults.items())
     return owner, tuple(settings), shapes, gauge.reading
 
@@ -206,11 +244,14 @@ def wrap_object(metric: Metric, first: FirstBatch) -> Joined | Each:
     copy.reset()
     _keep_local(copy)
     owner = update_owner(copy)
+    reading: Reading
     if _package(owner) == "torchmetrics.regression":
-        return Joined(copy, Matched(strict=False))
-    if _package(owner) == "torchmetrics.classification" and "group" not in owner.__module__:
-        return Joined(copy, _object_reading(_inner(copy), owner, first))
-    return Each(copy)
+        reading = Matched(strict=False)
+    elif _package(owner) == "torchmetrics.classification" and "group" not in owner.__module__:
+        reading = _object_reading(_inner(copy), owner, first)
+    else:
+        return Each(copy)
+    return Joined(copy, reading) if joins(_inner(copy), owner) else Each(copy, reading)
 
 
 def _object_reading(metric: Metric, owner: type, first: FirstBatch) -> Reading:

@@ -104,6 +104,7 @@ def confusion_matrix(
         ConfigurationError, ArgumentTypeError: what can't be compared or drawn.
 
     Example:
+        >>> import fitkit
         >>> figure = fitkit.pictures.confusion_matrix([0, 1, 1], [0, 1, 0], ["cat", "dog"])
     """
     check_choice("normalize", normalize, (None, "true", "pred", "all"))

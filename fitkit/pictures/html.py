@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,17 @@ def history_html(curves: Mapping[str, Curve], best: Mapping[str, str], epochs: i
     title = f"<b>History</b> of {_count(epochs, 'epoch')}"
     heads = [("log", CELL), ("", CELL), ("first", NUMBER), ("best", NUMBER), ("last", NUMBER)]
     return _block(title, _table(heads, rows) if rows else "")
+
+
+def results_html(values: Mapping[str, Any]) -> str:
+    """A row for each value of an evaluation; of what isn't one number, its text."""
+    rows = []
+    for name, value in values.items():
+        is_number = isinstance(value, numbers.Real)
+        text = _number(float(value)) if is_number else html.escape(str(value))
+        look = NUMBER if is_number else f"{CELL};white-space:pre-wrap"
+        rows.append([_cell(html.escape(str(name))), _cell(text, look)])
+    return _block("<b>Evaluation</b>", _table([("log", CELL), ("value", NUMBER)], rows))
 
 
 SHOWN = ("optimizer", "learning_rate", "loss", "metrics", "devices", "accelerator", "precision")

@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 
 class Picture(Figure):
@@ -20,7 +21,8 @@ class Picture(Figure):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(layout="constrained", **options)
+        # Padded: a panel's best value at the right must not run into the next one's name.
+        super().__init__(layout=ConstrainedLayoutEngine(w_pad=0.12), **options)
         FigureCanvasAgg(self)
 
     def _repr_png_(self) -> bytes:

@@ -14,18 +14,18 @@ from fitkit.sklearn.estimator import NetEstimator
 class Regressor(RegressorMixin, NetEstimator):
     """A net that tells numbers, by scikit-learn's rules.
 
+    Targets are learned as they are: scale them (scikit-learn's `TransformedTargetRegressor`)
+    where they are far from 0 or wide.
+
     Args:
         net: as in `Classifier`; it gives a column a target, so one where `y` is (N,).
         loss: as in `Model.compile`. Default None: `"mse"`.
-        optimizer, learning_rate, metrics, epochs, batch_size, validation_split, callbacks,
-            verbose, random_state, dtype, net_options, compile_options, fit_options: as in
-            `Classifier`.
+        optimizer, learning_rate, metrics, epochs, batch_size: as in `Classifier`.
+        validation_split, callbacks, verbose, random_state, dtype: likewise.
+        net_options, compile_options, fit_options: likewise.
 
     Attributes:
         n_features_in_, feature_names_in_, net_, model_, history_: as in `Classifier`.
-
-    Targets are learned as they are: scale them (scikit-learn's `TransformedTargetRegressor`)
-    where they are far from 0 or wide.
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Regressor:  # noqa: N803

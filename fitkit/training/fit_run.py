@@ -20,8 +20,10 @@ from fitkit.notices import warn
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
+from fitkit.training.joining import Joining
 from fitkit.training.learning import learning_for
 from fitkit.training.loop import train_batches
+from fitkit.training.memory_errors import memory_explained
 from fitkit.training.own_optimizers import PlannedScheduler
 from fitkit.training.passes import evaluate_source
 from fitkit.training.progress import Progress
@@ -37,7 +39,7 @@ from fitkit.training.runs import (
     updaters_of,
     with_own,
 )
-from fitkit.training.session import backend_flags, modes_restored, unchanged_on_error
+from fitkit.training.session import backend_flags, modes_restored, net_prepared, unchanged_on_error
 from fitkit.training.snapshot import contents
 from fitkit.training.stage import Stage, running
 from fitkit.training.steps import CompiledStep
@@ -69,14 +71,15 @@ class FitRun:
         self.job = job
         self.strategy = compilation.strategy
         self.collectives = self.strategy.collectives
-        self.strategy.place(model)
+        self.strategy.place_for_training(model)
         self.source = share_of(job.source, compilation, training=True)
         self.held_out = (
             None if job.held_out is None else share_of(job.held_out, compilation, training=False)
         )
         self.resumed = job.resumed
-        ranks = self.strategy.shares.world_size
-        self.stream = Stream(self.source, job.steps_per_epoch, job.initial_epoch, ranks)
+        # Among how many the training's data are dealt out.
+        self.shares = self.strategy.shares.world_size * self.strategy.part[1]
+        self.stream = Stream(self.source, job.steps_per_epoch, job.initial_epoch, self.shares)
         self.epoch = job.initial_epoch
         self.steps_done = self.steps_before = 0  # the latter before the epoch was cut
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
@@ -95,7 +98,8 @@ class FitRun:
             class_weights=job.weights_by_class,
             all_targets=[self.source.target, held_out_target],
         )
-        factor = scale_rates(model.fit_state, compilation.scale_lr, self.strategy.shares.world_size)
+        self.step.mover.keep(self.source)
+        factor = scale_rates(model.fit_state, compilation.scale_lr, self.shares)
         self.schedulers = model.fit_state.schedulers_for(
             model,
             compilation,
@@ -111,32 +115,37 @@ class FitRun:
             if plan.interval == "epoch" and model.automatic_optimization
         ]
         updaters = updaters_of(model, compilation, after_update=self._after_update)
-        self.learn = learning_for(model, compilation, self.stage, self.step, updaters)
+        self.learn = learning_for(model, compilation, self.stage, self.step, updaters, repeats=True)
+        self.joining = Joining(self, updaters[0]) if self.strategy.part[1] > 1 else None
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[Stage, Step] | None = None
         self.history = History()
 
     def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
         """The warm-up, from its beginning or from where it was."""
-        begins = self.job.initial_epoch == 0 or self.resumed is not None
+        before = None if self.resumed is None else self.resumed.warm_up
+        begins = self.job.initial_epoch == 0 if self.resumed is None else before is not None
         epochs = self.compilation.warmup_epochs if begins else None
         found = warm_up(self.model.fit_state.groups, epochs, steps, factor)
-        if found is not None and self.resumed is not None and self.resumed.warm_up is not None:
-            found.go_on(self.resumed.warm_up)
-        return found if self.resumed is None or self.resumed.warm_up is not None else None
+        if found is not None and before is not None:
+            found.go_on(before)
+        return found
 
     @property
     def is_between_groups(self) -> bool:
         """Whether no batch waits for others to make an update with it, so that a save is whole."""
         return self.learn.is_between_groups
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def contents(self, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
+
+        Args:
+            spread: whether what is spread over ranks stays so, for a folder.
 
         Ranks:
             Collective.
         """
-        return contents(self.model)
+        return contents(self.model, spread=spread)
 
     def progress(self) -> Progress:
         """Where the training is.
@@ -179,6 +188,8 @@ class FitRun:
             with modes_restored(model), flags, closing(callbacks), self._synchronized():
                 model.fit_state.run = self
                 callbacks.call("on_train_begin", {})
+                if self.joining is not None:
+                    self.strategy.meet(self.joining)
                 restore(self)
                 logs: dict[str, Any] = {}
                 for epoch in range(job.initial_epoch, job.epochs):
@@ -219,21 +230,26 @@ class FitRun:
         """The history, after what `compile` has asked to be measured."""
         measured = self.compilation.log_gpu_memory
         watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
-        return [*watch, self.history]
+        joining = [] if self.joining is None else [self.joining]
+        return [*watch, *joining, self.history]
 
     def _announce(self) -> None:
-        """Say once, where there are several ranks, how many samples make one update."""
+        """Say once where the training runs, unless that is a CPU alone, and what an update sees."""
         ranks, size = self.collectives.world_size, self.source.batch_size
-        replicas = self.strategy.replicas
-        several = ranks * replicas > 1
-        if not several or self.collectives.rank or chosen_verbose(self.job.verbose) == 0:
+        replicas, device = self.strategy.replicas, self.strategy.device
+        alone = ranks * replicas == 1 and device.type == "cpu"
+        if alone or self.collectives.rank or chosen_verbose(self.job.verbose) == 0:
             return
         shares = self.strategy.shares.world_size
         what = f"{ranks} processes" if ranks > 1 else "1 process"
         what += f" of {replicas} replicas each" if replicas > 1 else ""
         whole = f"{shares} x {size} = {shares * size}" if size and shares > 1 else f"{size}"
         batch = f", batches of {whole} samples" if size else ""
-        print(f"{what} on {self.strategy.device.type}{batch}", flush=True)
+        every = self.compilation.accumulate_grad_batches
+        if size and every > 1:
+            batch += f", an update every {every} batches ({shares * size * every} samples)"
+        where = device if ranks * replicas == 1 else device.type
+        print(f"{what} on {where}{batch}", flush=True)
 
     def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
         """One epoch; its logs, or the last epoch's where the data have run out."""
@@ -249,10 +265,11 @@ class FitRun:
         self._follow_freezing()
         if resumes and done:
             self._go_on_drawing()
-        batches = self.stream.epoch(done)
+        batches = self.step.mover.fed(self.stream.epoch(done))
+        group = self.compilation.steps_per_execution
         with running(self.model, self.stage):
             steps = train_batches(
-                batches, self.step, self.learn, callbacks, self._stops_now(), self.note, done
+                batches, self.step, self.learn, callbacks, self._stops_now(), self.note, done, group
             )
             if self._ran_out(epoch, steps):
                 return last
@@ -339,6 +356,7 @@ class FitRun:
             self.validation = step_for(
                 self.model, self.compilation, "validation", name="validation_data"
             )
+            self.validation[1].mover.keep(self.held_out)
         stage, step = self.validation
         return evaluate_source(
             self.model,
@@ -380,6 +398,7 @@ class FitRun:
             "steps": self.stream.steps,
             "samples": self.source.samples,
             "batch_size": self.source.batch_size,
+            "steps_per_execution": self.compilation.steps_per_execution,
             "validation": self.held_out is not None,
             "validation_steps": job.validation_steps or validation,
             "verbose": job.verbose,
@@ -393,5 +412,7 @@ def validation_name(name: str) -> str:
 
 def run_fit(model: Model, compilation: Compilation, job: FitJob) -> History:
     """`fit` on this rank."""
-    with unchanged_on_error(model):
+    size = None if job.source is None else job.source.batch_size
+    explained = memory_explained(model, compilation, "fit", size)
+    with unchanged_on_error(model), net_prepared(model, compilation), explained:
         return FitRun(model, compilation, job).run()

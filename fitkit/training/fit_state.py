@@ -15,7 +15,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.notices import warn
-from fitkit.optimizers import OptimizerChoice, check_trainable, held_by
+from fitkit.optimizers import OptimizerChoice, check_trainable, fuse, held_by
 from fitkit.schedulers import SchedulerChoice
 from fitkit.training.compilation import Compilation
 from fitkit.training.own_optimizers import PlannedScheduler, read_optimizers
@@ -86,10 +86,12 @@ class FitState:
             )
             self.drop_optimizers()
         if not self.optimizers:
-            if not compilation.names_optimizer and overridden(model, "configure_optimizers"):
+            if configures_its_own(model, compilation):
                 self._configure(model, compilation)
             else:
                 self.optimizers = [choice.build(list(model.parameters()))]
+                if choice.is_name:
+                    fuse(self.optimizers[0], model)
             self.rate_factor = 1.0
             _warn_of_idle_loss(compilation, self.optimizers)
         return self.optimizers
@@ -284,6 +286,11 @@ KEPT = (
     "stored_schedulers", "stored_groups", "stored_scalings",
 )  # fmt: skip
 """What `snapshot` keeps."""
+
+
+def configures_its_own(model: Any, compilation: Compilation) -> bool:
+    """Whether the model's `configure_optimizers` makes the optimizers."""
+    return not compilation.names_optimizer and overridden(model, "configure_optimizers")
 
 
 def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:

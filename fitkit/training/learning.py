@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden, step_arguments
+from fitkit.notices import warn
 from fitkit.training.compilation import DEFAULTS, Compilation
 from fitkit.training.fit_state import FitState
+from fitkit.training.graphs import graphed, not_captured, why_not
 from fitkit.training.stage import Stage
 from fitkit.training.updates import Updater
 
@@ -157,7 +159,13 @@ def only_for(optimizer: Optimizer, state: FitState) -> Iterator[None]:
 
 
 def learning_for(
-    model: Model, compilation: Compilation, stage: Stage, step: Any, updaters: list[Updater]
+    model: Model,
+    compilation: Compilation,
+    stage: Stage,
+    step: Any,
+    updaters: list[Updater],
+    *,
+    repeats: bool = False,
 ) -> Learning:
     """What a batch leads to, by the model's optimizers.
 
@@ -165,6 +173,7 @@ def learning_for(
         stage: the training; manual optimization computes gradients by it.
         step: computes losses.
         updaters: one an optimizer.
+        repeats: whether there are many batches, so that a step is worth being recorded.
     """
     strategy, state = compilation.strategy, model.fit_state
     if not model.automatic_optimization:
@@ -190,8 +199,23 @@ def learning_for(
             "or set automatic_optimization = False and step in it."
         )
     if len(updaters) == 1:
-        return Automatic(step, updaters[0], alone=alone)
+        learn = Automatic(step, updaters[0], alone=alone)
+        if repeats and compilation.cuda_graphs:
+            return _graphed(model, compilation, learn, step, updaters)
+        return learn
     return Alternating(step, updaters, state, alone=alone)
+
+
+def _graphed(
+    model: Model, compilation: Compilation, learn: Automatic, step: Any, updaters: list[Updater]
+) -> Learning:
+    """The same learning, with its step recorded where it can be."""
+    reason = why_not(compilation, overridden(model, "training_step"), updaters)
+    if reason is None:
+        return graphed(learn, step, updaters[0], compilation, model)
+    if compilation.strategy.world.rank == 0:
+        warn(not_captured(reason))
+    return learn
 
 
 def check_manual(model: Model, compilation: Compilation) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from fitkit import trees
 from fitkit.callbacks import CallbackList
+from fitkit.training.host_copies import HostCopies
 from fitkit.training.learning import Learning
 from fitkit.training.logbook import LazyLogs
 from fitkit.training.runs import Step
@@ -22,44 +24,63 @@ def train_batches(
     stops: Callable[[], bool] | None,
     note: Callable[[int], None],
     done: int = 0,
+    group: int = 1,
 ) -> int:
     """Train on an epoch's batches.
 
     Args:
         step: keeps the running values.
         learn: makes the updates.
-        stops: whether some rank wants to stop; asked after each step. None where nobody can.
+        stops: whether some rank wants to stop; asked after each group. None where nobody can.
         note: takes the number of steps made, before anybody acts at a batch's end.
         done: how many of the epoch's steps were made before it was cut.
+        group: batches between two calls of the batch hooks, counted from the epoch's begin: a
+            training that was cut within a group goes on with its rest.
 
     Returns:
         How many steps the epoch has had.
     """
     begin = callbacks.hooks("on_train_batch_begin")
     end = callbacks.hooks("on_train_batch_end")
-    results = step.logbook.results
+    logbook = step.logbook
+    results = logbook.results
     index = done - 1
+    waits = False
     for index, batch in enumerate(batches, done):
-        for hook in begin:
-            hook(index, {})
+        if not waits:
+            for hook in begin:
+                hook(index, {})
         learn(batch, index)
         if index == done:
             step.after_first()
+        waits = (index + 1) % group != 0
         if end:
             note(index + 1)
-            logs = LazyLogs(results, step.logbook.loss.last)
+        if waits:
+            continue
+        if end:
+            logs = LazyLogs(results, logbook.loss.last)
             for hook in end:
                 hook(index, logs)
         if stops is not None and stops():
             break
+    if waits:
+        logs = LazyLogs(results, logbook.loss.last)
+        for hook in end:
+            hook(index, logs)
     learn.finish()
     note(index + 1)
-    step.logbook.steps = index + 1 - done
+    logbook.steps = index + 1 - done
     return index + 1
 
 
-def evaluate_batches(batches: Iterator[Any], step: Step, callbacks: CallbackList) -> int:
+def evaluate_batches(
+    batches: Iterator[Any], step: Step, callbacks: CallbackList, group: int = 1
+) -> int:
     """Note losses and metrics of batches, without gradients.
+
+    Args:
+        group: batches between two calls of the batch hooks.
 
     Returns:
         How many there were.
@@ -68,45 +89,73 @@ def evaluate_batches(batches: Iterator[Any], step: Step, callbacks: CallbackList
     end = callbacks.hooks("on_test_batch_end")
     results = step.logbook.results
     index = -1
+    waits = False
     with torch.no_grad():
         for index, batch in enumerate(batches):
-            for hook in begin:
-                hook(index, {})
+            if not waits:
+                for hook in begin:
+                    hook(index, {})
             step(batch, index)
             if index == 0:
                 step.after_first()
-            if end:
+            waits = (index + 1) % group != 0
+            if end and not waits:
                 logs = LazyLogs(results)
                 for hook in end:
                     hook(index, logs)
+        if waits:
+            logs = LazyLogs(results)
+            for hook in end:
+                hook(index, logs)
     step.logbook.steps = index + 1
     return index + 1
 
 
 def predict_batches(
-    batches: Iterator[Any], step: Callable[..., Any], callbacks: CallbackList
+    batches: Iterator[Any], step: Callable[..., Any], callbacks: CallbackList, group: int = 1
 ) -> list[Any]:
-    """The net's outputs for each batch, in order, on the CPU."""
+    """The net's outputs for each batch, in order, on the CPU.
+
+    Args:
+        group: batches between two calls of the batch hooks, which get these batches' outputs.
+    """
     begin = callbacks.hooks("on_predict_batch_begin")
     end = callbacks.hooks("on_predict_batch_end")
-    outputs = []
+    copies = HostCopies()
+    index = -1
+    waits = False
+
+    def tell() -> None:
+        logs = LazyLogs(partial(_outputs_of, copies, index - index % group, index + 1))
+        for hook in end:
+            hook(index, logs)
+
     with torch.no_grad():
         for index, batch in enumerate(batches):
-            for hook in begin:
-                hook(index, {})
-            output = on_host(step(batch, index))
-            for hook in end:
-                hook(index, {"outputs": output})
-            outputs.append(output)
-    return outputs
+            if not waits:
+                for hook in begin:
+                    hook(index, {})
+            copies.add(step(batch, index))
+            waits = (index + 1) % group != 0
+            if end and not waits:
+                tell()
+        if end and waits:
+            tell()
+    copies.settle()
+    return copies.outputs
 
 
-def on_host(output: Any) -> Any:
-    """A net's output on the CPU; a dict (or Hugging Face's objects) without its Nones."""
-    if isinstance(output, torch.Tensor):
-        return output.cpu()
-    if hasattr(output, "items"):
-        return {key: on_host(value) for key, value in output.items() if value is not None}
-    return trees.map_leaves(
-        lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output
-    )
+def _outputs_of(copies: HostCopies, first: int, end: int) -> dict[str, Any]:
+    """What a hook finds in its logs: some batches' outputs as one, or a list where they can't be.
+
+    Asked for only where a hook looks, because they may be on their way still.
+    """
+    if len(copies.outputs) < end:
+        copies.settle()
+    outputs = copies.outputs[first:end]
+    if len(outputs) == 1:
+        return {"outputs": outputs[0]}
+    try:
+        return {"outputs": trees.concatenate(outputs)}
+    except (RuntimeError, ValueError):
+        return {"outputs": outputs}

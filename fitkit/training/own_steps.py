@@ -272,6 +272,7 @@ class OwnPredictStep:
     ) -> None:
         self.stage = stage
         self._door = door
+        self.mover = mover
         self._transfer = mover.transfer
         self._around = around
         self._takes_index = "batch_idx" in step_arguments(model, "predict_step")

@@ -19,6 +19,7 @@ from fitkit.notices import warn
 from fitkit.training.in_step import NOTHING, InStep
 from fitkit.training.jobs import PassJob
 from fitkit.training.loop import evaluate_batches, predict_batches
+from fitkit.training.memory_errors import memory_explained
 from fitkit.training.reduction import reduced
 from fitkit.training.runs import (
     Step,
@@ -29,7 +30,7 @@ from fitkit.training.runs import (
     step_for,
     with_own,
 )
-from fitkit.training.session import backend_flags, modes_restored
+from fitkit.training.session import backend_flags, modes_restored, net_prepared
 from fitkit.training.stage import Stage, running
 
 if TYPE_CHECKING:
@@ -39,13 +40,23 @@ if TYPE_CHECKING:
 
 def run_evaluate(model: Model, compilation: Compilation, job: PassJob) -> dict[str, Any]:
     """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
+    with memory_explained(model, compilation, "evaluate", _size(job)):
+        return _evaluated(model, compilation, job)
+
+
+def _size(job: PassJob) -> int | None:
+    return None if job.source is None else job.source.batch_size
+
+
+def _evaluated(model: Model, compilation: Compilation, job: PassJob) -> dict[str, Any]:
     compilation.strategy.place(model)
     source = share_of(job.source, compilation, training=False)
     name = evaluation_stage(model) or "test"
     stage, step = step_for(model, compilation, name, all_targets=[source.target])
     callbacks = with_own(job.callback_list, job.verbose)
-    callbacks.begin(model, pass_params("evaluate", source, job))
-    with backend_flags(compilation), closing(callbacks):
+    group = compilation.steps_per_execution
+    callbacks.begin(model, pass_params("evaluate", source, job, group))
+    with backend_flags(compilation), net_prepared(model, compilation), closing(callbacks):
         return evaluate_source(model, compilation, source, job.steps, stage, step, callbacks)
 
 
@@ -72,7 +83,8 @@ def evaluate_source(
         callbacks.call("on_test_begin", {})
         together = InStep(_first(source, steps, shares), compilation.strategy)
         try:
-            batches = evaluate_batches(iter(together), step, callbacks)
+            fed = step.mover.fed(iter(together))
+            batches = evaluate_batches(fed, step, callbacks, compilation.steps_per_execution)
         except BaseException:
             step.logbook.logged.finish()
             raise
@@ -97,18 +109,26 @@ def _first(source: Source, steps: int | None, collectives: Collectives) -> Itera
 
 def run_predict(model: Model, compilation: Compilation, job: PassJob) -> Any:
     """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
+    with memory_explained(model, compilation, "predict", _size(job)):
+        return _predicted(model, compilation, job)
+
+
+def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
     strategy = compilation.strategy
     strategy.place(model)
     source = share_of(job.source, compilation, training=False)
     stage, step = predict_step_for(model, compilation)
     callbacks = with_own(job.callback_list, job.verbose)
-    callbacks.begin(model, pass_params("predict", source, job))
+    group = compilation.steps_per_execution
+    callbacks.begin(model, pass_params("predict", source, job, group))
     flags, shares = backend_flags(compilation), strategy.shares
-    with modes_restored(model), flags, closing(callbacks), running(model, stage):
+    as_told = net_prepared(model, compilation)
+    with modes_restored(model), flags, as_told, closing(callbacks), running(model, stage):
         model.eval()
         callbacks.call("on_predict_begin", {})
         together = InStep(_first(source, job.steps, shares), strategy, muted=False)
-        outputs = together.own(predict_batches(iter(together), step, callbacks))
+        batches = step.mover.fed(iter(together))
+        outputs = together.own(predict_batches(batches, step, callbacks, group))
         callbacks.call("on_predict_end", {})
     everyone = shares.gather(outputs)
     # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.

@@ -28,6 +28,8 @@ class Progress:
         warm_up: updates made and rates aimed at; None where there is no warm-up.
         callbacks: each one's class, what it watches, and its state, in their order.
         data: what the place in them depends on; None in files of earlier versions.
+        shares: among how many the data were dealt out, which may be fewer than the ranks; None in
+            files of earlier versions.
     """
 
     epoch: int
@@ -43,6 +45,7 @@ class Progress:
     warm_up: dict[str, Any] | None
     callbacks: list[dict[str, Any]]
     data: dict[str, Any] | None = None
+    shares: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for a file."""

@@ -19,24 +19,33 @@ def _words(data: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in data.items())
 
 
-def take_place(run: FitRun, progress: Progress) -> None:
-    """Go on in the data where a training was cut."""
-    ranks, rank = run.strategy.shares.world_size, run.collectives.rank
-    warn_of_other_ranks(progress, run.collectives.world_size)
-    now = _kind_of_data(run)
+def check_data(source: Any, progress: Progress) -> None:
+    """Refuse other data than those within which a training was cut.
+
+    Raises:
+        ConfigurationError: they have another size or order.
+    """
+    now = _kind_of_data(source)
     if progress.batches and progress.data is not None and progress.data != now:
         raise ConfigurationError(
             f"The training was cut within the data, which had {_words(progress.data)}, but now "
             f"they have {_words(now)}. Give the data as before, or go on from a checkpoint of an "
             "epoch's end."
         )
+
+
+def take_place(run: FitRun, progress: Progress) -> None:
+    """Go on in the data where a training was cut."""
+    rank = run.collectives.rank
+    warn_of_other_ranks(progress, run.collectives.world_size)
+    check_data(run.source, progress)
     place = run.stream.place
     place.number, place.batches = progress.number, progress.batches
     # Where there are more ranks than before, rank 0's has all that an order follows from.
     place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
     set_seed_of(run.source, progress.seed)
     run.stream.take_loader_state(progress.loader)
-    run.steps_before = -(-progress.steps * len(progress.random) // ranks)
+    run.steps_before = -(-progress.steps * (progress.shares or len(progress.random)) // run.shares)
     run.carried = progress.noted if progress.steps else []
 
 
@@ -60,8 +69,9 @@ def progress_of(run: FitRun) -> Progress:
         if is_between
         else noted_by(book, run.steps_done - run.steps_before, run.collectives.rank)
     )
-    own = (place.began, random_state(run.stream.generators), noted)
-    told = run.collectives.gather(own)
+    told = run.collectives.gather((place.began, random_state(run.stream.generators)))
+    # Ranks of one share have noted the same.
+    noted_by_share = run.strategy.shares.gather(noted)
     new_pass = run.logs is not None and run.job.steps_per_epoch is None
     epochs, values = list(run.history.epoch), copy_lists(run.history.history)
     if run.logs is not None and run.epoch not in epochs:
@@ -74,18 +84,19 @@ def progress_of(run: FitRun) -> Progress:
         steps=0 if is_between else run.steps_done,
         number=place.number + new_pass,
         batches=0 if new_pass else place.batches,
-        began=[began for began, _, _ in told],
-        random=[random for _, random, _ in told],
+        began=[began for began, _ in told],
+        random=[random for _, random in told],
         seed=seed_of(run.source),
         loader=run.stream.loader_state(ends_pass=new_pass),
-        noted=[] if is_between else [*run.carried, *(notes for _, _, notes in told)],
+        noted=[] if is_between else [*run.carried, *noted_by_share],
         history={"epoch": epochs, "history": values},
         warm_up=None if run.warm_up is None else run.warm_up.state(),
         callbacks=[
             {**_kind(callback), "state": callback.state_dict()}
             for callback in run.job.callback_list.callbacks
         ],
-        data=_kind_of_data(run),
+        data=_kind_of_data(run.source),
+        shares=run.shares,
     )
 
 
@@ -96,9 +107,9 @@ def _kind(callback: Callback) -> dict[str, Any]:
     return {"class": type(callback).__name__, "monitor": watched}
 
 
-def _kind_of_data(run: FitRun) -> dict[str, Any]:
+def _kind_of_data(source: Any) -> dict[str, Any]:
     """What the place in the data depends on."""
-    whole = whole_of(run.source)
+    whole = whole_of(source)
     return {
         "batch_size": whole.batch_size,
         "samples": whole.samples,

@@ -41,8 +41,8 @@ class RunningMean:
             return
         device = self._values[0].device
         values = torch.stack([value.to(device) for value in self._values]).double()
-        counts = torch.tensor(self._counts, dtype=torch.float64, device=values.device)
-        total = values @ counts
+        counts = torch.tensor(self._counts, dtype=torch.float64)
+        total = values @ counts.to(device, non_blocking=True)  # a GPU isn't waited for
         self._sum = total if self._sum is None else self._sum + total
         self._count += sum(self._counts)
         self._values.clear()

@@ -12,15 +12,18 @@ from torch.optim import Optimizer
 
 from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.class_weights import ClassWeights
+from fitkit.data.parts import part_of
 from fitkit.data.sharding import sharded
 from fitkit.data.sources import Source
 from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.notices import warn
-from fitkit.optimizers import check_trainable, held_by
+from fitkit.optimizers import check_trainable, fuse, held_by
+from fitkit.training.fit_state import configures_its_own
 from fitkit.training.jobs import PassJob
 from fitkit.training.logbook import Logbook
+from fitkit.training.memory_format import match_strides
 from fitkit.training.own_steps import OwnPredictStep, OwnStep
 from fitkit.training.session import caller_of, mover_of
 from fitkit.training.stage import Stage
@@ -128,10 +131,15 @@ def updaters_of(
         after_update: gives for an optimizer what to call after each of its updates.
     """
     state, strategy = model.fit_state, compilation.strategy
-    check_trainable(compilation.trainable(model))
+    trainable = compilation.trainable(model)
+    check_trainable(trainable)
     optimizers = state.optimizers_for(model, compilation)
+    is_named = compilation.optimizer.is_name and not configures_its_own(model, compilation)
+    if is_named:
+        fuse(optimizers[0], model)
     for optimizer in optimizers:
         match_state(optimizer)
+        match_strides([optimizer])
         strategy.precision.check_optimizer(optimizer)
     several = len(optimizers) > 1
     scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
@@ -140,13 +148,14 @@ def updaters_of(
             strategy,
             state,
             optimizer,
-            held_by(optimizer) if several else compilation.trainable(model),
+            held_by(optimizer) if several else trainable,
             accumulate=compilation.accumulate_grad_batches if accumulate is None else accumulate,
             clip_value=compilation.gradient_clip_val,
             clip_algorithm=compilation.gradient_clip_algorithm,
             after_update=after_update(optimizer),
             exchanges=several,
             scaling=scaling,
+            is_named=is_named,
         )
         for optimizer, scaling in zip_longest(optimizers, scalings)
     ]
@@ -160,6 +169,8 @@ def share_of(source: Source | None, compilation: Compilation, *, training: bool)
     """
     assert source is not None, "the job was prepared before it was launched"
     strategy: Strategy = compilation.strategy
+    if training:
+        source = part_of(source, *strategy.part, replace_sampler=compilation.replace_sampler)
     return sharded(
         source,
         strategy.shares,
@@ -201,8 +212,12 @@ def tell_of(error: BaseException, callbacks: CallbackList) -> None:
             warn(f"on_exception failed: {type(another).__name__}: {another}")
 
 
-def pass_params(stage: str, source: Source, job: PassJob) -> dict[str, Any]:
-    """What callbacks are told of a call of `evaluate` or `predict`."""
+def pass_params(stage: str, source: Source, job: PassJob, group: int = 1) -> dict[str, Any]:
+    """What callbacks are told of a call of `evaluate` or `predict`.
+
+    Args:
+        group: batches between two calls of the batch hooks.
+    """
     return {
         "stage": stage,
         "epochs": 1,
@@ -210,6 +225,7 @@ def pass_params(stage: str, source: Source, job: PassJob) -> dict[str, Any]:
         "steps": job.steps or source.steps,
         "samples": source.samples,
         "batch_size": source.batch_size,
+        "steps_per_execution": group,
         "validation_steps": None,
         "verbose": job.verbose,
     }

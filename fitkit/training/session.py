@@ -14,6 +14,9 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.hooks import overridden
 from fitkit.training.calling import Caller
 from fitkit.training.compilation import Compilation
+from fitkit.training.jit import compile_on_this_rank
+from fitkit.training.matmul_precision import matmul_precision
+from fitkit.training.memory_format import MEMORY_FORMATS, laid_out, match_strides
 from fitkit.training.moving import Mover
 
 if TYPE_CHECKING:
@@ -37,7 +40,9 @@ def _spreads(forward: Any) -> bool:
 
 def mover_of(model: Model, strategy: Strategy) -> Mover:
     """What brings batches to the model's device in the model's dtype."""
-    transfer = Transfer(strategy.device, strategy.precision.input_dtype(model))
+    word = model.compilation.memory_format
+    format_of_images = None if word is None else MEMORY_FORMATS[word]
+    transfer = Transfer(strategy.device, strategy.precision.input_dtype(model), format_of_images)
     own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
     return Mover(transfer, own)
 
@@ -55,7 +60,8 @@ def modes_restored(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def backend_flags(compilation: Compilation) -> Iterator[None]:
-    """Set cuDNN's benchmark mode and deterministic algorithms for the length of a call."""
+    """Set torch's flags that `compile` was given for the length of a call: cuDNN's benchmark mode,
+    deterministic algorithms, the precision of matrix products."""
     benchmark, deterministic = compilation.benchmark, compilation.deterministic
     cudnn = torch.backends.cudnn.benchmark
     strict = torch.are_deterministic_algorithms_enabled()
@@ -65,11 +71,32 @@ def backend_flags(compilation: Compilation) -> Iterator[None]:
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
     try:
-        yield
+        with matmul_precision(compilation.matmul_precision):
+            yield
     finally:
         torch.backends.cudnn.benchmark = cudnn
         if deterministic is not None:
             torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def net_prepared(model: Model, compilation: Compilation) -> Iterator[None]:
+    """Have the net compiled, and the weights of convolutions laid out, as `compile` was told.
+
+    The layout is for the length of a call.
+
+    Where a strategy keeps module or optimizers in a form of its own, the weights stay as they are:
+    the batches' layout alone decides there.
+    """
+    compile_on_this_rank(model, compilation.jit_compile)
+    keeps = type(compilation.strategy).begin_training is Strategy.begin_training
+    word = compilation.memory_format if keeps else None
+    try:
+        with laid_out(model, word):
+            yield
+    finally:
+        if word is not None:
+            match_strides(model.fit_state.optimizers)
 
 
 @contextlib.contextmanager
@@ -100,5 +127,5 @@ def unchanged_on_error(model: Model) -> Iterator[None]:
 def _put_back(model: torch.nn.Module, copies: dict[str, torch.Tensor]) -> None:
     """Give buffers the values that were copied; they may be on another device by now."""
     for name, buffer in model.named_buffers():
-        if name in copies:
+        if name in copies and not copies[name].is_meta:
             buffer.copy_(copies[name])

@@ -12,7 +12,10 @@ import torch
 import fitkit.checkpoint as files
 from fitkit.callbacks import History
 from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.notices import warn
+from fitkit.optimizers import load_state
 from fitkit.training.compilation import UNSET
+from fitkit.training.differences import is_plain, plain_options, warn_of_differences
 from fitkit.training.progress import Progress, copy_lists
 
 if TYPE_CHECKING:
@@ -30,8 +33,14 @@ def save(model: Model, path: Any) -> None:
     """Write weights, optimizers, schedulers and progress to one file, whole or not at all.
 
     Ranks:
-        Collective within a run: all ranks call it, rank 0 writes.
+        Collective within a run: all ranks call it, rank 0 writes. To a folder all write.
     """
+    if files.is_folder_name(path):
+        strategy = model.compilation.strategy
+        weights, state = contents(model, spread=True)
+        if strategy.world.rank == 0 or strategy.collectives.world_size > 1:
+            files.save_folder(path, weights, state, strategy.collectives)
+        return
     weights, state = contents(model)
     _on_rank_zero(model, lambda: files.save_checkpoint(path, weights, state))
 
@@ -42,11 +51,15 @@ def save_weights(model: Model, path: Any) -> None:
     Ranks:
         Local, but where a strategy has spread the weights: there collective within a run.
     """
-    model.compilation.strategy.settle()
-    weights: dict[str, Any] = model.compilation.strategy.for_file(
-        lambda: model.weights_module().state_dict()
-    )
-    if model.compilation.strategy.world.rank == 0:
+    strategy = model.compilation.strategy
+    strategy.settle()
+    if files.is_folder_name(path):
+        spread = strategy.for_folder(lambda: model.weights_module().state_dict())
+        if strategy.world.rank == 0 or strategy.collectives.world_size > 1:
+            files.save_folder(path, spread, None, strategy.collectives)
+        return
+    weights: dict[str, Any] = strategy.for_file(lambda: model.weights_module().state_dict())
+    if strategy.world.rank == 0:
         files.save_weights(path, weights)
 
 
@@ -68,8 +81,11 @@ def _on_rank_zero(model: Model, write: Callable[[], None]) -> None:
             raise problem
 
 
-def contents(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
+def contents(model: Model, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
+
+    Args:
+        spread: whether what is spread over ranks stays so, for a folder; else rank 0 has it whole.
 
     Ranks:
         Collective within a run.
@@ -81,9 +97,10 @@ def contents(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
         "compiled": named_arguments(model.compilation.given),
         "progress": None if progress is None else progress.as_dict(),
     }
-    found: tuple[dict[str, Any], dict[str, Any]] = model.compilation.strategy.for_file(
-        lambda: (model.weights_module().state_dict(), {**state, "training": training_state(model)})
-    )
+    strategy = model.compilation.strategy
+    found: tuple[dict[str, Any], dict[str, Any]] = (
+        strategy.for_folder if spread else strategy.for_file
+    )(lambda: (model.weights_module().state_dict(), {**state, "training": training_state(model)}))
     return found
 
 
@@ -96,6 +113,7 @@ def training_state(model: Model) -> dict[str, Any]:
             {
                 "class": type(optimizer).__name__,
                 "names": _names_in(optimizer, names),
+                "options": plain_options(optimizer),
                 "state": optimizer.state_dict(),
             }
             for optimizer in state.optimizers
@@ -124,8 +142,14 @@ def _names_in(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
     return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
-def load(model: Model, path: Any) -> Progress | None:
+def load(
+    model: Model, path: Any, agree: Callable[[Progress | None], None] = lambda progress: None
+) -> Progress | None:
     """Put weights, optimizers and schedulers back; all is checked before anything changes.
+
+    Args:
+        agree: called with where the training was when all else is checked, to raise where it
+            can't go on from there.
 
     Returns:
         Where the training was; None where it hadn't begun.
@@ -138,8 +162,10 @@ def load(model: Model, path: Any) -> Progress | None:
         progress = None if kept is None else Progress.from_dict(kept, name)
         weights = files.fitting_weights(found.weights, name, model.weights_module())
         restore = checked_training(model, training, name)
+        agree(progress)
         weights.assign()
         restore()
+        warn_of_differences(model, name, found.state.get("compiled"), training)
     model.fit_state.progress = progress
     if progress is not None:
         model.history = History()
@@ -176,13 +202,14 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
         for optimizer, entry in zip(optimizers, stored, strict=True):
             files.check_optimizer_state(optimizer, entry["state"])
             _check_order(model, optimizer, entry, path)
+        _check_schedulers(model, training, path)
     except BaseException:
         state.restore(before)
         raise
 
     def restore() -> None:
         for optimizer, entry in zip(optimizers, stored, strict=True):
-            optimizer.load_state_dict(entry["state"])
+            load_state(optimizer, entry["state"])
         state.stored_schedulers = list(training.get("schedulers", []))
         state.stored_groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -199,6 +226,20 @@ def _restore_counters(state: Any, training: dict[str, Any]) -> None:
     state.updates = int(training.get("updates", 0))
     state.rate_factor = float(training.get("rate_factor", 1.0))
     state.stored_scalings = list(training.get("scalings", []))
+
+
+def _check_schedulers(model: Model, training: dict[str, Any], path: str) -> None:
+    """Refuse other schedulers than the file's, as far as they are known before they are made."""
+    choice = model.compilation.scheduler
+    now = [type(plan.scheduler).__name__ for plan in model.fit_state.schedulers]
+    if not now and choice is not None:
+        now = [choice.class_name or ""]
+    then = [str(entry.get("class")) for entry in training.get("schedulers", [])]
+    if now and then and "" not in now and now != then:
+        raise CheckpointError(
+            f"{path} was made with the scheduler {', '.join(then)}, but the model is compiled with "
+            f"{', '.join(now)}. Compile it as it was, or use load_weights."
+        )
 
 
 def _check_order(model: Model, optimizer: Any, entry: dict[str, Any], path: str) -> None:
@@ -219,19 +260,11 @@ def named_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         value = given[name]
         if value is UNSET:
             continue
-        if _is_plain(value):
+        if is_plain(value):
             kept["named"][name] = value
         else:
             kept["objects"].append(name)
     return kept
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, (str, int, float, bool))
 
 
 def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
@@ -276,18 +309,38 @@ def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
 
     Raises:
         ConfigurationError: `"last"`, but no callback saves any.
+        CheckpointError: callbacks have checkpoints, and all are damaged.
     """
-    own = [c.last_path() for c in callbacks if getattr(c, "restores", False)]
     is_last = isinstance(asked, str) and asked == "last"
-    if asked is not None and not is_last:
-        # A backup is of this very training, which began at the path that is given again.
-        return next((path for path in own if path is not None), asked)
-    savers = [callback for callback in callbacks if hasattr(callback, "last_path")]
+    savers = [c for c in callbacks if hasattr(c, "last_path")]
     if is_last and not savers:
         raise ConfigurationError(
             "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "
             "BackupAndRestore). Give one, or the checkpoint's path."
         )
-    found = own if asked is None else [callback.last_path() for callback in savers]
-    paths = [path for path in found if path is not None]
-    return max(paths, key=os.path.getmtime, default=None)
+    found = _newest([c for c in savers if is_last or getattr(c, "restores", False)])
+    # A backup is of this very training, which began at the path that is given again.
+    return asked if found is None and not is_last else found
+
+
+def _newest(savers: list[Any]) -> str | None:
+    """The newest checkpoint that callbacks know; None where there is none.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged.
+    """
+    paths: list[str] = []
+    problems: list[CheckpointError] = []
+    for saver in savers:
+        try:
+            path = saver.last_path()
+        except CheckpointError as error:
+            problems.append(error)
+        else:
+            paths += [] if path is None else [path]
+    if problems and not paths:
+        raise problems[0]
+    newest = max(paths, key=os.path.getmtime, default=None)
+    for problem in problems:
+        warn(f"{problem} The training goes on from {newest}.")
+    return newest

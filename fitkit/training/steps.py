@@ -100,33 +100,43 @@ class CompiledStep:
                 of what the user passed; torch's own error is its cause.
         """
         share = batch if type(batch) is Share else None
-        x, y, weight = self._opened(batch if share is None else share.batch)
+        x, y, weight = self.opened(batch if share is None else share.batch)
         if self.synchronization is not None:
             self.synchronization.counts = share is None or share.count > 0
-        prediction, loss, parts = self._compute(self.forward, x, y, weight)
-        samples = self.samples = self.total = samples_in(x, y)
+        prediction, loss, parts = self.compute(self.forward, x, y, weight)
+        self.samples = self.total = samples_in(x, y)
         if share is not None:
             self.samples, self.total = share.count, share.total
             if share.count == 0:
                 return loss
-        logbook = self.logbook
-        logbook.loss.add(loss.detach(), samples)
+        self.note(prediction, loss.detach(), parts, y, weight)
+        return loss
+
+    def note(
+        self,
+        prediction: Any,
+        loss: torch.Tensor,
+        parts: dict[str, torch.Tensor],
+        y: Any,
+        weight: Any,
+    ) -> None:
+        """Note a batch of `samples` samples in the logbook, with the metrics."""
+        logbook, samples = self.logbook, self.samples
+        logbook.loss.add(loss, samples)
         if parts:
             logbook.add_parts(parts, samples)
         if self.meters is not None:
-            with torch.no_grad():
-                self.meters.update(prediction, y, weight)
-        return loss
+            self.meters.update(prediction, y, weight)
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        opened = self._opened(batch.batch if type(batch) is Share else batch)
-        return self._compute(self.forward, *opened)[1]
+        opened = self.opened(batch.batch if type(batch) is Share else batch)
+        return self.compute(self.forward, *opened)[1]
 
     def look(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
-        opened = self._opened(batch.batch if type(batch) is Share else batch)
-        self._compute(self.door.net, *opened)
+        opened = self.opened(batch.batch if type(batch) is Share else batch)
+        self.compute(self.door.net, *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
         """The loss of a batch inside a step of the model's own; not noted, but for the metrics.
@@ -139,11 +149,11 @@ class CompiledStep:
         x, y, weight = self._parts(batch)
         with self._replicas:  # the first batch's checks, and the metrics' sums
             if not self.checked:
-                prediction, loss, parts = self._compute(model, x, y, weight)
+                prediction, loss, parts = self.compute(model, x, y, weight)
             else:
                 prediction = None
         if prediction is None:
-            prediction, loss, parts = self._compute(model, x, y, weight)
+            prediction, loss, parts = self.compute(model, x, y, weight)
         with self._replicas, torch.no_grad():
             if counts and parts:
                 self.logbook.add_parts(parts, samples_in(x, y))
@@ -151,7 +161,7 @@ class CompiledStep:
                 self.meters.update(prediction, y, weight)
         return loss
 
-    def _opened(self, batch: Any) -> tuple[Any, Any, Any]:
+    def opened(self, batch: Any) -> tuple[Any, Any, Any]:
         """The batch's inputs, targets and weights, on the device."""
         return self._parts(self._move(batch))
 
@@ -163,9 +173,10 @@ class CompiledStep:
             weight = self.class_weights(y, weight)
         return x, y, weight
 
-    def _compute(
+    def compute(
         self, forward: Callable[..., Any], x: Any, y: Any, weight: Any
     ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
+        """The prediction, the loss and its parts by output; the first batch's checks are made."""
         is_first = not self.checked
         if is_first:
             check_batch(x, weight, self.name)

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from fitkit.distributed.precision import CLOSURE, Scaling
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
-from fitkit.optimizers import needs_closure
+from fitkit.optimizers import needs_closure, unfuse_if_unreadable
 from fitkit.training.fit_state import FitState
 
 
@@ -34,11 +33,18 @@ class Updater:
         clip_algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
         after_update: called after each update (a scheduler that counts steps).
         scaling: scales losses, where half precision needs that; None elsewhere.
+        is_named: whether fitkit chose the optimizer's way to compute.
         exchanges: whether gradients are averaged over the ranks here, because the steps go past
             the wrapper that does it otherwise.
 
     Accumulated gradients are the mean over all samples of the group, as one larger batch's
     would be, also where batches differ in length or the last group is short.
+
+    Attributes:
+        backward: computes the gradients of a loss.
+        is_scaled: whether losses are scaled.
+        takes_closure: whether the optimizer computes the loss itself.
+        accumulates: whether several batches make an update.
     """
 
     def __init__(
@@ -54,15 +60,22 @@ class Updater:
         after_update: Callable[[], Any] | None = None,
         exchanges: bool = False,
         scaling: Scaling | None = None,
+        is_named: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self._looks_at_gradients = is_named
+        # An engine's own update; torch's is called directly.
+        self._engine_update = (
+            strategy.update if type(strategy).update is not Strategy.update else None
+        )
         self._fit_state = fit_state
         self._strategy = strategy
         self._ranks = strategy.shares.world_size
-        self._backward = strategy.backward
+        self.backward = strategy.backward
+        self.is_scaled = scaling is not None
         self._scaling = scaling
         if scaling is not None:
-            self._backward = partial(scaling.backward, through=strategy.backward)
+            self.backward = partial(scaling.backward, through=strategy.backward)
         self._parameters = parameters
         fit_state.accumulate = accumulate
         self._clip_value = clip_value
@@ -121,7 +134,7 @@ class Updater:
         """
         if self._accumulate == 1:
             share = samples * self._ranks
-            self._backward(loss if share == total else loss * (share / total))
+            self.backward(loss if share == total else loss * (share / total))
             if self._exchanges:
                 self._strategy.exchange_gradients(self._parameters)
             self._update()
@@ -130,7 +143,7 @@ class Updater:
             self._first = max(total, 1)
             self._samples = 0
         # Scaled as if every step of the group had as many samples as its first …
-        self._backward(loss * (samples * self._ranks / (self._first * self._accumulate)))
+        self.backward(loss * (samples * self._ranks / (self._first * self._accumulate)))
         self._batches += 1
         self._samples += total
         if self._batches == self._accumulate:
@@ -145,9 +158,8 @@ class Updater:
         self._batches = 0
         if not self._exchanged:
             self._strategy.exchange_gradients(self._parameters)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if gradients and self._samples != expected:
-            torch._foreach_mul_(gradients, expected / max(self._samples, 1))
+        if self._samples != expected:
+            self._strategy.scale_gradients(self._parameters, expected / max(self._samples, 1))
         self._update()
 
     def step_with_closure(
@@ -167,7 +179,7 @@ class Updater:
                 value = waiting.pop() if waiting else again()
                 for parameter in self._parameters:
                     parameter.grad = None
-                self._backward(value if share == 1 else value * share)
+                self.backward(value if share == 1 else value * share)
                 if self._exchanges:
                     self._strategy.exchange_gradients(self._parameters)
             self._clip()
@@ -181,12 +193,35 @@ class Updater:
         self._tell_strategy()
         self._count_update()
 
+    def follow(self) -> None:
+        """Make an update whose gradients other replicas have computed."""
+        self._update()
+
+    @property
+    def will_accumulate(self) -> bool:
+        """Whether the next batch is, or becomes, one of several for an update."""
+        return self._fit_state.accumulate > 1 or self._batches > 0
+
     def _update(self) -> None:
+        if self._looks_at_gradients:
+            self._looks_at_gradients = False
+            unfuse_if_unreadable(self.optimizer)
         if self._scaling is not None:
             self._update_scaled(self._scaling)
             return
+        self.apply()
+        self.count()
+
+    def apply(self) -> None:
+        """Clip the gradients and make the optimizer's step."""
         self._clip()
-        self.optimizer.step()
+        if self._engine_update is None:
+            self.optimizer.step()
+        else:
+            self._engine_update(self.optimizer)
+
+    def count(self) -> None:
+        """Count an update that was made, and move what counts them."""
         self._tell_strategy()
         self._count_update()
 
@@ -211,9 +246,5 @@ class Updater:
             self._after_update()
 
     def _clip(self) -> None:
-        if self._clip_value is None:
-            return
-        if self._clip_algorithm == "norm":
-            clip_grad_norm_(self._parameters, self._clip_value)
-        else:
-            clip_grad_value_(self._parameters, self._clip_value)
+        if self._clip_value is not None:
+            self._strategy.clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)

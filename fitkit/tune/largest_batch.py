@@ -12,17 +12,8 @@ from fitkit.arguments import check_choice, check_count
 from fitkit.data.sources import check_data_type, make_source
 from fitkit.errors import ConfigurationError, WorkerError
 from fitkit.model import Model
+from fitkit.torch_errors import MEMORY_ERRORS, is_out_of_memory
 from fitkit.tune.untouched import untouched
-
-SIGNS = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "unable to allocate",
-    "alloc_failed",
-    "outofmemoryerror",
-)
-"""What errors of devices, libraries and the CPU's allocator say."""
 
 
 def batch_size(
@@ -120,7 +111,7 @@ def _trains(model: Model, x: Any, y: Any, sample_weight: Any, size: int, steps: 
         )
         return True
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not is_short_of_memory(error):
             raise
     finally:
         # The error's frames held the step's tensors until here.
@@ -130,16 +121,13 @@ def _trains(model: Model, x: Any, y: Any, sample_weight: Any, size: int, steps: 
     return False
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_short_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, here or on another rank."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)):
+        if isinstance(seen, MemoryError) or is_out_of_memory(seen):
             return True
-        text = str(seen)
-        if isinstance(seen, WorkerError):
-            text += seen.remote_traceback
-        if isinstance(seen, RuntimeError) and any(sign in text.lower() for sign in SIGNS):
+        if isinstance(seen, WorkerError) and MEMORY_ERRORS.search(seen.remote_traceback):
             return True
         seen = seen.__cause__
     return False

@@ -6,17 +6,22 @@ Reference: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, ar
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.batch_losses import BatchLosses
 from fitkit.callbacks.learner import set_rate, updates_of
 from fitkit.callbacks.ranks import from_all_ranks
-from fitkit.errors import ConfigurationError, missing_package
+from fitkit.errors import ConfigurationError
 from fitkit.model import Model
+from fitkit.pictures.rate_curve import rate_curve
 from fitkit.tune.untouched import untouched
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SMOOTHING = 0.9
 """How much of the running mean of losses each new one keeps, for seeing that they explode."""
@@ -47,6 +52,7 @@ class RateRange:
 
     @property
     def suggestion(self) -> float | None:
+        """The rate to train with; None where the losses fall nowhere."""
         place = self._steepest()
         return None if place is None else self.rates[place]
 
@@ -66,46 +72,40 @@ class RateRange:
         finite = [loss if math.isfinite(loss) else math.inf for loss in self.smoothed[:-1]]
         return finite.index(min(finite)) if finite else 0
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(
+        self,
+        *,
+        figure: Any = None,
+        axes: Any = None,
+        size: tuple[float, float] | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Figure:
         """Draw the losses over the rates, and the suggestion.
 
         Args:
-            axes: matplotlib's axes to draw in; None makes a figure.
+            figure: a matplotlib Figure to draw in; None makes one that pyplot doesn't know, as
+                `history.plot()` does.
+            axes: instead, the Axes to draw in.
+            size: the new figure's width and height in inches.
+            path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
 
         Returns:
-            The axes.
+            The figure, which a notebook shows.
 
         Raises:
-            MissingPackageError: matplotlib isn't there.
+            MissingPackageError: matplotlib isn't installed (`pip install 'fitkit[plot]'`).
+            ArgumentTypeError: nothing to draw in or to write to.
         """
-        if axes is None:
-            try:
-                import matplotlib.pyplot as plt
-            except ImportError:
-                raise missing_package("matplotlib", "plot", "RateRange.plot()") from None
-            _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        axes.plot(self.rates, self.losses, color="0.75", linewidth=1, label="loss")
-        axes.plot(self.rates, self.smoothed, color="C0", linewidth=2, label="smoothed")
-        place = self._steepest()
-        if place is not None:
-            rate = self.rates[place]
-            axes.plot(rate, self.smoothed[place], "o", color="C3", label=f"suggested: {rate:.2g}")
-        axes.set_xscale("log")
-        low, high = self._shown_losses()
-        axes.set_ylim(low, high)
-        axes.set_xlabel("learning rate")
-        axes.set_ylabel("loss")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        return axes
-
-    def _shown_losses(self) -> tuple[float, float]:
-        """Bounds for the picture: a last loss that explodes would flatten all others."""
-        finite = [loss for loss in self.smoothed if math.isfinite(loss)]
-        low = min(finite, default=0.0)
-        begin = max(finite[: SKIPPED + 1], default=1.0)
-        margin = 0.1 * (begin - low) or 0.1 * abs(low) or 0.1
-        return low - 2 * margin, begin + 5 * margin
+        return rate_curve(
+            self.rates,
+            self.losses,
+            self.smoothed,
+            self._steepest(),
+            figure=figure,
+            axes=axes,
+            size=size,
+            path=path,
+        )
 
     def __repr__(self) -> str:
         found = self.suggestion

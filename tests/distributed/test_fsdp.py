@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn import functional as F
 
 import fitkit
@@ -148,7 +150,8 @@ def test_a_second_fit_and_one_on_one_device_go_on_exactly():
 def test_clipping_and_accumulation_see_all_gradients(limit):
     model, reference = fitkit.Model(still(net())), still(net())
     model.compile("adam", "cross_entropy", gradient_clip_val=0.05, gradient_clip_algorithm=limit,
-                  accumulate_grad_batches=3, **on(2, activation_checkpointing=True))
+                  accumulate_grad_batches=3, **on(
+                      2, activation_checkpointing=limit == "norm" or (Block, nn.Linear)))
     fit(model, 2, epochs=2)
     adam = torch.optim.Adam(reference.parameters())
     clip = {"clip": 0.05} if limit == "norm" else {"value": 0.05}
@@ -189,6 +192,91 @@ def test_saves_in_between_are_whole_and_resume_on_other_ranks(tmp_path):
             fit(resumed, ranks, epochs=3, resume_from=tmp_path / "0.h5")
         same(resumed.net, reference)
         same_state(resumed.optimizer, adam)
+
+
+def test_each_rank_writes_its_part_of_a_folder_that_any_number_of_ranks_goes_on_from(tmp_path):
+    model, reference = fitkit.Model(still(net())), still(net())
+    model.compile("adam", "cross_entropy", **on(2))
+
+    def look(batch, logs):
+        if batch == 1:
+            model.save(tmp_path / "cut.dcp")
+            model.save_weights(tmp_path / "weights.dcp")
+
+    def end(epoch, logs):
+        if epoch == 0:
+            model.save(tmp_path / "end.dcp")
+
+    note = fitkit.callbacks.LambdaCallback(on_train_batch_end=look, on_epoch_end=end)
+    fit(model, 2, epochs=2, callbacks=note)  # the second epoch's replaces the first's
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert there == ["cut.dcp", "end.dcp", "weights.dcp"]
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "cut.dcp").glob("shard*"))]
+    assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
+    # Torch reads the same weights by itself.
+    found = {name: torch.zeros_like(value) for name, value in model.net.state_dict().items()}
+    load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "cut.dcp")))
+    other = fitkit.Model(net())
+    other.load_weights(tmp_path / "weights.dcp")
+    torch.testing.assert_close(dict(other.net.state_dict()), found, rtol=0, atol=0)
+    # On as many ranks, to the last bit; on others as the arithmetic has it.
+    again = fitkit.Model(still(net()))
+    again.compile("adam", "cross_entropy", **on(2))
+    history = fit(again, 2, epochs=2, resume_from=tmp_path / "cut.dcp").history
+    same(again.net, model.net, atol=0)
+    assert history == model.history.history
+    adam = torch.optim.Adam(reference.parameters())
+    plainly(reference, adam, 2)
+    single = fitkit.Model(still(net()))
+    single.compile("adam", "cross_entropy", accelerator="cpu", devices=1)
+    with pytest.warns(UserWarning, match="goes on with"):
+        fit(single, 1, epochs=2, resume_from=tmp_path / "end.dcp")
+    same(single.net, reference)
+    same_state(single.optimizer, adam)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", [{"ranks": 3}, {"ranks": 4, "shard_size": 2}, {"ddp": 2}])
+def test_a_folder_is_read_by_other_meshes_and_strategies(tmp_path, hardware):
+    model, reference = fitkit.Model(still(net())), still(net())
+    model.compile("adam", "cross_entropy", **on(2 if "shard_size" not in hardware else 4, **(
+        {} if "shard_size" not in hardware else {"shard_size": 2})))
+    saves = fitkit.callbacks.ModelCheckpoint(tmp_path / "{epoch}.dcp")
+    fit(model, model.world_size, callbacks=saves)
+    adam = torch.optim.Adam(reference.parameters())
+    plainly(reference, adam, 2)
+    ranks = hardware.get("ddp") or 3
+    other = fitkit.Model(still(net()))
+    other.compile("adam", "cross_entropy", **(
+        on(ranks) if "ddp" not in hardware
+        else {"accelerator": "cpu", "devices": 2, "strategy": "ddp_sharded"}))
+    fit(other, ranks, epochs=2, resume_from=tmp_path / "1.dcp")
+    same(other.net, reference)
+    same_state(other.optimizer, adam)
+
+
+def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_leaves_nothing(tmp_path):
+    model = fitkit.Model(still(net()))
+    model.compile("adam", "cross_entropy", **on(2))
+
+    def look(epoch, logs):
+        import fitkit.checkpoint.shard_writer as writer
+
+        if model.global_rank == 1:
+            def full(*given):
+                raise OSError(28, "No space left")
+
+            writer.write_tensors = full
+        with pytest.raises(fitkit.CheckpointError, match=r"rank 1 failed .*No space left"):
+            model.save(tmp_path / "a.dcp")
+        logs["survived"] = 1.0
+
+    note = fitkit.callbacks.LambdaCallback(on_epoch_end=look)
+    try:
+        assert fit(model, 2, callbacks=note).history["survived"] == [1.0]
+    finally:
+        end_workers()  # whose writer is broken
+    assert not list(tmp_path.iterdir())
 
 
 class Own(fitkit.Model):
@@ -338,6 +426,165 @@ def test_a_rank_that_fails_leaves_the_model_as_it_was_before_fit():
     same(model.net, reference)
 
 
+def even():
+    """Blocks whose inner size two ranks divide."""
+    module = still(net())
+    for block in (module[1], module[3]):
+        block.inner, block.outer = nn.Linear(7, 10).double(), nn.Linear(10, 7).double()
+    return module
+
+
+PLAN = {"*.inner": "colwise", "1.outer": "rowwise", "3.outer": RowwiseParallel()}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_compute_a_batch_together_make_what_one_process_makes(tmp_path, ranks):
+    torch.manual_seed(1)
+    module = even()
+    reference = copy.deepcopy(module)
+    parameters, attributes = list(module.parameters()), [set(vars(p)) for p in module.modules()]
+    model = fitkit.Model(module)
+    together = on(ranks, tensor_parallel=2, tensor_parallel_plan=PLAN)
+    model.compile("adam", "cross_entropy", gradient_clip_val=0.1, metrics=["accuracy"], **together)
+
+    def look(batch, logs):
+        if batch == 1:
+            model.save(tmp_path / "cut.dcp")
+
+    def end(epoch, logs):
+        logs["held"] = float(sum(p.to_local().numel() for p in model.parameters()))
+
+    def trained(some, epochs, **options):
+        return some.fit(X, Y, batch_size=24 // ranks, shuffle=False, verbose=0, epochs=epochs,
+                        validation_data=(X[:25], Y[:25]), **options).history
+
+    history = trained(model, 2, callbacks=fitkit.callbacks.LambdaCallback(
+        on_train_batch_end=look, on_epoch_end=end))
+    inside = sum(p.numel() for block in (module[1], module[3]) for p in block.parameters())
+    whole = sum(p.numel() for p in parameters)
+    copies = ranks // 2
+    assert history["held"][0] <= (inside / 2 + whole - inside) / copies + 60  # uneven ones
+    adam = torch.optim.Adam(reference.parameters())
+    plainly(reference, adam, 2, clip=0.1)
+    same(module, reference)
+    same_state(model.optimizer, adam)
+    reference.eval()
+    loss = F.cross_entropy(reference(X[:25]), Y[:25]).item()
+    assert history["val_loss"][1] == pytest.approx(loss, abs=1e-9)
+    assert model.evaluate(X[:25], Y[:25], verbose=0)[0] == pytest.approx(loss, abs=1e-9)
+    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+    assert [set(vars(part)) for part in module.modules()] == attributes
+    assert not any(held for part in module.modules() for name, held in vars(part).items()
+                   if name.endswith("_hooks"))
+    assert model.optimizer.param_groups[0]["foreach"] == adam.param_groups[0]["foreach"]
+    # It goes on within an epoch to the last bit, and after one in a second fit.
+    again = fitkit.Model(even())
+    again.compile("adam", "cross_entropy", gradient_clip_val=0.1, metrics=["accuracy"], **together)
+    resumed = trained(again, 2, resume_from=tmp_path / "cut.dcp")
+    same(again.net, module, atol=0)
+    del history["held"], resumed["held"]
+    assert resumed == history
+    trained(model, 1)
+    plainly(reference, adam, 1, clip=0.1)
+    same(module, reference)
+
+
+@pytest.mark.parametrize(("plan", "message"), [
+    ({"7": "colwise"}, "names '7', which the net doesn't have"),
+    ({"0": "colwise"}, "its 7 outputs can't be divided equally among 2"),
+    ({"2": "rowwise"}, "only Linear and Embedding"),
+])
+def test_plans_that_cannot_be_kept_are_refused(plan, message):
+    model = fitkit.Model(net())
+    before = copy.deepcopy(model.state_dict())
+    model.compile("adam", "cross_entropy", **on(2, tensor_parallel=2, tensor_parallel_plan=plan))
+    with pytest.raises(fitkit.ConfigurationError, match=message):
+        fit(model, 2)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    with pytest.raises(fitkit.ConfigurationError, match="doesn't divide the 3 ranks"):
+        model.compile(**on(3, tensor_parallel=2, tensor_parallel_plan=plan))
+    with pytest.raises(fitkit.ConfigurationError, match="shard_size=3 doesn't divide the 2 ranks"):
+        model.compile(**on(2, shard_size=3))
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.embed = nn.Linear(6, 8)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm, self.head = Evaluating(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.layers(self.embed(x)[:, None])[:, 0]))
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Attends().double()
+
+
+@pytest.mark.parametrize("hardware", [
+    {"strategy": FSDPStrategy()},
+    pytest.param({"strategy": FSDPStrategy(wrap=nn.Linear), "devices": 3}, marks=pytest.mark.slow),
+    pytest.param({"strategy": "ddp_spawn"}, marks=pytest.mark.slow),
+])
+def test_a_net_on_the_meta_device_gets_the_same_numbers_on_any_ranks(hardware):
+    found = []
+    for where in ({}, {"devices": 2, **hardware}):
+        module = on_meta()
+        parameters = list(module.parameters())
+        model = fitkit.Model(module)
+        given = torch.optim.SGD(parameters, 0.1)
+        model.compile(given, "cross_entropy", **{"accelerator": "cpu", "devices": 1, **where})
+        torch.manual_seed(3)
+        fit(model, where.get("devices", 1))
+        assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+        found.append(module)
+    same(*found)
+    assert found[0].layers.layers[0].self_attn.out_proj.bias.abs().max() < 0.2  # began at zero
+    assert found[0].layers.layers[0].linear1.weight.std() > 0.1
+
+
+def test_a_net_on_the_meta_device_takes_weights_from_a_file(tmp_path):
+    torch.manual_seed(5)
+    module = Attends().double()
+    fitkit.Model(module).save_weights(tmp_path / "weights.dcp")
+    model = fitkit.Model(on_meta())
+    model.load_weights(tmp_path / "weights.dcp")
+    same(model.net, module)
+
+
+def test_a_net_on_the_meta_device_has_its_numbers_after_a_refused_training_too():
+    module = on_meta()
+    module.layers.layers[0].linear1.weight.requires_grad_(False)
+    model = fitkit.Model(module)
+    model.compile("lbfgs", "cross_entropy", **on(2))
+    with pytest.raises(fitkit.ConfigurationError, match="LBFGS"):
+        fit(model, 2)
+    spread = module.layers.layers[0].linear1.weight.std().item()
+    assert spread == pytest.approx((1 / 8) ** 0.5 / 3**0.5, rel=0.2)  # uniform
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_a_part_on_the_meta_device_that_cannot_draw_numbers_is_named():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(6, 3), Bare())
+    model = fitkit.Model(module)
+    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=1)
+    with pytest.raises(fitkit.ConfigurationError, match=r"net\.1 \(Bare\).*\(scale\)"):
+        model.fit(X.float(), Y, verbose=0)
+    assert module[0].weight.is_meta
+
+
 class ByHand(fitkit.Model):
     automatic_optimization = False
 
@@ -356,7 +603,6 @@ class Several(fitkit.Model):
     (lambda: fitkit.Model(net()), {"optimizer": "lbfgs"}, "LBFGS"),
     (lambda: fitkit.Model(net().append(nn.PReLU().half())), {"optimizer": "sgd"}, "several dtypes"),
     (lambda: fitkit.Model(net()), {"optimizer": "adafactor"}, "Adafactor can't update parts"),
-    (lambda: fitkit.Model(net()), {"strategy": FSDPStrategy(shard_size=3)}, "shard_size=3"),
     (lambda: fitkit.Model(net()), {"jit_compile": True}, "torch.compile"),
 ])
 def test_what_cannot_be_trained_so_is_refused(make, options, message):
@@ -371,7 +617,11 @@ def test_what_cannot_be_trained_so_is_refused(make, options, message):
 @pytest.mark.parametrize("options", [
     {"wrap": "layers"}, {"wrap": True}, {"wrap": (nn.Linear, 3)}, {"wrap": 0}, {"shard_size": 1},
     {"shard_size": 2.0}, {"backup": 1}, {"reshard_after_forward": None},
-    {"activation_checkpointing": "blocks"}, {"timeout": -1},
+    {"activation_checkpointing": "blocks"}, {"timeout": -1}, {"tensor_parallel": 2},
+    {"tensor_parallel_plan": {"0": "colwise"}}, {"tensor_parallel": 0},
+    {"tensor_parallel": 2, "tensor_parallel_plan": {"0": "rowwsie"}},
+    {"tensor_parallel": 2, "tensor_parallel_plan": {"0": nn.Linear}},
+    {"tensor_parallel": 2, "tensor_parallel_plan": {"0": "colwise"}, "shard_size": 2},
 ])
 def test_arguments_are_checked_where_they_are_given(options):
     with pytest.raises(fitkit.FitkitError):

@@ -83,7 +83,10 @@ def test_a_model_of_nothing_says_so_when_it_is_called():
         ({"deterministic": "maybe"}, "deterministic"),
         ({"jit_compile": "yes"}, "jit_compile"),
         ({"jit_compile": {"speed": 1}}, "speed"),
-        ({"steps_per_execution": 4}, "steps_per_execution"),
+        ({"steps_per_execution": 0}, "steps_per_execution"),
+        ({"matmul_precision": "tf32"}, "'high'"),
+        ({"memory_format": "channels_first"}, "channels_last"),
+        ({"cuda_graphs": True, "jit_compile": {"mode": "reduce-overhead"}}, "captures"),
         ({"gpus": 1, "devices": 1}, "older spelling"),
     ],
 )

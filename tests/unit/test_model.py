@@ -767,7 +767,7 @@ def test_a_failed_fit_leaves_scheduler_rates_and_history_as_they_were():
     with pytest.raises(fitkit.ConfigurationError):
         model.fit(X[:, :3], Y, epochs=1, verbose=0)
     assert model.optimizer.param_groups[0] == {
-        **torch.optim.SGD(model.parameters(), lr=0.1).param_groups[0],
+        **torch.optim.SGD(model.parameters(), lr=0.1, fused=True).param_groups[0],
         "params": list(model.parameters()),
     }
     good = model.fit(X, Y, epochs=2, verbose=0)

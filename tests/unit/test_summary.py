@@ -10,7 +10,7 @@ from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.summary import shape_text, summarize
-from fitkit.summary_table import human_bytes
+from fitkit.summary_table import human_bytes, human_count
 
 
 def small_net():
@@ -110,6 +110,76 @@ def test_attention_s_output_counts_though_a_child_holds_its_parameters():
     assert summary.parameters == 8 * 24 + 24 + 8 * 8 + 8
     assert summary.rows[0].output == "(2, 5, 8), (2, 5, 5)"
     assert summary.activation_bytes == 4 * (80 + 50)
+
+
+def test_multiply_adds_are_what_one_counts_by_hand():
+    net = nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1, groups=2),  # 4·8·25 outputs of 1·9
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Sequential(nn.Linear(200, 10), nn.ReLU()),  # 4·10 outputs of 200
+    )
+    summary = summarize(net, torch.zeros(4, 2, 5, 5))
+    assert [row.multiply_adds for row in summary.rows] == [0, 7200, 0, 0, 0, 8000, 0]
+    assert summary.multiply_adds == 15200
+    folded = summarize(net, torch.zeros(4, 2, 5, 5), depth=1)
+    assert [row.multiply_adds for row in folded.rows] == [0, 7200, 0, 0, 8000]
+    assert summarize(net).multiply_adds is None
+    assert "Mult-adds" in str(summary) and "Mult-adds" not in str(summarize(net))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_attention_s_multiply_adds_are_those_of_its_matrices(weights):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=weights)[0]
+
+    summary = summarize(Net(), torch.zeros(3, 5, 8))
+    projections = 3 * 5 * 8 * (24 + 8)
+    scores_and_values = 2 * 3 * 5 * 5 * 8  # Both heads together are 8 wide.
+    assert summary.multiply_adds == projections + scores_and_values
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_multiply_adds_are_counted_in_both_directions(kind, gates):
+    net = kind(8, 16, num_layers=2, bidirectional=True, batch_first=True)
+    first, second = gates * 16 * (8 + 16), gates * 16 * (32 + 16)
+    summary = summarize(net, torch.zeros(3, 5, 8))
+    assert summary.multiply_adds == 2 * 3 * 5 * (first + second)
+
+
+def test_a_module_that_runs_twice_multiplies_twice_in_one_row():
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(shared, nn.Tanh(), shared)
+    rows = summarize(net, torch.zeros(2, 4)).rows
+    assert [(row.multiply_adds, row.reused) for row in rows] == [
+        (0, False), (2 * 32, False), (0, False), (0, True),
+    ]  # fmt: skip
+
+
+def test_a_net_that_torch_cannot_count_has_its_other_numbers():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+                raise NotImplementedError("no rule for this operation")
+            return x
+
+    summary = summarize(nn.Sequential(nn.Linear(4, 3), Refuses()), torch.zeros(2, 4))
+    assert summary.multiply_adds is None
+    assert [row.output for row in summary.rows] == ["(2, 3)"] * 3
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.00 k"), (9994, "9.99 k"), (9996, "10.0 k"),
+     (123456, "123 k"), (999_600, "1.00 M"), (4.06e9, "4.06 G"), (5e15, "5000 T")],
+)  # fmt: skip
+def test_counts_have_few_digits(number, text):
+    assert human_count(number) == text
 
 
 def test_a_net_without_parameters_or_layers_is_fine():
@@ -308,18 +378,19 @@ def test_the_plain_table_is_ascii_and_fits(width):
 
 def test_the_table_reads_like_this():
     assert str(summarize(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), input_shape=(8, 8))) == (
-        "Layer           Output shape   Parameters   Trainable\n"
-        "-----------------------------------------------------\n"
+        "Layer           Output shape   Parameters   Trainable   Mult-adds\n"
+        "-----------------------------------------------------------------\n"
         "Sequential      (1, 10)                     yes\n"
         "  0 (Flatten)   (1, 64)                 0\n"
-        "  1 (Linear)    (1, 10)               650   yes\n"
+        "  1 (Linear)    (1, 10)               650   yes               640\n"
         "\n"
         "Parameters     650  2.5 KiB (float32)\n"
         "Trainable      650\n"
         "Non-trainable    0\n"
         "Buffers          0\n"
         "Input               256 B, (1, 8, 8)\n"
-        "Activations         about 296 B, forward and kept for backward"
+        "Activations         about 296 B, forward and kept for backward\n"
+        "Mult-adds      640  forward, with this input"
     )
 
 

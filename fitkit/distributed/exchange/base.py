@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.flat_tensors import FlatTensors
 from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.precision import Precision
@@ -45,6 +46,15 @@ class Exchange:
         Raises:
             ConfigurationError: with what to write instead.
         """
+
+    def sent(self, size: float, numbers: int, ranks: int) -> float:
+        """Bytes that a rank sends for an update, on average once warm-ups are over.
+
+        Args:
+            size: of all gradients, in bytes; weights have as many.
+            numbers: how many numbers they hold.
+        """
+        return all_reduce(size, ranks)
 
     def check_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Refuse optimizers that the algorithm can't work with.

@@ -14,6 +14,11 @@ LEVELS = 255
 RANGE_BYTES = 8
 
 
+def wire_bytes(numbers: int) -> float:
+    """How many bytes so many numbers are on the wire, the filling up aside."""
+    return numbers * (1 + RANGE_BYTES / BLOCK)
+
+
 def block_of(length: int) -> int:
     """The size of the blocks in which a row of some length is cut with the least filling up."""
     blocks = max(-(-length // BLOCK), 1)

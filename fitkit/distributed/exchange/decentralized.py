@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fitkit.arguments import check_choice, check_count
+from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.base import Exchange
 from fitkit.distributed.precision import Precision
 from fitkit.errors import ConfigurationError
@@ -39,6 +40,10 @@ class Decentralized(Exchange):
                 f"peer_selection_mode='shift_one' pairs the ranks up, but there are {size}. Use "
                 "an even number of devices, or peer_selection_mode='all'."
             )
+
+    def sent(self, size: float, numbers: int, ranks: int) -> float:
+        each = all_reduce(size, ranks) if self.peer_selection_mode == "all" else size
+        return each / self.communication_interval
 
     @property
     def averages_gradients(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.distributed.exchange.base import Exchange
-from fitkit.distributed.exchange.byte_codec import decode, encode
+from fitkit.distributed.exchange.byte_codec import decode, encode, wire_bytes
 from fitkit.distributed.exchange.peers import Peers
 
 
@@ -28,6 +28,9 @@ class LowPrecisionDecentralized(Exchange):
     _own: torch.Tensor
     _replicas: list[torch.Tensor]
     _neighbours: list[int]
+
+    def sent(self, size: float, numbers: int, ranks: int) -> float:
+        return wire_bytes(numbers) * len(neighbours(0, ranks))
 
     def begin(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fitkit.arguments import check_count
+from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.base import Exchange
 
 
@@ -25,6 +26,9 @@ class PostLocalSGD(Exchange):
         self.warmup_steps = warmup_steps
         self.period = period
         self.wraps = warmup_steps > 0
+
+    def sent(self, size: float, numbers: int, ranks: int) -> float:
+        return all_reduce(size, ranks) / self.period
 
     @property
     def averages_gradients(self) -> bool:

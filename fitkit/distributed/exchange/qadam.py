@@ -7,7 +7,9 @@ import functools
 import torch
 from torch.optim import Optimizer
 
+from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.base import Exchange
+from fitkit.distributed.exchange.byte_codec import wire_bytes
 from fitkit.distributed.exchange.compressed_mean import (
     Feedback,
     compressed_mean,
@@ -39,6 +41,9 @@ class QAdam(Exchange):
 
     _optimizers: tuple[QAdamOptimizer, ...] = ()
     _feedback: dict[int, tuple[list[torch.nn.Parameter], Feedback]]
+
+    def sent(self, size: float, numbers: int, ranks: int) -> float:
+        return all_reduce(wire_bytes(numbers), ranks)
 
     def check(self, size: int, precision: Precision, device: torch.device) -> None:
         if size > 1 and precision.scaler(device) is not None:

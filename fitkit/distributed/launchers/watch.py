@@ -199,7 +199,7 @@ class Watch:
             return Failure(
                 silent[0],
                 f"Rank {silent[0]} broke off without a word and does not answer: it has ended, or "
-                f"its process is stopped ({self._error}).",
+                f"its process is stopped, or its machine is out of reach ({self._error}).",
             )
         told = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
@@ -235,7 +235,8 @@ def waited_apart(rank: int, error: BaseException, places: str) -> Failure:
         rank,
         "The ranks waited for each other in different exchanges until the strategy's timeout "
         f"({first_line(error)}): one of them makes a call that the others don't, for example "
-        "under `if model.is_global_zero:`, or was slower than that.",
+        "under `if model.is_global_zero:`, or was slower than that, or its machine is out of "
+        "reach.",
         places,
     )
 

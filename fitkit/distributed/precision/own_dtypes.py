@@ -65,22 +65,23 @@ def own_dtype(module: nn.Module) -> torch.dtype:
 
 
 def match_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer's running values the dtype that their parameters have now.
+    """Give an optimizer's running values the dtype and the device that their parameters have now.
 
-    Those of a training in another precision would meet gradients of another dtype.
+    Those of a training in another precision would meet gradients of another dtype, and those of
+    a sharded one are in main memory.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             # Torch counts steps in float32 beside parameters of any dtype.
             if key != "step":
-                state[key] = _matched(value, parameter.dtype)
+                state[key] = _matched(value, parameter)
 
 
-def _matched(value: Any, dtype: torch.dtype) -> Any:
+def _matched(value: Any, parameter: torch.Tensor) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(dtype)
+        return value.to(parameter.device if value.ndim else value.device, parameter.dtype)
     if isinstance(value, list):  # LBFGS keeps its history in lists
-        return [_matched(item, dtype) for item in value]
+        return [_matched(item, parameter) for item in value]
     return value
 
 

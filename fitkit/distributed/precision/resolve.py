@@ -51,7 +51,10 @@ def resolve_precision(precision: object) -> Precision:
     if word not in PRECISIONS and _is_eight_bits(normalise(word)):
         raise ConfigurationError(
             f"precision={precision!r} asks for 8-bit arithmetic, which this version of fitkit "
-            f"doesn't have. It has {_known()}; the nearest is 'bf16-mixed'."
+            "doesn't have. It needs a CUDA device of compute capability 8.9 or later (RTX 40, "
+            "H100) and other layers in the net: exchange them yourself (torchao.float8."
+            "convert_to_float8_training(net)) and write precision='bf16-mixed'. fitkit has "
+            f"{_known()}."
         )
     return PRECISIONS[word]()
 

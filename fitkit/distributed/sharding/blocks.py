@@ -7,8 +7,62 @@ from typing import Any
 
 from torch import nn
 
-WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Containers that nobody calls, so that nothing could be gathered at their call."""
+from fitkit.arguments import check_choice, check_count, describe
+from fitkit.errors import ArgumentTypeError
+
+WITHOUT_FORWARD = (
+    *(nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+    nn.modules.linear.NonDynamicallyQuantizableLinear,  # in nn.MultiheadAttention
+)
+"""What nobody calls, so that nothing could be gathered at its call."""
+
+
+def check_wrap(wrap: Any) -> None:
+    """Refuse what says of no submodule whether it is gathered apart."""
+    if wrap is None or isinstance(wrap, str):
+        check_choice("wrap", wrap, ("blocks", None))
+    elif _are_classes(wrap):
+        return
+    elif isinstance(wrap, (tuple, bool)) or not isinstance(wrap, int):
+        raise ArgumentTypeError(
+            f"wrap={describe(wrap)} must be 'blocks', a number of parameters, a module class, a "
+            "tuple of module classes, or None."
+        )
+    else:
+        check_count("wrap", wrap)
+
+
+def check_recomputed(asked: Any) -> None:
+    """Refuse what says of no submodule whether its activations are computed again."""
+    if not isinstance(asked, bool) and not _are_classes(asked):
+        raise ArgumentTypeError(
+            f"activation_checkpointing={describe(asked)} must be True (all blocks), False, a "
+            "module class or a tuple of module classes."
+        )
+
+
+def _are_classes(given: Any) -> bool:
+    kinds = given if isinstance(given, tuple) and given else (given,)
+    return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
+
+
+def recomputed_in(module: nn.Module, blocks: list[nn.Module], asked: Any) -> list[nn.Module]:
+    """The submodules whose activations are computed again in the backward pass.
+
+    Args:
+        blocks: those that are gathered apart.
+        asked: whether these are meant; or a class or a tuple of classes, for the outermost
+            submodules of these.
+    """
+    if isinstance(asked, bool):
+        return blocks if asked else []
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for part in module.modules():  # a module comes before its parts
+        if isinstance(part, asked) and part not in inside:
+            found.append(part)
+            inside.update(part.modules())
+    return found
 
 
 def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from fitkit.distributed.sharding.whole import as_parts, whole, whole_for_file
 
-FSDP = "torch.distributed.fsdp"
-"""Where the hooks come from that `fully_shard` leaves on a module."""
+TORCHS = ("torch.distributed.fsdp", "torch.distributed.tensor")
+"""Where the hooks come from that `fully_shard` and `parallelize_module` leave on a module."""
+
+Giving = Literal["whole", "whole on rank 0", "spread"]
+"""What state dicts have for spread tensors: the whole (on rank 0 alone), or what they are."""
 
 
 @dataclasses.dataclass
@@ -51,9 +56,10 @@ class ShardedModule:
         module: the same numbers on all ranks.
         root: the module whose call enters it.
         blocks: submodules that are gathered apart, inner ones first.
+        prepare: brings submodules' own tensors to the device, with rank 0's numbers.
         shard: torch's `fully_shard` with its options.
         rank: this one.
-        recompute: whether the blocks' activations are computed again in the backward pass.
+        recomputed: submodules whose activations are computed again in the backward pass.
         backup: whether rank 0 keeps the numbers, for `abandon`.
 
     Attributes:
@@ -65,15 +71,16 @@ class ShardedModule:
         module: nn.Module,
         root: nn.Module,
         blocks: list[nn.Module],
+        prepare: Callable[[list[nn.Module]], None],
         shard: Callable[[nn.Module], Any],
         rank: int,
         *,
-        recompute: bool,
+        recomputed: list[nn.Module],
         backup: bool,
     ) -> None:
         self.module = module
         self._rank = rank
-        self._only_first = False
+        self._gives: Giving = "whole"
         self._places = [
             Place(part, name, parameter, parameter.shape)
             for part in module.modules()
@@ -81,29 +88,44 @@ class ShardedModule:
             if parameter is not None
         ]
         self._before = [(part, type(part), set(vars(part))) for part in module.modules()]
-        self._forwards = [(block, vars(block).get("forward")) for block in blocks if recompute]
+        self._forwards = [(block, vars(block).get("forward")) for block in recomputed]
         for block, _ in self._forwards:
             vars(block)["forward"] = _Recomputed(block)
         self._handles: list[Any] = []
         self._backup: dict[nn.Parameter, torch.Tensor] = {}
         self.twins: dict[nn.Parameter, nn.Parameter] = {}
+        self.sharded: list[Any] = []
+        self._keeps = backup and rank == 0
+        done: set[nn.Module] = set()
         try:
-            self.sharded: list[Any] = [shard(part) for part in (*blocks, root)]
+            for part in (*blocks, root):
+                own = [inner for inner in part.modules() if inner not in done]
+                prepare(own)
+                self._spread(part, own, shard)
+                done.update(own)
         except BaseException:
-            self._restore()
+            self.abandon()
             raise
-        for place in self._places:
-            self.twins[place.parameter] = place.module._parameters[place.name]  # type: ignore[assignment]
-        self._empty(keeps=backup and rank == 0)
         self._translate_state_dicts()
 
-    def _empty(self, *, keeps: bool) -> None:
-        """Let the ordinary parameters give up their memory."""
-        for parameter in self.twins:
-            if keeps:
-                self._backup[parameter] = parameter.data.cpu()
-            parameter.grad = None
-            parameter.data = parameter.data.new_empty(0)
+    def _spread(
+        self, part: nn.Module, own: list[nn.Module], shard: Callable[[nn.Module], Any]
+    ) -> None:
+        """Spread the parameters of a block, and let the ordinary ones give up their memory."""
+        self.sharded.append(shard(part))
+        held = set(own)
+        for place in self._places:
+            parameter = place.parameter
+            if place.module not in held:
+                continue
+            twin = place.module._parameters[place.name]
+            assert twin is not None
+            if parameter not in self.twins:
+                if self._keeps:
+                    self._backup[parameter] = parameter.data.cpu()
+                parameter.grad = None
+                parameter.data = parameter.data.new_empty(0)
+            self.twins[parameter] = twin
 
     def _translate_state_dicts(self) -> None:
         for part in {id(place.module): place.module for place in self._places}.values():
@@ -122,7 +144,8 @@ class ShardedModule:
         """Make the module whole and ordinary again.
 
         Args:
-            wanted: whether this rank needs the numbers; else its parameters stay empty.
+            wanted: whether this rank needs the numbers, in main memory, as a device may be too
+                small for all of them; else its parameters stay empty.
 
         Ranks:
             Collective.
@@ -132,7 +155,7 @@ class ShardedModule:
             numbers = whole(twin.detach())
             parameter.requires_grad_(twin.requires_grad)
             if wanted:
-                parameter.data = numbers
+                parameter.data = numbers.cpu()
         self._restore()
 
     def abandon(self) -> None:
@@ -143,7 +166,7 @@ class ShardedModule:
             kept = self._backup.get(parameter)
             if kept is None:
                 kept = torch.full(shapes[parameter], torch.nan, dtype=parameter.dtype)
-            parameter.data = kept.to(parameter.device)
+            parameter.data = kept
         self._restore()
 
     def _restore(self) -> None:
@@ -165,25 +188,29 @@ class ShardedModule:
     # ------------------------------------------------------------------ state dicts
 
     @contextlib.contextmanager
-    def whole_on_rank_zero(self) -> Iterator[None]:
-        """Let the other ranks' state dicts keep their parts meanwhile."""
-        self._only_first = True
+    def giving(self, what: Giving) -> Iterator[None]:
+        """Let state dicts give something else than whole tensors meanwhile."""
+        before, self._gives = self._gives, what
         try:
             yield
         finally:
-            self._only_first = False
+            self._gives = before
 
-    @property
-    def wants_whole(self) -> bool:
-        """Whether this rank's state dicts are whole at this moment."""
-        return self._rank == 0 or not self._only_first
+    def for_state_dict(self, value: Any) -> Any:
+        """What a state dict gives for a tensor at this moment.
+
+        Ranks:
+            Collective, where it is to be whole.
+        """
+        if self._gives == "spread":
+            return value
+        return whole_for_file(value, self._rank == 0 or self._gives == "whole")
 
     def _give_whole(self, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in part._parameters:
             if prefix + name not in state:
                 continue
-            found = state[prefix + name]
-            state[prefix + name] = whole_for_file(found, self.wants_whole)
+            state[prefix + name] = self.for_state_dict(state[prefix + name])
 
     def _take_parts(
         self, part: nn.Module, state: dict[str, Any], prefix: str, *others: Any
@@ -197,20 +224,62 @@ class ShardedModule:
 class _Recomputed:
     """A block's forward whose activations are dropped, and computed again for the backward.
 
+    Running statistics count a batch once: the second time the buffers are what they were the first
+    time, and afterwards what they have become.
+
     Args:
         block: whose class's forward it is.
     """
 
     def __init__(self, block: nn.Module) -> None:
+        self._block = block
         self._forward = block.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(
+            self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
+        )
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if not torch.is_grad_enabled():
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        before: dict[torch.Tensor, torch.Tensor] = {}
+        return self._noting(before), _with_numbers(before)
+
+    @contextlib.contextmanager
+    def _noting(self, before: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+        """Note what those buffers have had that change meanwhile."""
+        found = {buffer: (buffer._version, buffer.clone()) for buffer in self._block.buffers()}
+        yield
+        for part in self._block.modules():
+            own = [buffer for buffer in part.buffers(recurse=False) if buffer in found]
+            # Torch's normalisations write running statistics past the count of versions.
+            if isinstance(part, _NormBase) or any(b._version != found[b][0] for b in own):
+                before.update((buffer, found[buffer][1]) for buffer in own)
+
+
+@contextlib.contextmanager
+def _with_numbers(numbers: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """Let tensors have other numbers meanwhile."""
+    kept = {tensor: tensor.clone() for tensor in numbers}
+    _overwrite(numbers)
+    try:
+        yield
+    finally:
+        _overwrite(kept)
+
+
+@torch.no_grad()
+def _overwrite(numbers: dict[torch.Tensor, torch.Tensor]) -> None:
+    for tensor, values in numbers.items():
+        tensor.copy_(values)
 
 
 def _is_torchs(name: str) -> bool:
-    """Whether `fully_shard` notes something on modules under that name."""
-    return "fsdp" in name or "composable" in name or name.startswith("__")
+    """Whether torch's functions note something on modules under that name."""
+    return any(part in name for part in ("fsdp", "composable", "_distribute_module")) or (
+        name.startswith("__")
+    )
 
 
 def _forget(part: nn.Module) -> None:
@@ -223,7 +292,7 @@ def _forget(part: nn.Module) -> None:
         number
         for held in hooks.values()
         for number, hook in held.items()
-        if str(getattr(hook, "__module__", "")).startswith(FSDP)
+        if str(getattr(hook, "__module__", "")).startswith(TORCHS)
     ]
     for held in vars(part).values():
         if isinstance(held, dict):

@@ -9,8 +9,11 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.distributed.sharding.sharded_module import ShardedModule
-from fitkit.distributed.sharding.whole import as_parts, whole, whole_for_file
+from fitkit.distributed.sharding.whole import as_parts, whole_on_host
 from fitkit.errors import ConfigurationError
+
+TOGETHER = ("foreach", "fused")
+"""Options of torch's optimizers that update parameters together."""
 
 
 class SpreadOptimizer:
@@ -24,6 +27,8 @@ class SpreadOptimizer:
         optimizer: over the ordinary parameters; its state is the same on all ranks.
         module: whose parameters they are.
         backup: whether this rank keeps the state, for `abandon`.
+        one_by_one: whether parameters are updated each by itself, because torch can't update
+            together what lies on different meshes.
 
     Attributes:
         has_stepped: whether it has made an update since.
@@ -38,6 +43,7 @@ class SpreadOptimizer:
         module: ShardedModule,
         *,
         backup: bool,
+        one_by_one: bool = False,
     ) -> None:
         twins: dict[Any, Any] = dict(module.twins)
         self.optimizer = optimizer
@@ -51,6 +57,12 @@ class SpreadOptimizer:
         self._backup = before if backup else {}
         self._replace(twins, spread)
         self.has_stepped = False
+        self._options: list[dict[str, Any]] = []
+        if one_by_one:
+            for group in optimizer.param_groups:
+                given = {name: value for name, value in group.items() if name in TOGETHER}
+                self._options.append(given)
+                group.update(dict.fromkeys(given, False))
         self._handles = [
             optimizer.register_step_post_hook(self._note_step),
             optimizer.register_state_dict_post_hook(self._give_whole),
@@ -61,7 +73,7 @@ class SpreadOptimizer:
         """Make the optimizer ordinary again.
 
         Args:
-            wanted: whether this rank needs the state; else it has none.
+            wanted: whether this rank needs the state, in main memory; else it has none.
 
         Ranks:
             Collective.
@@ -69,7 +81,7 @@ class SpreadOptimizer:
         self._release()
         state: dict[torch.Tensor, Any] = {}
         for twin, held in list(self.optimizer.state.items()):
-            found = {name: trees.map_leaves(whole, value) for name, value in held.items()}
+            found = {name: trees.map_leaves(whole_on_host, value) for name, value in held.items()}
             if wanted:
                 state[self._ordinary[twin]] = found
         self._replace(self._ordinary, state)
@@ -85,6 +97,8 @@ class SpreadOptimizer:
     def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for group, given in zip(self.optimizer.param_groups, self._options, strict=False):
+            group.update(given)
 
     def _replace(self, others: dict[Any, Any], state: dict[Any, Any]) -> None:
         for group in self.optimizer.param_groups:
@@ -113,14 +127,15 @@ class SpreadOptimizer:
     # ------------------------------------------------------------------ state dicts
 
     def _give_whole(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        def give(leaf: Any) -> Any:
-            return whole_for_file(leaf, self._module.wants_whole)
-
+        give = self._module.for_state_dict
         states = {
             number: {name: trees.map_leaves(give, value) for name, value in state.items()}
             for number, state in packed["state"].items()
         }
-        return {**packed, "state": states}
+        groups = [dict(group) for group in packed["param_groups"]]
+        for group, given in zip(groups, self._options, strict=False):
+            group.update(given)
+        return {**packed, "state": states, "param_groups": groups}
 
     def _take_parts(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

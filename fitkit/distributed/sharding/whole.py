@@ -19,7 +19,26 @@ def whole(value: Any) -> Any:
     Ranks:
         Collective.
     """
-    return value.full_tensor() if is_spread(value) else value
+    return _gathered(value) if is_spread(value) else value
+
+
+def _gathered(value: Any) -> torch.Tensor:
+    if value.device_mesh.ndim > 1:
+        from torch.distributed.tensor import Replicate
+
+        # One dimension after the other: a tensor may be divided along both in the same direction.
+        value = value.redistribute(placements=[Replicate(), *value.placements[1:]])
+    found: torch.Tensor = value.full_tensor()
+    return found
+
+
+def whole_on_host(value: Any) -> Any:
+    """As `whole`, in main memory.
+
+    Ranks:
+        Collective.
+    """
+    return _gathered(value).cpu() if is_spread(value) else value
 
 
 def whole_for_file(value: Any, wanted: bool) -> Any:

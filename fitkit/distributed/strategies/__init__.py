@@ -5,10 +5,14 @@ from fitkit.distributed.strategies.bagua import Bagua
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.ddp2 import DDP2
+from fitkit.distributed.strategies.deepspeed import DeepSpeed
 from fitkit.distributed.strategies.dp import DP
+from fitkit.distributed.strategies.fault_tolerant import FaultTolerant
 from fitkit.distributed.strategies.fsdp import FSDP
+from fitkit.distributed.strategies.horovod import Horovod
 from fitkit.distributed.strategies.sharded import DDPSharded
 from fitkit.distributed.strategies.single import SingleDevice
+from fitkit.distributed.strategies.xla import XLA
 from fitkit.registry import Registry
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
@@ -24,6 +28,10 @@ STRATEGIES.add("ddp_spawn", DDPSpawn)
 STRATEGIES.add("bagua", Bagua)
 STRATEGIES.add("ddp_sharded", DDPSharded)
 STRATEGIES.add("fsdp", FSDP)
+STRATEGIES.add("deepspeed", DeepSpeed)
+STRATEGIES.add("horovod", Horovod)
+STRATEGIES.add("fault_tolerant", FaultTolerant)
+STRATEGIES.add("xla", XLA, "tpu")
 
 __all__ = [
     "DDP",
@@ -31,10 +39,14 @@ __all__ = [
     "DP",
     "FSDP",
     "STRATEGIES",
+    "XLA",
     "Bagua",
     "DDPSharded",
     "DDPSpawn",
+    "DeepSpeed",
     "Door",
+    "FaultTolerant",
+    "Horovod",
     "SingleDevice",
     "Strategy",
 ]

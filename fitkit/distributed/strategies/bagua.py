@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.exchange import EXCHANGES, Exchange, GroupPeers
 from fitkit.distributed.exchange.settlement import (
     average_buffers,
@@ -82,6 +84,13 @@ class Bagua(DDP):
         super().connect(devices, ids, precision, cluster)
         self.exchange.check(self.world.size, precision, self.device)
         return self
+
+    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+        plain = super().costs(module, sizes, devices, nodes)
+        if devices * nodes == 1:
+            return plain
+        sent = self.exchange.sent(sizes.gradients, sizes.numbers, devices * nodes)
+        return dataclasses.replace(plain, sent=sent)
 
     def leave(self) -> None:
         self.finish()

@@ -6,18 +6,34 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.distributed_c10d import Store
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from fitkit.distributed.agreement import check_agreement, check_one_process
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, Solo
+from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.launchers import InlineLauncher, Launcher
+from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.distributed.precision import FullPrecision, Precision
 from fitkit.distributed.router import Door
 from fitkit.distributed.world import World
+
+
+class Training(Protocol):
+    """A training whose state another replica can take over."""
+
+    def give(self, *, moved: bool) -> Any:
+        """Its state; with `moved` also its place in the data, after the present update."""
+
+    def take(self, state: Any, *, moves: bool) -> None:
+        """Take over what another's `give` gave; with `moves` its place in the data, too."""
+
+    def follow(self) -> None:
+        """Make an update whose gradients others have computed."""
 
 
 class Strategy:
@@ -43,6 +59,8 @@ class Strategy:
     caller's process), `"workers"` (worker processes) or `"script"` (the script again)."""
     replicates = False
     """Whether a process can have several devices, with a replica of the module on each."""
+    kinds: tuple[str, ...] = ("cpu", "cuda", "mps")
+    """The kinds of devices that it can use."""
     timeout: timedelta | None = None
     """Bound of each exchange between ranks; None for torch's default."""
 
@@ -81,6 +99,10 @@ class Strategy:
         self.precision = precision
         return self
 
+    def device_count(self) -> int | None:
+        """How many devices this machine has of a kind that only this strategy knows; else None."""
+        return None
+
     def check_launch(self, cluster: Cluster, devices: int | None, num_nodes: int | None) -> None:
         """Refuse other processes than this strategy needs.
 
@@ -109,6 +131,14 @@ class Strategy:
         return self.world.size
 
     @property
+    def part(self) -> tuple[int, int]:
+        """Which part of the training data this run sees, of how many: `(0, 1)` for all of them.
+
+        There are several where replicas train together that are runs of their own; see `meet`.
+        """
+        return 0, 1
+
+    @property
     def replicas(self) -> int:
         """How many replicas of the module compute parts of a batch in this process."""
         return 1
@@ -123,6 +153,17 @@ class Strategy:
         """This rank's device."""
         return self.devices[min(self.world.local_rank, len(self.devices) - 1)]
 
+    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+        """What each device would hold, and each rank send, before any of them is there.
+
+        Args:
+            module: the net.
+            sizes: of a training of the whole net.
+            devices: on each node.
+            nodes: how many machines.
+        """
+        return whole(sizes)
+
     def join(self, store: Store | None = None) -> None:
         """Enter the ranks' process group, where there are several.
 
@@ -136,7 +177,13 @@ class Strategy:
     def place(self, module: torch.nn.Module) -> None:
         """Bring the module to this rank's device, with rank 0's numbers."""
         self.precision.convert(module)
+        fill_meta(module)
         module.to(self.device)
+
+    def place_for_training(self, module: torch.nn.Module) -> None:
+        """As `place`, before a training; one that `begin_training` spreads may come there in
+        parts."""
+        self.place(module)
 
     def door(self, module: torch.nn.Module) -> Door:
         """The way into the module for training steps."""
@@ -169,6 +216,16 @@ class Strategy:
             ConfigurationError: a module or an optimizer that this strategy can't train.
         """
 
+    def meet(self, training: Training) -> None:
+        """Find the other replicas, before the first step; called where `part` is one of several.
+
+        Args:
+            training: this replica's, which takes the others' state over where they are ahead.
+
+        Ranks:
+            Collective among the replicas that live.
+        """
+
     def end_training(self) -> None:
         """Give both back as they were but for what they learned; not called after a failure.
 
@@ -178,6 +235,15 @@ class Strategy:
 
     def for_file(self, make: Callable[[], Any]) -> Any:
         """What `make` gives, with whole tensors on rank 0, which writes them to a file.
+
+        Ranks:
+            Collective within a run.
+        """
+        return make()
+
+    def for_folder(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives, for a folder to which every rank writes its part: spread tensors
+        stay spread.
 
         Ranks:
             Collective within a run.
@@ -197,6 +263,34 @@ class Strategy:
 
     def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Exchange gradients that were computed while `accumulating`."""
+
+    def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: float) -> None:
+        """Multiply the gradients of an update that is about to be made."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clip_gradients(
+        self, parameters: list[torch.nn.Parameter], limit: float, algorithm: str
+    ) -> None:
+        """Limit the gradients of an update that is about to be made.
+
+        Args:
+            limit: of their norm or values.
+            algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
+        """
+        if algorithm == "norm":
+            clip_grad_norm_(parameters, limit)
+        else:
+            clip_grad_value_(parameters, limit)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's step.
+
+        Ranks:
+            Collective where an engine makes it.
+        """
+        optimizer.step()
 
     def after_update(self) -> None:
         """Act after each update of the weights; called where a strategy overrides it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Solo
+from fitkit.distributed.costs import Costs, Sizes, all_reduce, whole
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
@@ -26,7 +28,7 @@ from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import Door, StepRouter
 from fitkit.distributed.strategies.base import Strategy
-from fitkit.distributed.world import World, enter, leave
+from fitkit.distributed.world import World, enter, in_own_group, leave
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
 
@@ -138,12 +140,28 @@ class DDP(Strategy):
             )
         return other is None
 
+    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+        if devices * nodes == 1:
+            return whole(sizes)
+        halved = self.comm_hook in ("fp16", "bf16")
+        return dataclasses.replace(
+            whole(sizes),
+            exchange=0.0 if self.options["gradient_as_bucket_view"] else sizes.gradients,
+            sent=all_reduce(sizes.gradients, devices * nodes) / (2 if halved else 1),
+        )
+
     # ------------------------------------------------------------------ the ranks
 
     def join(self, store: Store | None = None) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.collectives, self._made_group = self.init_dist_connection(store)
+        inside = in_own_group()
+        try:
+            self.collectives, self._made_group = self.init_dist_connection(store)
+        except BaseException:
+            if in_own_group() and not inside:  # an override failed after the group was made
+                leave()
+            raise
 
     def init_dist_connection(self, store: Store | None = None) -> tuple[Any, bool]:
         """Enter the process group; an override may make it otherwise and then call this.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from fitkit.distributed.agreement import check_agreement
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, NodeShares
+from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.node_rows import Node, NodeDoor
@@ -48,6 +50,11 @@ class DDP2(DDP):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_node": None, "_shares": None}
+
+    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+        # One process a device sends the same as DDP over all devices, at most.
+        within = dataclasses.replace(sizes, activations=sizes.activations / devices)
+        return super().costs(module, within, devices, nodes)
 
     def check_launch(self, cluster: Cluster, devices: int | None, num_nodes: int | None) -> None:
         # Both numbers are the same on every rank, so that all of them take it the same way.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
+from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.replicas import Replicas
 from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
@@ -35,6 +38,15 @@ class DP(Strategy):
     @property
     def replicas(self) -> int:
         return len(self.devices)
+
+    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+        # The first device, which holds what the copies' gradients come to; it sends each other
+        # one the parameters, and gets as many gradients back.
+        return dataclasses.replace(
+            whole(sizes),
+            activations=sizes.activations / devices,
+            sent=sizes.parameters * (devices - 1),
+        )
 
     def plain_door(self, module: torch.nn.Module) -> Door:
         return Replicas(module, self.devices, self.name, self._warned)

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit import trees
-from fitkit.arguments import check_choice, check_count, check_flag, describe
-from fitkit.distributed.precision import MixedPrecision
-from fitkit.distributed.router import Door, StepRouter
-from fitkit.distributed.sharding.blocks import blocks_of
+from fitkit.arguments import check_count, check_flag
+from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.collectives import Collectives, NodeShares
+from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
+from fitkit.distributed.meta_tensors import Unfilled
+from fitkit.distributed.precision import MixedPrecision, Precision
+from fitkit.distributed.router import Door
+from fitkit.distributed.sharding.blocks import (
+    blocks_of,
+    check_recomputed,
+    check_wrap,
+    recomputed_in,
+)
 from fitkit.distributed.sharding.refusals import check_trains
+from fitkit.distributed.sharding.root_door import RootDoor, RootRouter
 from fitkit.distributed.sharding.sharded_module import ShardedModule
 from fitkit.distributed.sharding.spread_optimizer import SpreadOptimizer
+from fitkit.distributed.sharding.tensor_parallel import (
+    TensorParallel,
+    check_plan,
+    clip_norm,
+    divided_in,
+    local_part,
+)
 from fitkit.distributed.sharding.whole import whole_for_file
+from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
+from fitkit.random_states import random_state, set_random_state
 
 
 class FSDP(DDP):
@@ -40,7 +61,12 @@ class FSDP(DDP):
         shard_size: ranks that share one copy of the net (a divisor of their number), for
             example those of a node; the groups exchange gradients only. None for all ranks.
         activation_checkpointing: whether the blocks' activations are dropped, and computed
-            again in the backward pass.
+            again in the backward pass; a class or a tuple of classes for the submodules of these.
+        tensor_parallel: how many ranks, side by side, compute a batch together (a divisor of
+            their number). The others share the data. Default 1.
+        tensor_parallel_plan: which submodules they divide among them, by name in the net, and
+            how: `"colwise"` (a layer's outputs), `"rowwise"` (its inputs), or a `ParallelStyle` of
+            `torch.distributed.tensor.parallel`. `*` stands for one part of a name.
         backup: whether rank 0 keeps weights and optimizer state from before `fit` in main memory.
             A training that fails leaves the model with these; without them its weights are lost.
         process_group_backend, timeout: as for `DDP`.
@@ -58,32 +84,140 @@ class FSDP(DDP):
         *,
         reshard_after_forward: bool = True,
         shard_size: int | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | type[nn.Module] | tuple[type[nn.Module], ...] = False,
+        tensor_parallel: int = 1,
+        tensor_parallel_plan: Mapping[str, Any] | None = None,
         backup: bool = True,
         process_group_backend: str | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(process_group_backend, timeout)
-        _check_wrap(wrap)
+        check_wrap(wrap)
+        check_recomputed(activation_checkpointing)
         check_flag("reshard_after_forward", reshard_after_forward)
         check_count("shard_size", shard_size, minimum=2, optional=True)
-        check_flag("activation_checkpointing", activation_checkpointing)
+        check_plan(tensor_parallel, tensor_parallel_plan)
+        if tensor_parallel > 1 and shard_size is not None:
+            raise ConfigurationError(
+                "shard_size and tensor_parallel each divide the ranks into groups. Give one."
+            )
         check_flag("backup", backup)
         self.wrap = wrap
         self.reshard_after_forward = reshard_after_forward
         self.shard_size = shard_size
         self.activation_checkpointing = activation_checkpointing
+        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel_plan = tensor_parallel_plan
         self.backup = backup
+        self._shares: Collectives | None = None
         self._module: ShardedModule | None = None
         self._optimizers: list[SpreadOptimizer] = []
         self._root: RootDoor | None = None
+        self._unfilled: Unfilled | None = None
+        self._divided: TensorParallel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_module": None, "_optimizers": [], "_root": None}
+        fresh: dict[str, Any] = {
+            "_module": None,
+            "_optimizers": [],
+            "_root": None,
+            "_unfilled": None,
+            "_divided": None,
+            "_shares": None,
+        }
+        return {**super().__getstate__(), **fresh}
 
     @property
     def evaluates_in_step(self) -> bool:
         return self._module is not None
+
+    def costs(self, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+        ranks = devices * nodes
+        if ranks == 1:
+            return whole(sizes)
+        self._check_groups(ranks)
+        within = self.shard_size or ranks // self.tensor_parallel
+        copies = ranks // self.tensor_parallel // within
+        # Of those that compute a batch together each has a part of what the plan names.
+        divided = divided_in(module, self.tensor_parallel_plan or {})
+
+        def held(parameters: Iterable[nn.Parameter]) -> float:
+            return sum(
+                p.numel() / (self.tensor_parallel if p in divided else 1) for p in parameters
+            )
+
+        parameters = list(module.parameters())
+        learning = [p for p in parameters if p.requires_grad]
+        of_all = held(parameters) / max(sum(p.numel() for p in parameters), 1)
+        of_learning = held(learning) / max(sum(p.numel() for p in learning), 1)
+        travelling = sizes.numbers * sizes.element * of_learning
+        gradients = sizes.gradients * of_learning
+        gathered = 2 if self.reshard_after_forward else 1  # times in a step
+        inside = [held(block.parameters()) for block in blocks_of(module, self.wrap)]
+        rest = held(parameters) - sum(inside)
+        # One block at work, the next on its way, and what belongs to none, all along.
+        at_once = rest + 2 * max(inside, default=0)
+        if not self.reshard_after_forward:
+            at_once = rest + sum(inside)
+        return dataclasses.replace(
+            whole(sizes),
+            parameters=sizes.parameters * of_all / within,
+            gradients=gradients / within,
+            optimizer=sizes.optimizer * of_learning / within,
+            exchange=at_once * sizes.element,
+            sent=gathered * all_gather(travelling, within)
+            + all_gather(gradients, within)
+            + all_reduce(gradients / within, copies),
+        )
+
+    def _check_groups(self, ranks: int) -> None:
+        """Refuse numbers of ranks that can't be divided as was asked."""
+        copy = None if ranks == 1 else self.shard_size  # nothing is spread on one
+        groups = {"tensor_parallel": self.tensor_parallel, "shard_size": copy}
+        for name, size in groups.items():
+            if size is not None and ranks % size:
+                raise ConfigurationError(
+                    f"{name}={size} doesn't divide the {ranks} ranks into equal groups. Write a "
+                    f"divisor of {ranks}, or leave it out."
+                )
+
+    # ------------------------------------------------------------------ the ranks
+
+    def connect(
+        self,
+        devices: tuple[torch.device, ...],
+        ids: tuple[int, ...],
+        precision: Precision,
+        cluster: Cluster | None = None,
+    ) -> Strategy:
+        super().connect(devices, ids, precision, cluster)
+        self._check_groups(self.world.size)
+        if self.tensor_parallel > 1 and precision.name == "16-mixed":
+            raise ConfigurationError(
+                "precision='16-mixed' scales losses, which can't be undone in gradients that "
+                "tensor_parallel divides. Write precision='bf16-mixed' or '32-true'."
+            )
+        return self
+
+    def join(self, store: Store | None = None) -> None:
+        super().join(store)
+        together = self.tensor_parallel
+        if together > 1:
+            size = self.collectives.world_size
+            groups = [list(range(first, first + together)) for first in range(0, size, together)]
+            self._shares = NodeShares(self.collectives, groups)
+
+    def leave(self) -> None:
+        self._shares = None
+        super().leave()
+
+    @property
+    def shares(self) -> Collectives:
+        return self._shares or self.collectives
+
+    @property
+    def share_count(self) -> int:
+        return self.world.size // self.tensor_parallel
 
     # ------------------------------------------------------------------ the module
 
@@ -91,28 +225,56 @@ class FSDP(DDP):
         if self._module is None:  # a callback may evaluate in the middle of a training
             super().place(module)
 
+    def place_for_training(self, module: nn.Module) -> None:
+        if self.collectives.world_size == 1:
+            self.place(module)
+            return
+        self.precision.convert(module)
+        self._unfilled = Unfilled(module)
+
+    def _prepare(self, parts: list[nn.Module]) -> None:
+        """Bring submodules' own tensors to the device, with rank 0's numbers."""
+        if self._unfilled is not None and self.collectives.rank == 0:
+            self._unfilled.fill(parts)
+        tensors: dict[int, torch.Tensor] = {}
+        for part in parts:
+            part._apply(lambda tensor: tensor.to(self.device), recurse=False)
+            held = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+            tensors.update((id(tensor), tensor) for tensor in held)
+        self.collectives.broadcast_tensors(list(tensors.values()))
+        if self._divided is not None:
+            self._divided.divide(parts)
+
     def begin_training(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         if self.collectives.world_size == 1:
             return
         check_trains(module, optimizers, self.name)
         rank = self.collectives.rank
-        router = StepRouter(module)
+        router = RootRouter(module)
+        shard = self._sharder(module)
+        blocks = blocks_of(module, self.wrap)
         self._module = ShardedModule(
             module,
             router,
-            blocks_of(module, self.wrap),
-            self._sharder(),
+            blocks,
+            self._prepare,
+            shard,
             rank,
-            recompute=self.activation_checkpointing,
+            recomputed=recomputed_in(module, blocks, self.activation_checkpointing),
             backup=self.backup,
         )
         self._root = RootDoor(router, module, self._module)
         for optimizer in optimizers:
             self._optimizers.append(
-                SpreadOptimizer(optimizer, self._module, backup=self.backup and rank == 0)
+                SpreadOptimizer(
+                    optimizer,
+                    self._module,
+                    backup=self.backup and rank == 0,
+                    one_by_one=self.tensor_parallel > 1,
+                )
             )
 
-    def _sharder(self) -> Any:
+    def _sharder(self, module: nn.Module) -> Any:
         """Torch's `fully_shard` with this run's mesh and number types."""
         # They take over a second to import.
         from torch.distributed.device_mesh import init_device_mesh
@@ -120,12 +282,15 @@ class FSDP(DDP):
 
         size, kind = self.collectives.world_size, self.device.type
         within = size if self.shard_size is None else self.shard_size
-        if size % within:
-            raise ConfigurationError(
-                f"shard_size={within} doesn't divide the {size} ranks into equal groups. Write a "
-                f"divisor of {size}, or leave it out."
-            )
-        if within == size:
+        if self.tensor_parallel > 1:
+            shape = size // self.tensor_parallel, self.tensor_parallel
+            both = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
+            mesh = both["data"]
+            net: Any = getattr(module, "weights_module", lambda: module)()
+            plan = self.tensor_parallel_plan or {}
+            self._divided = TensorParallel(net, plan, both["tensor"])
+            self._draw_alike()
+        elif within == size:
             mesh = init_device_mesh(kind, (size,))
         else:
             mesh = init_device_mesh(
@@ -152,14 +317,26 @@ class FSDP(DDP):
 
         return shard
 
+    def _draw_alike(self) -> None:
+        """Let ranks that compute a batch together draw the same random numbers."""
+        states = self.collectives.gather(random_state())
+        rank = self.collectives.rank
+        set_random_state(states[rank - rank % self.tensor_parallel])
+
     def for_file(self, make: Callable[[], Any]) -> Any:
         module = self._module
         if module is None:
             return make()
         is_first = self.collectives.rank == 0
-        with module.whole_on_rank_zero():
+        with module.giving("whole on rank 0"):
             # Callbacks keep spread tensors too (averages of weights).
             return trees.map_leaves(lambda leaf: whole_for_file(leaf, is_first), make())
+
+    def for_folder(self, make: Callable[[], Any]) -> Any:
+        if self._module is None:
+            return make()
+        with self._module.giving("spread"):
+            return make()
 
     def door(self, module: nn.Module) -> Door:
         return self._root or self.plain_door(module)
@@ -174,6 +351,22 @@ class FSDP(DDP):
         if self._module is None:
             super().exchange_gradients(parameters)
 
+    def scale_gradients(self, parameters: list[nn.Parameter], factor: float) -> None:
+        if self._divided is None:
+            super().scale_gradients(parameters, factor)
+            return
+        for gradient in _gradients(parameters):
+            local_part(gradient).mul_(factor)
+
+    def clip_gradients(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
+        if self._divided is None:
+            super().clip_gradients(parameters, limit, algorithm)
+        elif algorithm == "norm":
+            clip_norm(_gradients(parameters), limit, self.collectives)
+        else:
+            for gradient in _gradients(parameters):
+                local_part(gradient).clamp_(-limit, limit)
+
     def end_training(self) -> None:
         if self._module is None:
             return
@@ -183,17 +376,19 @@ class FSDP(DDP):
             self._optimizers[-1].end(wanted=wanted)
             self._optimizers.pop()
         self._module.end(wanted=wanted)
-        self._module, self._root = None, None
+        self._module, self._root, self._divided = None, None, None
 
     def finish(self) -> None:
         super().finish()
-        module, self._module, self._root = self._module, None, None
+        module, self._module, self._root, self._divided = self._module, None, None, None
         optimizers, self._optimizers = self._optimizers, []
         for optimizer in optimizers:
             optimizer.abandon()
-        if module is None:
-            return
-        module.abandon()
+        if module is not None:
+            module.abandon()
+        unfilled, self._unfilled = self._unfilled, None
+        if unfilled is not None and self.world.rank == 0:
+            unfilled.fill()  # what a training that was refused has left without numbers
         if self.world.rank == 0 and any(one.has_stepped for one in optimizers):
             warn(
                 "The training was cut while the net was spread over the ranks. "
@@ -207,59 +402,5 @@ class FSDP(DDP):
             )
 
 
-class RootDoor(Door):
-    """Enters a sharded module through its root.
-
-    Args:
-        root: the router that `fully_shard` has made the root.
-        module: what it leads to.
-        sharded: gives up what a forward without a backward has gathered.
-    """
-
-    def __init__(self, root: nn.Module, module: nn.Module, sharded: ShardedModule) -> None:
-        super().__init__(module)
-        self._root = root
-        self._sharded = sharded
-        self._checked = False
-
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._root(method, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            self._sharded.reshard()
-        elif not self._checked:
-            _check_outputs(outputs)
-            self._checked = True
-        return outputs
-
-
-def _check_outputs(outputs: Any) -> None:
-    """Refuse outputs in which torch can't see the tensors that gradients flow back through."""
-    from torch.utils import _pytree
-
-    known = {id(leaf) for leaf in _pytree.tree_leaves(outputs)}
-    unseen = [
-        leaf
-        for leaf in trees.leaves(outputs)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in known
-    ]
-    if unseen:
-        raise ConfigurationError(
-            f"The net returned a {type(outputs).__name__}, in which strategy='fsdp' can't follow "
-            "the gradients. Return a tensor, tuple, list or dict, or register the class with "
-            "torch.utils._pytree.register_dataclass."
-        )
-
-
-def _check_wrap(wrap: Any) -> None:
-    if wrap is None or isinstance(wrap, str):
-        check_choice("wrap", wrap, ("blocks", None))
-        return
-    kinds = wrap if isinstance(wrap, tuple) and wrap else (wrap,)
-    if all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        return
-    if isinstance(wrap, (tuple, bool)) or not isinstance(wrap, int):
-        raise ArgumentTypeError(
-            f"wrap={describe(wrap)} must be 'blocks', a number of parameters, a module class, a "
-            "tuple of module classes, or None."
-        )
-    check_count("wrap", wrap)
+def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

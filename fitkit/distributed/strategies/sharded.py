@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from fitkit.distributed.costs import Costs, Sizes, all_gather
 from fitkit.distributed.sharding.optimizer_shards import OptimizerShards
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.notices import warn
@@ -37,6 +39,15 @@ class DDPSharded(DDP):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_shards": []}
+
+    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+        ranks = devices * nodes
+        plain = super().costs(module, sizes, devices, nodes)
+        return dataclasses.replace(
+            plain,
+            optimizer=sizes.optimizer / ranks,
+            sent=plain.sent + all_gather(sizes.gradients, ranks),  # the updated parameters
+        )
 
     def begin_training(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
         if self.collectives.world_size == 1:

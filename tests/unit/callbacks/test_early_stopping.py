@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.callbacks import Callback, EarlyStopping, EvaluateEvery, ReduceLROnPlateau
+from fitkit.callbacks import (
+    Callback,
+    EarlyStopping,
+    EvaluateEvery,
+    LearningRateMonitor,
+    ReduceLROnPlateau,
+)
 from fitkit.callbacks.monitor import direction_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
@@ -144,6 +150,52 @@ def test_an_absent_name_lists_the_names_that_there_are_after_one_epoch():
     ):
         model.fit(X, Y, epochs=3, verbose=0, validation_data=(X, Y), callbacks=callbacks)
     assert len(plays.rates) == 1
+
+
+class Counts(torch.nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping, ReduceLROnPlateau])
+@pytest.mark.parametrize("name", ["val_mea", "mean", "val_accuracy"])
+def test_a_name_that_no_epoch_will_have_is_refused_before_the_first_step(callback, name):
+    net = Counts(1, 1)
+    model = fitkit.Model(net)
+    model.compile("sgd", "mse", metrics=["mae"])
+    watches = callback(name, mode="min")
+    with pytest.raises(ConfigurationError, match=rf"'{name}'.*loss, mae, val_loss, val_mae\."):
+        model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=watches)
+    assert net.calls == 0
+
+
+def test_names_that_only_a_batch_can_tell_are_waited_for():
+    class Two(torch.nn.Linear):
+        def forward(self, x):
+            found = super().forward(x)
+            return {"first": found, "second": found}
+
+    model = fitkit.Model(Two(1, 1))
+    model.compile("sgd", "mse", metrics=["mae"])
+    history = model.fit(
+        X, {"first": Y, "second": Y}, epochs=2, verbose=0,
+        callbacks=[EarlyStopping("second_mae", patience=5), LearningRateMonitor(),
+                   EarlyStopping("learning_rate", mode="max", patience=5)],
+    )  # fmt: skip
+    assert len(history.epoch) == 2 and "second_mae" in history.history
+
+
+def test_a_misspelt_value_of_a_further_data_set_is_found_out_when_that_was_evaluated():
+    model = one_weight(metrics=["mae"])
+    callbacks = [EvaluateEvery(X, Y, every=2, name="far"), EarlyStopping("far_mea", mode="min")]
+    with pytest.raises(ConfigurationError, match=r"'far_mea'.*far_loss, far_mae\. Did.*'far_mae'"):
+        model.fit(X, Y, epochs=9, verbose=0, callbacks=callbacks)
+    assert model.history.epoch in ([0], [0, 1])  # The record is made before or after.
 
 
 def test_a_value_that_never_can_come_is_refused_before_training():

@@ -113,3 +113,19 @@ def test_a_result_that_is_too_wide_keeps_every_number_and_its_style():
 
 def test_nan_is_marked():
     assert ("nan", "bold red") in bar_line(Moment("E", 1, 2, metrics=[("loss", "nan")]), 80)
+
+
+@pytest.mark.parametrize("width", range(8, 90))
+def test_letters_that_take_two_columns_are_counted_as_two(width):
+    from rich.cells import cell_len
+
+    moment = Moment("Epoch 1/2", 3, 64, "", [("损失", "0.3021"), ("平均准确率", "0.9000")], 12.0)
+    line = plain(bar_line(moment, width))
+    assert cell_len(line) <= width
+    # Wide letters or others: what fits is the same.
+    other = Moment("Epoch 1/2", 3, 64, "", [("loss", "0.3021"), ("accuracy10", "0.9000")], 12.0)
+    if width >= 16:
+        assert cell_len(line) == len(plain(bar_line(other, width)))
+    values = [*moment.metrics, ("val_损失", "0.1")]
+    for text in ResultLines().lines("Epoch 1/2", 1.0, values, width):
+        assert cell_len(plain(text)) <= width

@@ -1,6 +1,8 @@
+import errno
 import hashlib
 import json
 import os
+import time
 
 import h5py
 import numpy as np
@@ -121,6 +123,7 @@ def test_the_document_comes_back_as_it_was(path):
 def test_the_same_content_gives_the_same_bytes(tmp_path):
     for name in ("a.h5", "b.h5"):
         write_container(tmp_path / name, {"x": 1}, [torch.arange(3)])
+        time.sleep(1.1)  # HDF5 would write the second in which an array was made
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
 
@@ -143,6 +146,34 @@ def test_hashlib_alone_can_check_the_digest(path, count):
     with read_container(path) as reader:
         assert reader.digest == by_blocks(content[512:])
         assert reader.version == 2
+
+
+def test_arrays_of_all_sizes_and_layouts_come_back_from_shared_blocks(path):
+    sizes = [5, 300_000, 1, 262_144, 7, 0, 1_200_000, 3, 262_143, 2_000_001, 64]
+    arrays = [torch.randn(size) for size in sizes]
+    arrays.append(torch.randn(700, 900).t())  # not in one piece
+    write_container(path, {}, arrays)
+    content = path.read_bytes()
+    assert content.split(b"\n")[2] == b"blocks-sha256 " + by_blocks(content[512:]).encode()
+    with h5py.File(path) as hdf5:  # libhdf5 finds each where we have written past it
+        for index, array in enumerate(arrays):
+            assert np.array_equal(hdf5[f"arrays/{index}"][()], array.numpy())
+
+
+def test_a_disk_that_fails_in_a_writing_thread_is_one_clear_error(path, monkeypatch):
+    path.write_bytes(b"old")
+    real = os.pwrite
+
+    def full(descriptor, content, offset):
+        if offset > 20 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, content[:100_000], offset)  # and writes come back short
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        write_container(path, {}, [torch.zeros(10 << 20)])
+    assert path.read_bytes() == b"old"
+    assert os.listdir(path.parent) == [path.name]
 
 
 def as_version_1(path):

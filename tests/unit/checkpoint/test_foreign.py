@@ -185,8 +185,9 @@ class Trap:
 def test_a_pickle_that_would_run_code_runs_nothing(tmp_path, zipped):
     path, trap = tmp_path / "w.pt", tmp_path / "trap"
     torch.save({"0.weight": Trap(trap)}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match="can't be read as a file of weights"):
+    with pytest.raises(CheckpointError, match=r"it holds \w+\.mkdir, and") as refusal:
         load_weights(path, net())
+    assert "\x1b" not in str(refusal.value)
     assert not trap.exists()
     path.write_bytes(pickle.dumps(Trap(trap)))
     with pytest.raises(CheckpointError):

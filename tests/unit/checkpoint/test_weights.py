@@ -45,7 +45,7 @@ def test_a_modules_weights_come_back(weights, module, path):
     assert_same(module.state_dict(), source.state_dict())
 
 
-@pytest.mark.parametrize("suffix", list(FORMATS))
+@pytest.mark.parametrize("suffix", [name for name in FORMATS if name != ".ckpt"])
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -372,16 +372,23 @@ def test_a_module_is_told_the_version_of_its_state(path):
     assert target[0].weight.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [(nn.LazyLinear(3), "isn't initialised"), (nn.Linear(2, 2, device="meta"), "meta device")],
-)
-def test_a_module_without_values_is_refused_in_both_directions(path, module, reason):
+def test_a_module_without_values_is_refused_in_both_directions(path):
+    module = nn.LazyLinear(3)
     with pytest.raises(ConfigurationError, match=r"state_dict\['weight'\]"):
         save_weights(path, module.state_dict())
     save_weights(path, nn.Linear(2, 2).state_dict())
-    with pytest.raises(ConfigurationError, match=f"'weight' {reason}|'weight' is on the {reason}"):
+    with pytest.raises(ConfigurationError, match="'weight' isn't initialised"):
         load_weights(path, module)
+
+
+def test_a_module_on_the_meta_device_is_filled_and_not_saved(path):
+    module, source = nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"state_dict\['weight'\]"):
+        save_weights(path, module.state_dict())
+    save_weights(path, source.state_dict())
+    weight = module.weight
+    load_weights(path, module)
+    assert module.weight is weight and torch.equal(weight, source.weight)
 
 
 @pytest.mark.parametrize("name", ["weights.npz", "weights", "weights.h5.bak", ".h5"])

@@ -97,7 +97,7 @@ def test_a_state_or_name_that_cannot_be_is_refused_and_the_old_file_stays(path, 
         save_checkpoint(path, {}, {"callbacks": [0, torch.nn.Linear(1, 1)]})
     with pytest.raises(ArgumentTypeError, match="must be a dict"):
         save_checkpoint(path, {}, None)
-    with pytest.raises(ConfigurationError, match=r"'\.safetensors' hold weights at most"):
+    with pytest.raises(ConfigurationError, match=r"'\.safetensors' holds weights alone"):
         save_checkpoint(tmp_path / "run.safetensors", {}, {})
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.state == {"epoch": 1}

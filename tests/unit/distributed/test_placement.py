@@ -118,7 +118,7 @@ def test_accelerators(word, machine, kind):
         ("gpu", Machine()),
         ("cuda", Machine(0, True)),
         ("mps", FOUR),
-        ("tpu", FOUR),
+        ("tpu", Machine(4, False, 0)),
         ("gpus", FOUR),
         (None, FOUR),
         (1, FOUR),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit import callbacks, loggers
+from fitkit import callbacks, loggers, pictures
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 BLOCK, FULL, LAST = 32768, 1, 4
@@ -101,17 +101,28 @@ def test_wandb_offline_keeps_all_in_its_file(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = loggers.WandB("mine", 1, mode="offline", dir=str(tmp_path), name="first")
+
+    class Draws(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs):
+            logger.log_figure("confusion", pictures.confusion_matrix([0, 1], [0, 1]))
+
     try:
-        history = fit(logger).history
+        history = fit(logger, Draws()).history
     finally:
         wandb.teardown()  # its helper process, too
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = wandb_records(file)
     rows = [
-        {item.key or "/".join(item.nested_key): float(item.value_json) for item in r.history.item}
+        {
+            item.key or "/".join(item.nested_key): float(item.value_json)
+            for item in r.history.item
+            if item.value_json[0] not in '{"'  # a picture's
+        }
         for r in records
         if r.WhichOneof("record_type") == "history"
     ]
+    drawn = list(tmp_path.glob("wandb/offline-run-*/files/media/**/*.png"))
+    assert [file.read_bytes()[1:4] for file in drawn] == [b"PNG"] * 2
     assert [r["loss"] for r in rows if "loss" in r] == history["loss"]
     assert [r["step"] for r in rows if "batch_loss" in r] == [1, 2, 3, 4]
     assert [(r["step"], r["epoch"]) for r in rows if "epoch" in r] == [(2, 0), (4, 1)]

@@ -1,6 +1,9 @@
 """What notebooks show: whole, escaped, and with nothing from elsewhere."""
 
+import copy
+import json
 import math
+import pickle
 from html.parser import HTMLParser
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 import fitkit
 from fitkit.callbacks import History
+from fitkit.pictures.results import Results
 
 VOID = {"path"}
 
@@ -105,3 +109,21 @@ def test_a_page_in_any_colours_can_show_it():
         )
         colours = {s for s in styles if s.startswith(("color", "background"))}
         assert colours <= {"color:inherit", "background:none"}
+
+
+def test_an_evaluation_is_a_dict_that_a_notebook_shows_as_a_table():
+    values = {"loss": 0.25, "<b>": 1.0, "matrix": [[1, 2]]}
+    found = Results(values)
+    assert found == values and isinstance(found, dict) and repr(found) == repr(values)
+    assert json.loads(json.dumps(found)) == values
+    for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert type(other) is dict and other == values
+    texts = Reads(found._repr_html_()).texts
+    assert [text for text in texts if text] == [
+        "Evaluation", "log", "value", "loss", "0.25", "<b>", "1", "matrix", "[[1, 2]]",
+    ]  # fmt: skip
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse", metrics=["mae"])
+    x, y = torch.zeros(4, 2), torch.zeros(4, 1)
+    found = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert list(found) == ["loss", "mae"] and "mae" in Reads(found._repr_html_()).texts

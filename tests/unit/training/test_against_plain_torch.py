@@ -74,15 +74,15 @@ def slices(x, y, size):
     ],
 )
 def test_every_first_order_optimizer_by_name_is_torchs_own_with_its_defaults(name):
-    from fitkit.optimizers import OPTIMIZERS
+    from fitkit.optimizers import FUSED, OPTIMIZERS
 
     ours, theirs = small_net(), small_net()
     model = fitkit.Model(ours)
     model.compile(name, "cross_entropy")
     history = model.fit(X, LABELS, batch_size=16, epochs=3, shuffle=False, verbose=0)
-    losses = plain_loop(
-        theirs, OPTIMIZERS[name](theirs.parameters()), F.cross_entropy, slices(X, LABELS, 16), 3
-    )
+    how = {"fused": True} if OPTIMIZERS[name] in FUSED else {}
+    reference = OPTIMIZERS[name](theirs.parameters(), **how)
+    losses = plain_loop(theirs, reference, F.cross_entropy, slices(X, LABELS, 16), 3)
     assert_same_weights(ours, theirs)
     assert history.history["loss"] == pytest.approx(losses, abs=1e-7)
 

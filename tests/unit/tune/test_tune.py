@@ -144,14 +144,19 @@ def test_the_suggestion_is_the_steepest_fall_of_the_smoothed_losses():
     assert "suggestion" in repr(found)
 
 
-def test_the_picture_has_both_curves_and_a_log_axis():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
+def test_the_picture_has_both_curves_and_a_log_axis(tmp_path):
+    pytest.importorskip("matplotlib")
     rates = [10.0**power for power in range(-12, 8)]
-    axes = RateRange(rates, [1.0] * 10 + [0.5] * 9 + [math.inf]).plot()
+    found = RateRange(rates, [1.0] * 10 + [0.5] * 9 + [math.inf])
+    figure = found.plot(path=tmp_path / "rates.png")
+    (axes,) = figure.axes
     assert axes.get_xscale() == "log" and axes.get_ylim()[1] < 2
     assert len(axes.lines) == 3
-    matplotlib.pyplot.close(axes.figure)
+    assert (tmp_path / "rates.png").read_bytes()[1:4] == b"PNG"
+    other = figure.add_subplot()
+    assert found.plot(axes=other) is figure and len(other.lines) == 3
+    with pytest.raises(ArgumentTypeError, match="path="):
+        found.plot(path=3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,139 @@
+"""What is measured, by name: each scenario gives rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+from benchmarks import checkpoints, ddp, footprint
+from benchmarks.contest import OURS, Side, against, contest, peers_there
+from benchmarks.measuring import Row
+from benchmarks.tasks import Task
+
+MLP = "mlp 784 128 10"
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """How long to measure: some minutes a scenario, or a rough look.
+
+    Attributes:
+        pairs: of runs for each contender.
+        share: of the full samples.
+        peers: whether other libraries take part.
+    """
+
+    pairs: int = 11
+    share: float = 1.0
+    peers: bool = True
+
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        """The contenders."""
+        return (*OURS, *peers_there()) if self.peers else OURS
+
+    def of(self, samples: int) -> int:
+        """So many samples, or fewer for a rough look."""
+        return max(1280, int(samples * self.share))
+
+
+def step(length: Length) -> Iterator[Row]:
+    """The cost of a step where the net costs next to nothing."""
+    bare = Task("Adam, accuracy, no display", samples=length.of(9600))
+    shown = dataclasses.replace(bare, name="Adam, accuracy, as each comes", defaults=True)
+    yield from contest("step", bare, length.everybody, "careful", length.pairs)
+    yield from contest("step", bare, ("fitkit",), "tuned", length.pairs, with_itself=False)
+    yield from contest("step", shown, length.everybody, "careful", length.pairs)
+    yield display(bare, shown, length.pairs)
+    plain = dataclasses.replace(bare, name="SGD, no metrics", optimizer="sgd", metrics=())
+    yield from contest("step", plain, OURS, "careful", length.pairs)
+
+
+def display(bare: Task, shown: Task, pairs: int) -> Row:
+    """What fitkit's progress bar costs: fitkit with it beside fitkit without."""
+    named = dataclasses.replace(shown, name="progress bar")
+    with closing(Side("fitkit", bare)) as base, closing(Side("fitkit", named)) as side:
+        return against("step", base, side, pairs)
+
+
+def arrays(length: Length) -> Iterator[Row]:
+    """In-memory arrays of 60,000 x 784."""
+    for batch in (32, 128):
+        task = Task(
+            f"batches of {batch}",
+            net=MLP,
+            samples=length.of(60_000),
+            batch=batch,
+            source="arrays",
+        )
+        everybody = length.everybody if batch == 32 else OURS
+        yield from contest("arrays", task, everybody, "careful", length.pairs)
+
+
+def cnn(length: Length) -> Iterator[Row]:
+    """Images of 3 x 32 x 32: the net takes nearly all of the time."""
+    task = Task("CNN, batches of 64", net="cnn", samples=length.of(1280), batch=64)
+    yield from contest("cnn", task, length.everybody, "tuned", length.pairs)
+
+
+def inference(length: Length) -> Iterator[Row]:
+    """`evaluate` and `predict` on arrays, against slices in inference mode."""
+    for verb in ("evaluate", "predict"):
+        for batch in (32, 128):
+            task = Task(
+                f"{verb}, batches of {batch}",
+                verb=verb,
+                net=MLP,
+                samples=length.of(20_000),
+                batch=batch,
+                source="arrays",
+            )
+            yield from contest("inference", task, length.everybody, "tuned", length.pairs)
+
+
+def metrics(length: Length) -> Iterator[Row]:
+    """What metrics cost: none, one, three by name; and the loops with torchmetrics."""
+    one = Task("accuracy", samples=length.of(9600), optimizer="sgd")
+    none = dataclasses.replace(one, name="no metrics", metrics=())
+    three = dataclasses.replace(one, name="three metrics", metrics=("accuracy", "f1", "recall"))
+    for fewer, more in ((none, one), (one, three)):
+        with closing(Side("fitkit", fewer)) as base, closing(Side("fitkit", more)) as side:
+            yield against("metrics", base, side, length.pairs)
+    yield from contest("metrics", three, OURS, "careful", length.pairs)
+
+
+def scaling(length: Length) -> Iterator[Row]:
+    """A step's cost against layers, batch size, metrics, callbacks and epochs."""
+    base = Task("", samples=length.of(3200), optimizer="sgd", metrics=())
+    tasks = [
+        *(dataclasses.replace(base, name=f"{n} layers", net=f"deep {n}") for n in (2, 10, 50, 200)),
+        *(
+            dataclasses.replace(base, name=f"batches of {size}", batch=size, samples=size * 50)
+            for size in (8, 64, 512, 4096)
+        ),
+        *(
+            dataclasses.replace(base, name=f"{len(names)} metrics", metrics=names)
+            for names in ((), ("accuracy",), ("accuracy", "f1"), ("accuracy", "f1", "recall"))
+        ),
+        *(dataclasses.replace(base, name=f"{n} callbacks", callbacks=n) for n in (0, 5, 20)),
+        *(
+            dataclasses.replace(base, name=f"{n} epochs", epochs=n, samples=640)
+            for n in (1, 10, 100)
+        ),
+    ]
+    for task in tasks:
+        yield from contest("scaling", task, ("fitkit",), "tuned", length.pairs, with_itself=False)
+
+
+SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
+    "step": step,
+    "arrays": arrays,
+    "cnn": cnn,
+    "inference": inference,
+    "metrics": metrics,
+    "footprint": lambda length: footprint.rows(length.pairs),
+    "checkpoint": lambda length: checkpoints.rows(length.pairs, 14 if length.share == 1 else 2),
+    "ddp": lambda length: ddp.rows(max(2, length.pairs // 2)),
+    "scaling": scaling,
+}

@@ -1,0 +1,127 @@
+"""The work that contenders do: nets, data, and how their answers are checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One kind of work, done again in each run.
+
+    Attributes:
+        name: in tables.
+        verb: `"train"`, `"evaluate"` or `"predict"`: one pass over the data a run.
+        net: `"mlp 32 64 10"` (widths), `"deep 50"` (linear layers of width 32) or `"cnn"`.
+        samples, batch: of the data.
+        source: `"loader"` (a shuffling `DataLoader` of a plain `TensorDataset`) or `"arrays"`
+            (NumPy arrays, for whoever takes them).
+        optimizer: `"adam"` or `"sgd"`, with a rate of 1e-3 or 1e-2.
+        metrics: fitkit's names, or torchmetrics' classes by the same names.
+        defaults: whether each shows what it shows unasked (a progress bar), in a terminal.
+        callbacks: how many callbacks look at each step's end, where the contender has any.
+        epochs: of a run.
+    """
+
+    name: str
+    verb: str = "train"
+    net: str = "mlp 32 64 10"
+    samples: int = 9600
+    batch: int = 32
+    source: str = "loader"
+    optimizer: str = "adam"
+    metrics: tuple[str, ...] = ("accuracy",)
+    defaults: bool = False
+    callbacks: int = 0
+    epochs: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Of a run."""
+        return -(-self.samples // self.batch) * self.epochs
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return 1e-3 if self.optimizer == "adam" else 1e-2
+
+
+def net_of(task: Task) -> nn.Sequential:
+    """The task's net, the same weights each time."""
+    torch.manual_seed(0)
+    kind, *numbers = task.net.split()
+    if kind == "mlp":
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(map(int, numbers)):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+    if kind == "deep":
+        hidden = [nn.Linear(32, 32) for _ in range(int(numbers[0]) - 1)]
+        return nn.Sequential(*hidden, nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * 64, 10),
+    )  # fmt: skip
+
+
+def data_of(task: Task) -> tuple[Tensor, Tensor]:
+    """Seeded data that can be learned: the class is the largest of ten random projections."""
+    kind, *numbers = task.net.split()
+    features = {"mlp": int(numbers[0]) if numbers else 0, "deep": 32, "cnn": 3 * 32 * 32}[kind]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(task.samples, features, generator=generator)
+    y = (x @ torch.randn(features, 10, generator=generator)).argmax(1)
+    return (x.reshape(-1, 3, 32, 32) if kind == "cnn" else x), y
+
+
+@torch.no_grad()
+def judged(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    """The loss and accuracy of a net, by plain arithmetic over all samples at once."""
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    logits = torch.cat([net(part) for part in x.split(2000)])
+    for module, training in modes:
+        module.training = training
+    return {
+        "loss": F.cross_entropy(logits, y).item(),
+        "accuracy": (logits.argmax(1) == y).double().mean().item(),
+    }
+
+
+def fault_of(task: Task, net: nn.Module, x: Tensor, y: Tensor, before: float, answer: Any) -> str:
+    """What is wrong with a contender's answers; empty where nothing is.
+
+    Args:
+        before: the net's loss before the first run.
+        answer: of the last run: a dict of `loss` and `accuracy` (what isn't known left out), or
+            the outputs of `predict`.
+    """
+    after = judged(net, x, y)
+    if task.verb == "predict":
+        net.eval()
+        with torch.no_grad():
+            wanted = torch.cat([net(part) for part in x.split(2000)])
+        given = torch.as_tensor(answer)
+        right = given.shape == wanted.shape and torch.allclose(given, wanted, atol=1e-4)
+        return "" if right else "predicts wrongly"
+    if task.verb == "evaluate":
+        wrong = [
+            f"{name} {answer[name]:.5f} for {after[name]:.5f}"
+            for name in ("loss", "accuracy")
+            if name in answer and not math.isclose(answer[name], after[name], rel_tol=1e-4)
+        ]
+        return f"evaluates wrongly ({', '.join(wrong)})" if wrong else ""
+    if not after["loss"] < 0.98 * before and not task.net.startswith("deep"):
+        return f"doesn't learn (loss {before:.3f} to {after['loss']:.3f})"
+    loss = answer.get("loss")
+    if loss is not None and not 0.5 * after["loss"] < loss < 1.5 * before:
+        return f"reports a loss of {loss:.3f} (it is {after['loss']:.3f})"
+    return ""

@@ -1,0 +1,54 @@
+"""The tasks by fitkit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+import fitkit
+from benchmarks.loops import Answer, loader_of
+from benchmarks.tasks import Task
+
+
+class Looks(fitkit.callbacks.Callback):
+    """A callback that does next to nothing after each step."""
+
+    stops_alike = True
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        self.last = batch
+
+
+def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
+    """A run of the task."""
+    model = fitkit.Model(net)
+    names = {"f1": "f1", "recall": "recall", "accuracy": "accuracy"}
+    model.compile(
+        optimizer=task.optimizer,
+        learning_rate=task.rate,
+        loss="cross_entropy",
+        metrics=[names[name] for name in task.metrics] or None,
+        accelerator="cpu",
+    )
+    verbose: Any = "auto" if task.defaults else 0
+    arrays = x.numpy(), y.numpy()
+    if task.verb == "predict":
+        return lambda: model.predict(arrays[0], batch_size=task.batch, verbose=verbose)
+    if task.verb == "evaluate":
+        return lambda: model.evaluate(
+            *arrays, batch_size=task.batch, verbose=verbose, return_dict=True
+        )
+    options: dict[str, Any] = {"epochs": task.epochs, "verbose": verbose}
+    if task.callbacks:
+        options["callbacks"] = [Looks() for _ in range(task.callbacks)]
+    if task.source == "arrays":
+        options["batch_size"] = task.batch
+    data = arrays if task.source == "arrays" else (loader_of(task, x, y),)
+
+    def run() -> Answer:
+        history = model.fit(*data, **options).history
+        return {name: float(values[-1]) for name, values in history.items()}
+
+    return run

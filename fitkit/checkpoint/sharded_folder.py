@@ -1,0 +1,260 @@
+"""A checkpoint as a folder to which every rank writes its own part: `.dcp`.
+
+```
+shard-00001-model-00001-of-00001.safetensors …   each rank's chunks (shard_writer.py)
+index.h5        the document, as in other checkpoints, and all tensors that aren't spread
+```
+
+Each shard says which chunks of which tensors it has, and the index has the digests of the shards,
+so that a folder is one save's or is refused. Chunks are put together in any other way when they are
+read. Nothing is pickled; torch's `HuggingFaceStorageReader` reads the chunks as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from fitkit.checkpoint.container import write_container
+from fitkit.checkpoint.dtypes import dtype_name
+from fitkit.checkpoint.encoding import encode_state
+from fitkit.checkpoint.folders import INDEX, UnfinishedFolder
+from fitkit.checkpoint.formats import FORMATS, Weights
+from fitkit.checkpoint.hdf5 import software
+from fitkit.checkpoint.numbering import Numbering
+from fitkit.checkpoint.safetensors_file import has_dtype
+from fitkit.checkpoint.shards import FolderWeights, Shards, read_index
+from fitkit.checkpoint.weights import collect_weights
+from fitkit.distributed.collectives import Collectives, Solo
+from fitkit.distributed.sharding.whole import is_spread
+
+if TYPE_CHECKING:
+    from fitkit.checkpoint.container import Reader
+
+SUFFIX = ".dcp"
+"""How the names of these folders end."""
+
+STATE_KEY = "fitkit.state."
+"""What the names of the state's spread tensors begin with."""
+
+Result = TypeVar("Result")
+
+
+def is_folder_name(path: object) -> bool:
+    """Whether a path asks for a folder of shards."""
+    return isinstance(path, (str, os.PathLike)) and PurePath(path).suffix.lower() == SUFFIX
+
+
+class ShardedFolder:
+    """The format of `.dcp` folders of weights."""
+
+    def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
+        """Write a folder with nothing but `weights`."""
+        state_dict: OrderedDict[str, Any] = OrderedDict(weights.tensors, **weights.extra)
+        metadata = {name: {"version": version} for name, version in weights.versions.items()}
+        state_dict._metadata = metadata  # type: ignore[attr-defined]
+        save_folder(path, state_dict, None, Solo())
+
+    @contextlib.contextmanager
+    def open(self, path: str | os.PathLike[str]) -> Iterator[FolderWeights]:
+        """The weights in a checked folder."""
+        with opened_folder(path) as (reader, shards):
+            yield FolderWeights(os.fspath(path), reader, shards)
+
+
+@contextlib.contextmanager
+def opened_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Reader, Shards]]:
+    """A folder's index and its shards, all of which are checked.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: it isn't a folder of ours, or something in it is damaged or missing.
+    """
+    with contextlib.ExitStack() as stack:
+        reader = read_index(path, stack)
+        yield reader, Shards(Path(path), reader, stack)
+
+
+def save_folder(
+    path: str | os.PathLike[str],
+    state_dict: Mapping[str, Any],
+    state: dict[str, Any] | None,
+    collectives: Collectives,
+) -> None:
+    """Write a checkpoint, of which every rank writes what it has; whole or not at all.
+
+    Args:
+        path: the folder, which all ranks see. A checkpoint that is there is replaced.
+        state_dict: the module's; parameters may be spread over the ranks (torch's `DTensor`).
+            Of other tensors rank 0's are taken.
+        state: all else, as for `save_checkpoint`; None for weights alone.
+        collectives: the ranks.
+
+    Ranks:
+        Collective.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: something can't be written to a file.
+        CheckpointError: a rank can't write; what was at `path` is still there.
+    """
+    from fitkit.checkpoint.shard_writer import write_shards  # imports much of torch
+
+    leads = collectives.rank == 0
+    content = _together(collectives, lambda: Content(state_dict, state))
+    tensors = content.tensors(collectives.broadcast(content.ties))
+    made: list[UnfinishedFolder] = []
+
+    def begin() -> Path | None:
+        if leads:
+            made.append(UnfinishedFolder(path))
+        return made[0].place if made else None
+
+    place = collectives.broadcast(_together(collectives, begin))
+    try:
+        write_shards(
+            os.fspath(path),
+            place,
+            tensors if leads else {key: t for key, t in tensors.items() if is_spread(t)},
+            collectives.rank,
+            collectives.world_size,
+            lambda files: content.write_index(place / INDEX, tensors, files),
+        )
+        _together(collectives, lambda: made[0].finish() if leads else None)
+    except BaseException:
+        for folder in made:
+            folder.discard()
+        raise
+
+
+def _together(collectives: Collectives, work: Callable[[], Result]) -> Result:
+    """What `work` gives here; an error on any rank is raised on all.
+
+    Ranks:
+        Collective.
+    """
+    problem: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        problem = error
+    if collectives.world_size > 1:
+        problem = next((p for p in [problem, *collectives.gather(problem)] if p is not None), None)
+    if problem is not None:
+        raise problem
+    return result
+
+
+class Content:
+    """What goes into a folder: the document, and the tensors by their names in it.
+
+    Attributes:
+        ties: names of spread weights, with the name that each one's numbers are stored under.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any], state: dict[str, Any] | None) -> None:
+        self._numbering = FolderNumbering()
+        spread = {name: value for name, value in state_dict.items() if is_spread(value)}
+        ordinary = OrderedDict((n, v) for n, v in state_dict.items() if n not in spread)
+        metadata = getattr(state_dict, "_metadata", {})
+        ordinary._metadata = metadata  # type: ignore[attr-defined]
+        self._weights = collect_weights(ordinary)
+        self._names = [name for name in state_dict if name not in self._weights.extra]
+        self._spread = {name: value.detach() for name, value in spread.items()}
+        self._state = None if state is None else encode_state(state, self._numbering)
+        self.ties = _ties(self._spread)
+
+    def tensors(self, ties: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """The tensors that go into shards, by their names there.
+
+        Args:
+            ties: rank 0's, which can't be told on a rank whose parts are empty.
+        """
+        self.ties = dict(ties)
+        found = {name: t for name, t in self._spread.items() if ties.get(name) == name}
+        seen = Numbering()
+        first: dict[int, str] = {}
+        for name, tensor in self._weights.tensors.items():
+            if has_dtype(tensor):
+                self.ties[name] = first.setdefault(seen.add(tensor), name)
+                found[self.ties[name]] = tensor
+        return {**found, **self._numbering.spread}
+
+    def write_index(
+        self, path: Path, tensors: Mapping[str, torch.Tensor], files: dict[str, str]
+    ) -> None:
+        """Write the document, and the arrays that aren't in shards."""
+        places = {
+            name: self.ties[name]
+            if name in self.ties
+            else self._numbering.array(self._weights.tensors[name])
+            for name in self._names
+        }
+        content: dict[str, Any] = {
+            "kind": "weights" if self._state is None else "checkpoint",
+            "software": software(),
+            "weights": {
+                "tensors": places,
+                "extra": dict(self._weights.extra),
+                "versions": dict(self._weights.versions),
+            },
+            "numbers": self._numbering.places,
+            "files": files,
+            "shards": {
+                key: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
+                for key, tensor in tensors.items()
+            },
+        }
+        if self._state is not None:
+            content["state"] = self._state
+        write_container(path, content, self._numbering.arrays)
+
+
+class FolderNumbering(Numbering):
+    """Numbers for a state's tensors; spread ones go to the shards under a name.
+
+    Attributes:
+        places: for each number, the array's in the index, or the name in the shards.
+        spread: the spread tensors by these names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[int | str] = []
+        self.spread: dict[str, torch.Tensor] = {}
+        self._known: dict[int, int] = {}
+
+    def array(self, value: object) -> int:
+        """The number of an array in the index."""
+        return super().add(value)
+
+    def add(self, value: object) -> int:
+        if isinstance(value, torch.Tensor) and is_spread(value):
+            key = f"{STATE_KEY}{len(self.spread)}"
+            self.spread[key] = value.detach()
+            self.places.append(key)
+            return len(self.places) - 1
+        array = self.array(value)
+        if array not in self._known:
+            self._known[array] = len(self.places)
+            self.places.append(array)
+        return self._known[array]
+
+
+def _ties(spread: Mapping[str, Any]) -> dict[str, str]:
+    """For each spread tensor the first name of the same numbers: tied ones are stored once."""
+    first: dict[tuple[Any, ...], str] = {}
+    ties = {}
+    for name, tensor in spread.items():
+        part = tensor.to_local()
+        memory = part.untyped_storage().data_ptr(), part.storage_offset(), tuple(tensor.shape)
+        ties[name] = first.setdefault(memory, name) if part.numel() else name
+    return ties
+
+
+FORMATS.add(SUFFIX, ShardedFolder())

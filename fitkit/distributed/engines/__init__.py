@@ -1,0 +1,1 @@
+"""Engines of other projects that ranks can learn by, each behind an extra."""

@@ -1,0 +1,137 @@
+"""What DeepSpeed is told: the user's settings, and those that follow from `compile`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+DECIDED = {
+    "train_batch_size": "fit(batch_size=…)",
+    "train_micro_batch_size_per_gpu": "fit(batch_size=…)",
+    "gradient_accumulation_steps": "compile(accumulate_grad_batches=…)",
+    "managed_gradient_accumulation": "compile(accumulate_grad_batches=…)",
+    "gradient_clipping": "compile(gradient_clip_val=…)",
+    "optimizer": "compile(optimizer=…)",
+    "scheduler": "compile(lr_scheduler=…)",
+    "fp16": "compile(precision=…)",
+    "bf16": "compile(precision=…)",
+    "torch_autocast": "compile(precision=…)",
+    "amp": "compile(precision=…)",
+}
+"""Settings that have their place elsewhere."""
+
+BUCKET = 500_000_000
+"""DeepSpeed's own `reduce_bucket_size`; it makes a buffer of that many numbers in any case."""
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """The user's settings: a copy of a dict, or what a JSON file has; empty for None.
+
+    Raises:
+        ConfigurationError: a file that isn't there or isn't JSON, or settings that fitkit makes.
+        ArgumentTypeError: something else.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        config = _read_file(Path(config))
+    if not isinstance(config, dict):
+        raise ArgumentTypeError(
+            f"config={describe(config)} must be a dict of DeepSpeed's settings, the path of a JSON "
+            "file with one, or None."
+        )
+    if not isinstance(config.get("zero_optimization", {}), dict):
+        raise ArgumentTypeError(
+            f"config's zero_optimization={describe(config['zero_optimization'])} must be a dict, "
+            "like {'stage': 2}."
+        )
+    found = copy.deepcopy(config)
+    for name, place in DECIDED.items():
+        # "auto" is what other libraries' files have where the library decides.
+        if name in found and not _is_left_open(found.pop(name)):
+            raise ConfigurationError(
+                f"DeepSpeed's setting {name!r} has its place in {place}. Set it there, and leave "
+                "it out of config (or write 'auto')."
+            )
+    return found
+
+
+def _is_left_open(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("enabled") is False or all(_is_left_open(v) for v in value.values())
+    return isinstance(value, str) and value == "auto"
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(
+            f"config={str(path)!r} can't be read: {error.strerror}. Give the path of a JSON file "
+            "with DeepSpeed's settings, or a dict of them."
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"config={str(path)!r} isn't JSON: {error}.") from error
+
+
+def check_stage(stage: Any, config: dict[str, Any]) -> int:
+    """ZeRO's stage; the settings' own where none is given, else 2.
+
+    Raises:
+        ConfigurationError: another number, or two that differ.
+    """
+    own = config.get("zero_optimization", {}).get("stage", "auto")
+    own = None if own == "auto" else own
+    chosen = (2 if own is None else own) if stage is None else stage
+    if isinstance(chosen, bool) or chosen not in (1, 2, 3):
+        raise ConfigurationError(
+            f"stage={chosen!r} must be 1 (optimizer state spread over the ranks), 2 (gradients "
+            "too) or 3 (parameters too). Without any, write strategy='ddp'."
+        )
+    if own is not None and own != chosen:
+        raise ConfigurationError(
+            f"stage={stage}, but config's zero_optimization has stage {own}. Leave one of them out."
+        )
+    return int(chosen)
+
+
+def bucket_of(config: dict[str, Any], numbers: int) -> int:
+    """How many gradients travel together; never a larger buffer than the net has numbers."""
+    chosen = config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
+    return min(BUCKET, numbers) if chosen == "auto" else int(chosen)
+
+
+def full_config(
+    config: dict[str, Any], stage: int, dtype: torch.dtype, numbers: int
+) -> dict[str, Any]:
+    """The user's settings with those that fitkit makes.
+
+    Args:
+        dtype: of the parameters.
+        numbers: how many numbers the parameters have.
+    """
+    own = config.get("zero_optimization", {})
+    zero = {
+        "reduce_bucket_size": bucket_of(config, numbers),
+        **{name: value for name, value in own.items() if value != "auto"},
+    }
+    return {
+        "steps_per_print": None,
+        # Optimizers of torch's own and of users: those that can't be spread are refused before.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **config,
+        "zero_optimization": {**zero, "stage": stage},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        # Batches are cut, weighed and counted by fitkit: each `step` makes an update.
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,
+    }

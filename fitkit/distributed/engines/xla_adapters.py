@@ -1,0 +1,189 @@
+"""What fitkit needs of a package that drives XLA devices, and the two that there are.
+
+Neither was ever run with a TPU: docs/engines.md says what was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from fitkit.arguments import describe
+from fitkit.distributed.world import World
+from fitkit.errors import ArgumentTypeError, MissingPackageError, missing_package
+from fitkit.notices import warn
+from fitkit.registry import unknown_name
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """The six calls by which a training on XLA devices differs from any other.
+
+    Attributes:
+        backend: of the process group in which the ranks meet; it exchanges what is on the CPU.
+    """
+
+    backend: str
+
+    def count(self) -> int:
+        """How many devices this machine has, without claiming any."""
+
+    def launch(self, ranks: int) -> None:
+        """Prepare for so many processes on this machine, in the first before the others start."""
+
+    def device(self, world: World, local_ranks: int) -> torch.device:
+        """Claim this rank's device."""
+
+    def world_size(self) -> int:
+        """How many processes the devices' own exchanges reach, once the ranks have met."""
+
+    def step(self) -> None:
+        """Compute what was noted since the last call, where operations are only noted."""
+
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        """Replace tensors on the device by their sums over the ranks.
+
+        Ranks:
+            Collective.
+        """
+
+
+class TorchTPU:
+    """Google's `torch_tpu`: eager operations, a device type `tpu`, a backend of c10d."""
+
+    backend = "cpu:gloo,tpu:tpu_dist"
+
+    def count(self) -> int:
+        # torch has loaded it already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbids that. Where it
+        # is loaded and no TPU is there (0.2.0), every backward pass waits for one, on the CPU too.
+        found = torch.accelerator.current_accelerator()
+        is_tpu = found is not None and found.type == "tpu"
+        return torch.accelerator.device_count() if is_tpu else 0
+
+    def launch(self, ranks: int) -> None:
+        if ranks > 1:
+            importlib.import_module("torch_tpu")
+            tpu: Any = torch.tpu  # type: ignore[attr-defined]
+            tpu.distributed.set_tpu_launch_env(nproc_per_node=ranks)
+
+    def device(self, world: World, local_ranks: int) -> torch.device:
+        importlib.import_module("torch_tpu")
+        with _named(world, local_ranks):
+            return torch.device("tpu", torch.accelerator.current_device_index())
+
+    def world_size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    def step(self) -> None:
+        """Nothing to do: operations run as they come."""
+
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+
+
+class TorchXLA:
+    """PyTorch/XLA: operations are noted, and computed at each step."""
+
+    backend = "gloo"
+
+    def count(self) -> int:
+        kind = os.environ.get("PJRT_DEVICE", "TPU")
+        if kind != "TPU":
+            return 1
+        return int(importlib.import_module("torch_xla._internal.tpu").num_available_chips())
+
+    def launch(self, ranks: int) -> None:
+        """Nothing to do: each process finds its chip by itself."""
+
+    def device(self, world: World, local_ranks: int) -> torch.device:
+        runtime = importlib.import_module("torch_xla._internal.pjrt")
+        if world.size > 1:
+            runtime.initialize_multiprocess(world.local_rank, local_ranks)
+        found: torch.device = importlib.import_module("torch_xla").device()
+        return found
+
+    def world_size(self) -> int:
+        return int(importlib.import_module("torch_xla.runtime").world_size())
+
+    def step(self) -> None:
+        importlib.import_module("torch_xla").sync()
+
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        model = importlib.import_module("torch_xla.core.xla_model")
+        model.all_reduce(model.REDUCE_SUM, tensors)
+
+
+ADAPTERS: dict[str, type[Adapter]] = {"torch_tpu": TorchTPU, "torch_xla": TorchXLA}
+"""The packages, the one first that goes on being developed."""
+
+
+def adapter_of(asked: Any) -> Adapter:
+    """The adapter that is meant.
+
+    Args:
+        asked: a package's name, an object with an adapter's calls, or None for the first package
+            that is there.
+
+    Raises:
+        MissingPackageError: the package isn't there, or neither is.
+        ConfigurationError, ArgumentTypeError: no adapter.
+    """
+    if asked is not None and not isinstance(asked, str):
+        if isinstance(asked, Adapter):
+            return asked
+        raise ArgumentTypeError(
+            f"adapter={describe(asked)} must be {', '.join(map(repr, ADAPTERS))}, None, or an "
+            "object with the attributes and methods of fitkit.strategies.XLAAdapter."
+        )
+    if isinstance(asked, str) and asked not in ADAPTERS:
+        raise unknown_name("adapter", asked, tuple(ADAPTERS))
+    names = list(ADAPTERS) if asked is None else [asked]
+    for name in names:
+        if importlib.util.find_spec(name) is not None:
+            return ADAPTERS[name]()
+    raise missing_package(names[0], "tpu", "accelerator='tpu' (or 'xla')")
+
+
+def device_count() -> int | None:
+    """How many XLA devices this machine has; None where no package could tell."""
+    try:
+        return adapter_of(None).count()
+    except MissingPackageError:
+        return None
+    except (ImportError, OSError) as error:  # built for another torch
+        _warn_once(f"The package for XLA devices can't be imported, so none are used: {error}")
+        return 0
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)
+
+
+@contextlib.contextmanager
+def _named(world: World, local_ranks: int) -> Iterator[None]:
+    """The variables by which a runtime knows its process; a launcher's own would mean another."""
+    told = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": local_ranks,
+    }
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

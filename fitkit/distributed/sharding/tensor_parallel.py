@@ -1,0 +1,177 @@
+"""Submodules whose parameters are divided among ranks that compute the same batch together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fitkit.arguments import check_choice, check_count, describe
+from fitkit.distributed.collectives import Collectives
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+STYLES = ("colwise", "rowwise")
+
+
+def check_plan(ranks: Any, plan: Any) -> None:
+    """Refuse arguments that can't be.
+
+    Args:
+        ranks: how many compute a batch together.
+        plan: the style of each submodule, by its name in the net; None where `ranks` is 1.
+    """
+    check_count("tensor_parallel", ranks)
+    if (ranks > 1) != bool(plan):
+        raise ConfigurationError(
+            f"tensor_parallel={ranks} with tensor_parallel_plan={describe(plan)}: a plan is needed "
+            "where several ranks compute a batch together, and only there. Write, for example, "
+            "tensor_parallel=2, tensor_parallel_plan={'0': 'colwise', '2': 'rowwise'}."
+        )
+    if plan is None:
+        return
+    if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in plan):
+        raise ArgumentTypeError(
+            f"tensor_parallel_plan={describe(plan)} must be a dict from submodules' names to "
+            "styles."
+        )
+    for name, style in plan.items():
+        if isinstance(style, str):
+            check_choice(f"tensor_parallel_plan[{name!r}]", style, STYLES)
+        elif not any(kind.__name__ == "ParallelStyle" for kind in type(style).__mro__):
+            # By its name, as the class itself takes a second to import.
+            raise ArgumentTypeError(
+                f"tensor_parallel_plan[{name!r}]={describe(style)} must be 'colwise', 'rowwise' or "
+                "a ParallelStyle of torch.distributed.tensor.parallel."
+            )
+
+
+class TensorParallel:
+    """A plan for one module.
+
+    Args:
+        net: the module whose submodules the plan names.
+        plan: the style of each; `*` in a name stands for one part of it (`"layers.*.up"`).
+        mesh: the ranks that compute a batch together.
+
+    Raises:
+        ConfigurationError: a name that fits no submodule, or a submodule whose parameters others
+            have, too.
+    """
+
+    def __init__(self, net: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
+        self._mesh = mesh
+        self._styles: dict[nn.Module, Any] = {}
+        for pattern, style in plan.items():
+            for part in _named_by(net, pattern):
+                _check_alone(net, part, pattern)
+                if isinstance(style, str):
+                    _check_divides(part, pattern, style, mesh.size())
+                self._styles[part] = style
+
+    def divide(self, parts: Iterable[nn.Module]) -> None:
+        """Divide the parameters of those of these submodules that the plan names.
+
+        Ranks:
+            Collective.
+        """
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        for part in parts:
+            style = self._styles.get(part)
+            if style is not None:
+                made = kinds[style]() if isinstance(style, str) else style
+                parallelize_module(part, self._mesh, made)
+
+
+def divided_in(net: nn.Module, plan: Mapping[str, Any]) -> set[nn.Parameter]:
+    """The parameters that a plan divides.
+
+    Raises:
+        ConfigurationError: a name that fits no submodule.
+    """
+    found: set[nn.Parameter] = set()
+    for pattern, style in plan.items():
+        for part in _named_by(net, pattern):
+            # What "rowwise" adds after the sum, both have.
+            whole = getattr(part, "bias", None) if style == "rowwise" else None
+            found.update(p for p in part.parameters() if p is not whole)
+    return found
+
+
+def _named_by(net: nn.Module, pattern: str) -> list[nn.Module]:
+    """The submodules that a name in a plan means."""
+    form = re.escape(pattern).replace(r"\*", r"[^.]+")
+    found = [part for name, part in net.named_modules() if re.fullmatch(form, name)]
+    if not found:
+        names = ", ".join(name for name, _ in net.named_modules() if name)
+        raise ConfigurationError(
+            f"tensor_parallel_plan names {pattern!r}, which the net doesn't have. It has: "
+            f"{names[:500]}."
+        )
+    return found
+
+
+def _check_divides(part: nn.Module, name: str, style: str, ranks: int) -> None:
+    """Refuse what torch's styles can't divide, or only into unequal parts that don't fit."""
+    if not isinstance(part, (nn.Linear, nn.Embedding)):
+        raise ConfigurationError(
+            f"tensor_parallel_plan has {style!r} for {name!r}, a {type(part).__name__}: only "
+            "Linear and Embedding are divided so. Name its parts, or give a ParallelStyle."
+        )
+    by_first = (style == "colwise") == isinstance(part, nn.Linear)
+    size = part.weight.shape[0 if by_first else 1]
+    if size % ranks:
+        raise ConfigurationError(
+            f"tensor_parallel_plan has {style!r} for {name!r}, but its {size} "
+            f"{'outputs' if style == 'colwise' else 'inputs'} can't be divided equally among "
+            f"{ranks} ranks. Choose a size that tensor_parallel={ranks} divides."
+        )
+
+
+def _check_alone(net: nn.Module, part: nn.Module, name: str) -> None:
+    inside = set(part.modules())
+    own = {id(parameter) for parameter in part.parameters()}
+    for other in net.modules():
+        if other not in inside and any(id(p) in own for p in other.parameters(recurse=False)):
+            raise ConfigurationError(
+                f"tensor_parallel_plan names {name!r}, whose parameters another submodule has, too "
+                "(tied weights): they can't be divided. Leave it out of the plan."
+            )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: all of an ordinary one; shares its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@torch.no_grad()
+def clip_norm(gradients: list[torch.Tensor], limit: float, collectives: Collectives) -> None:
+    """Limit the norm of all gradients together, which may be spread over different meshes.
+
+    Ranks:
+        Collective.
+    """
+    total = 0.0
+    for gradient in gradients:
+        squares = local_part(gradient).double().square().sum()
+        total += float(squares) * _distinct(gradient) / collectives.world_size
+    (summed,) = collectives.sums([total])
+    factor = min(limit / (summed**0.5 + 1e-6), 1.0)
+    for gradient in gradients:
+        local_part(gradient).mul_(factor)
+
+
+def _distinct(tensor: Any) -> int:
+    """Among how many ranks a tensor is divided; on the others its parts are repeated."""
+    count = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        count *= 1 if placement.is_replicate() else size
+    return count

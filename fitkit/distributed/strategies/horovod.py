@@ -1,0 +1,139 @@
+"""Training in the ranks that horovodrun or mpirun started; on request by Horovod's own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import Store
+from torch.optim import Optimizer
+
+from fitkit.arguments import check_choice
+from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.engines.horovod_gradients import (
+    HorovodGradients,
+    broadcast_state,
+    check_horovod,
+    join_horovod,
+)
+from fitkit.distributed.precision import Precision
+from fitkit.distributed.router import Door
+from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.ddp import DDP
+from fitkit.errors import ConfigurationError
+
+
+class Horovod(DDP):
+    """`DDP` in the ranks that horovodrun or mpirun started.
+
+    The learning rate stays as it is given, unless `compile(scale_lr=…)` asks for another.
+
+    Args:
+        engine: what averages gradients: `"torch"` (DistributedDataParallel; the package isn't
+            needed) or `"horovod"` (its `DistributedOptimizer`; needs horovodrun or mpirun). With
+            several optimizers, and in steps that make the updates themselves, it is torch's
+            process group in either case.
+        compression: `"fp16"` sends gradients in half the bytes; None as they are.
+        process_group_backend, timeout: as for `DDP`.
+
+    Reference: Sergeev & Del Balso, Horovod: fast and easy distributed deep learning in
+    TensorFlow, 2018, arXiv:1802.05799.
+    """
+
+    name = "horovod"
+    starts = "workers"
+
+    def __init__(
+        self,
+        engine: str = "torch",
+        compression: str | None = None,
+        *,
+        process_group_backend: str | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        check_choice("engine", engine, ("torch", "horovod"))
+        check_choice("compression", compression, (None, "fp16"))
+        hook: Callable[..., Any] | str | None = compression if engine == "torch" else None
+        super().__init__(process_group_backend, timeout, comm_hook=hook)
+        self.engine = engine
+        self.compression = compression
+        self._hvd: Any = None  # Horovod's module, between `join` and `leave`
+        self._optimizer: Optimizer | None = None
+        self._gradients: HorovodGradients | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_hvd": None, "_optimizer": None, "_gradients": None}
+
+    def connect(
+        self,
+        devices: tuple[torch.device, ...],
+        ids: tuple[int, ...],
+        precision: Precision,
+        cluster: Cluster | None = None,
+    ) -> Strategy:
+        if self.engine == "horovod":
+            check_horovod()
+            if cluster is None and len(devices) > 1:
+                raise ConfigurationError(
+                    f"Horovod's engine works in ranks that its launcher starts. Start the script "
+                    f"with horovodrun -np {len(devices)} python …, or write strategy='horovod'."
+                )
+            if precision.name == "bf16-true":
+                raise ConfigurationError(
+                    "precision='bf16-true' can't be kept with Horovod's engine, which sends no "
+                    "bfloat16. Write 'bf16-mixed', or strategy='horovod'."
+                )
+        return super().connect(devices, ids, precision, cluster)
+
+    def join(self, store: Store | None = None) -> None:
+        super().join(store)
+        if self.engine == "horovod" and self.collectives.world_size > 1:
+            self._hvd = join_horovod(self.world)
+
+    def leave(self) -> None:
+        super().leave()
+        self._hvd = None
+
+    # ------------------------------------------------------------------ learning
+
+    def door(self, module: nn.Module) -> Door:
+        return super().door(module) if self._hvd is None else self.plain_door(module)
+
+    def begin_training(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        if self._hvd is None:
+            return
+        broadcast_state(self._hvd, module, optimizers)
+        if len(optimizers) == 1 and getattr(module, "automatic_optimization", True):
+            self._optimizer = optimizers[0]
+            self._gradients = HorovodGradients(self._hvd, optimizers[0], self.compression)
+
+    def rewrap(self) -> None:
+        super().rewrap()
+        if self._gradients is not None and self._optimizer is not None:
+            self._gradients.end()
+            self._gradients = HorovodGradients(self._hvd, self._optimizer, self.compression)
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return super().accumulating() if self._gradients is None else self._gradients.accumulating()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._gradients is None:
+            super().backward(loss)
+        else:
+            self._gradients.backward(loss)
+
+    def exchange_gradients(self, parameters: list[nn.Parameter]) -> None:
+        if self._gradients is None:
+            super().exchange_gradients(parameters)
+        else:
+            self._gradients.average()
+
+    def finish(self) -> None:
+        super().finish()
+        gradients, self._gradients, self._optimizer = self._gradients, None, None
+        if gradients is not None:
+            gradients.end()

@@ -1,0 +1,170 @@
+"""What fitkit sees on a machine, in one screen: the text for a bug report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import torch
+
+from fitkit.distributed.cluster import detect
+from fitkit.distributed.gpu_probe import GPU, probe_gpus
+from fitkit.distributed.placement import Machine
+from fitkit.distributed.resolve import resolve_strategy
+from fitkit.errors import ConfigurationError
+
+NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle")
+VARIABLES = re.compile(
+    r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|OMP_NUM_THREADS|SLURM_(JOB_ID|PROCID|NTASKS|NNODES)"
+    r"|(RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
+    r"|TORCHELASTIC_RUN_ID|(OMPI_COMM_WORLD|PMI|HOROVOD)_(RANK|SIZE)"
+    r"|(NCCL|GLOO|FITKIT|PYTORCH)_\w+)"
+)
+"""Environment variables that change what fitkit does; no others are shown."""
+
+OTHER_NAMES = {"mlflow": "mlflow-skinny"}
+"""Packages that may be installed by another name."""
+
+GIB = 2**30
+WIDTH = 100
+
+
+def report(fitkit_version: str) -> str:
+    """The text, a subject a line. Something that can't be found out is said, never raised."""
+    lines = {"fitkit": fitkit_version, **_versions(), **_machine(), **_launch(), **_choice()}
+    width = max(map(len, lines))
+    return "\n".join(
+        textwrap.fill(
+            value, WIDTH, initial_indent=f"{name:{width}}  ", subsequent_indent=" " * (width + 2),
+            break_on_hyphens=False,
+        )
+        for name, value in lines.items()
+    )  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    found = {name: _version(name) for name in (*NEEDED, *_optional())}
+    absent = sorted(name for name, number in found.items() if not number)
+    extras = [f"{name} {found[name]}" for name in _optional() if found[name]]
+    return {
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        **{name: found[name] or "not installed" for name in NEEDED},
+        "optional": ", ".join(extras) or "none",
+        "not installed": ", ".join(absent) or "none",
+    }
+
+
+def _optional() -> list[str]:
+    """The packages of the extras that users install."""
+    try:
+        lines = requires("fitkit") or []
+    except PackageNotFoundError:  # used from a folder, not installed
+        return []
+    wanted = [line for line in lines if "extra ==" in line]
+    for purpose in ("test", "dev", "docs", "examples"):
+        wanted = [line for line in wanted if f'extra == "{purpose}"' not in line]
+    return sorted({re.split(r"[^\w.-]", line)[0] for line in wanted} - set(NEEDED))
+
+
+def _version(package: str) -> str:
+    """The installed release; empty where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return _version(OTHER_NAMES[package]) if package in OTHER_NAMES else ""
+
+
+def _machine() -> dict[str, str]:
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = torch.cuda.device_count()
+    built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "no GPU")
+    return {
+        "cpu": f"{os.cpu_count()} cores, {own} for this process, of which torch uses "
+        f"{torch.get_num_threads()}",
+        "memory": _memory(),
+        "cuda": f"{count} device{'' if count == 1 else 's'} (torch was built for {built})",
+        **_gpus(count),
+        "mps": "yes" if Machine.here().has_mps else "no",
+        "backends": ", ".join(_backends()) or "none: one process only",
+    }
+
+
+def _memory() -> str:
+    """Main memory, and what is left of the shared memory in which ranks and workers hand data."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        total, free = sizes["MemTotal"], sizes["MemAvailable"]
+        found.append(f"{total / GIB:.1f} GiB, {free / GIB:.1f} free")
+    except (OSError, KeyError, ValueError, IndexError):
+        found.append("unknown")
+    if Path("/dev/shm").is_dir():
+        found.append(f"/dev/shm {shutil.disk_usage('/dev/shm').free / GIB:.1f} GiB free")
+    return "; ".join(found)
+
+
+def _gpus(count: int) -> dict[str, str]:
+    """A line for each GPU, asked by a process of its own so that a broken one can't stop us."""
+    if not count:
+        return {}
+    try:
+        return {f"cuda:{gpu.index}": _gpu(gpu) for gpu in probe_gpus()}
+    except ConfigurationError as error:
+        return {"cuda:0": " ".join(str(error).split())}
+
+
+def _gpu(gpu: GPU) -> str:
+    if gpu.failure is not None:
+        return f"can't be used: {gpu.failure}"
+    load = "" if gpu.load is None else f", {gpu.load:.0%} busy"
+    bf16 = "" if torch.cuda.is_bf16_supported() else ", no bfloat16"
+    name = torch.cuda.get_device_name(gpu.index)
+    free, total = gpu.free_bytes / GIB, gpu.total_bytes / GIB
+    return f"{name}, {free:.1f} of {total:.1f} GiB free{load}{bf16}"
+
+
+def _backends() -> Iterator[str]:
+    """By what processes can exchange tensors, and what computes fast."""
+    if torch.distributed.is_available():
+        for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
+            is_there = getattr(torch.distributed, f"is_{name}_available", None)
+            if is_there is not None and is_there():
+                yield name
+    for name in ("cudnn", "mkldnn"):
+        if getattr(torch.backends, name).is_available():
+            yield name
+
+
+def _launch() -> dict[str, str]:
+    try:
+        cluster = detect()
+    except ConfigurationError as error:
+        started = str(error)
+    else:
+        started = (
+            "none"
+            if cluster is None
+            else f"{cluster.launcher}, rank {cluster.rank} of {cluster.world_size}, node "
+            f"{cluster.node_rank} of {cluster.num_nodes}"
+        )
+    names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
+    shown = " ".join(f"{name}={os.environ[name]}" for name in names)
+    return {"launcher": started, "environment": shown or "nothing that concerns fitkit"}
+
+
+def _choice() -> dict[str, str]:
+    """What `compile` does where it is told nothing about the hardware."""
+    try:
+        strategy = resolve_strategy("auto", "auto", "auto", "32-true", None)
+    except ConfigurationError as error:
+        return {"devices='auto'": f"refused: {error}"}
+    devices = ", ".join(map(str, strategy.devices))
+    world = f", {strategy.world.size} ranks in all" if strategy.world.size > 1 else ""
+    return {"devices='auto'": devices, "strategy='auto'": f"{strategy.name!r}{world}"}

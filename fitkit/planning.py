@@ -1,0 +1,263 @@
+"""What a training would need of each device, before the devices are there."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from fitkit import trees
+from fitkit.arguments import check_count, describe
+from fitkit.data.batches import samples_of, unpack
+from fitkit.distributed.costs import Costs, Sizes
+from fitkit.distributed.precision import MixedPrecision
+from fitkit.distributed.resolve import named_strategy
+from fitkit.distributed.strategies import SingleDevice, Strategy
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.model import Model
+from fitkit.optimizers import check_trainable
+from fitkit.saved_tensors import SavedTensors
+from fitkit.tune.untouched import untouched
+
+LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}
+"""Bytes a second that one device may send over usual links, at best."""
+
+ROWS = ("parameters", "gradients", "optimizer", "buffers", "activations", "exchange")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `plan` found; `str()` gives the table.
+
+    Attributes:
+        devices: on each node.
+        num_nodes: how many machines.
+        samples: of the measured batch.
+        sizes: of a training of the whole net on one device, in bytes.
+        costs: of the fullest device, by the strategy's name.
+        notes: what the figures leave out.
+    """
+
+    devices: int
+    num_nodes: int
+    samples: int
+    sizes: Sizes
+    costs: dict[str, Costs]
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[tuple[str, list[str]]]:
+        """Each line's name, and what it says for each strategy."""
+        columns = list(self.costs.values())
+        for name in ROWS:
+            yield name, [_size(getattr(costs, name)) for costs in columns]
+        yield "a device in all", [_size(costs.memory) for costs in columns]
+        yield "sent each update", [_size(costs.sent) for costs in columns]
+        for link, bytes_per_s in LINKS.items():
+            yield f"  by {link}", [_duration(costs.sent / bytes_per_s) for costs in columns]
+
+    def __str__(self) -> str:
+        ranks = self.devices * self.num_nodes
+        batch = f"a process's batch of {self.samples}"
+        title = f"{ranks} device{'s' if ranks > 1 else ''}"
+        title += f" ({self.num_nodes} nodes × {self.devices})" if self.num_nodes > 1 else ""
+        lines = [f"{title}, {batch}; what the fullest one holds:", ""]
+        width = max(11, *(len(name) + 2 for name in self.costs))
+        lines.append(" " * 24 + "".join(f"{name:>{width}}" for name in self.costs))
+        for name, cells in self.rows():
+            lines.append(f"{name:24}" + "".join(f"{cell:>{width}}" for cell in cells))
+        return "\n".join([*lines, "", *self.notes])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def plan(
+    model: Model,
+    devices: int,
+    strategy: str | Strategy | Sequence[str | Strategy],
+    batch: Any,
+    *,
+    num_nodes: int = 1,
+) -> Plan:
+    """Print what a training would hold on each device and send in each update.
+
+    A net on real devices makes one step on one of them, with its compiled optimizer, loss and
+    precision, and is as before afterwards: what autograd keeps and what the optimizer keeps is
+    counted, not estimated. A net on the `meta` device makes its forward only, without memory.
+    The devices that are asked about need not be there.
+
+    Activations are those of `batch` and grow in proportion to its samples. Not in the figures:
+    what lives only within one operation, the device's own context and libraries (about half a
+    gigabyte on CUDA), and what the allocator can't fill (often a tenth).
+
+    Args:
+        model: a compiled model.
+        devices: on each node.
+        strategy: a name or an object, or several to compare.
+        batch: what one process gets in a step, as `fit` takes it: `(x, y)`.
+        num_nodes: machines. Default 1.
+
+    Returns:
+        The figures, in bytes.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: an argument that is none.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(512, 512))
+        >>> model.compile("adam", "mse")
+        >>> batch = torch.rand(32, 512), torch.rand(32, 512)
+        >>> found = fitkit.plan(model, 8, ["ddp", "fsdp"], batch)
+        8 devices, a process's batch of 32; what the fullest one holds:
+        ...
+        >>> found.costs["fsdp"].memory < found.costs["ddp"].memory
+        True
+
+    Reference: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models, 2020, arXiv:1910.02054, for what is kept where.
+    """
+    if not isinstance(model, Model):
+        raise ArgumentTypeError(
+            f"model={describe(model)} must be a compiled fitkit.Model: its optimizer, loss and "
+            "precision count. Write fitkit.Model(net) and compile it."
+        )
+    check_count("devices", devices)
+    check_count("num_nodes", num_nodes)
+    check_trainable([*model.parameters(), *model.compilation.loss_parameters()])
+    _check_batch(batch)
+    given = [strategy] if isinstance(strategy, (str, Strategy)) else strategy
+    if not isinstance(given, Sequence):
+        raise ArgumentTypeError(
+            f"strategy={describe(strategy)} must be a name, such as 'ddp', a Strategy, or a list."
+        )
+    if not given:
+        raise ConfigurationError("strategy is empty. Give a name, such as 'ddp', or several.")
+    chosen = _by_name([named_strategy(item) for item in given])
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    sizes, notes = _sizes_on_meta(model, batch) if meta else _sizes_of_a_step(model, batch)
+    net = model.weights_module()
+    found = Plan(
+        devices,
+        num_nodes,
+        samples_of(batch),
+        sizes,
+        {name: item.costs(net, sizes, devices, num_nodes) for name, item in chosen.items()},
+        notes,
+    )
+    print(found)
+    return found
+
+
+def _check_batch(batch: Any) -> None:
+    """Refuse what is no batch."""
+    if batch is None or isinstance(batch, (DataLoader, Dataset, Iterator, str, int, float)):
+        raise ArgumentTypeError(
+            f"batch={describe(batch)} must be one batch of tensors or arrays, as one process gets "
+            "it in a step: (x, y), or next(iter(loader))."
+        )
+
+
+def _by_name(strategies: list[Strategy]) -> dict[str, Strategy]:
+    """Strategies by their names; the second of one name is numbered."""
+    found: dict[str, Strategy] = {}
+    for item in strategies:
+        earlier = sum(type(other) is type(item) for other in found.values())
+        found[f"{item.name} ({earlier + 1})" if earlier else item.name] = item
+    return found
+
+
+def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
+    """What one real step on one device holds."""
+    strategy = model.compilation.strategy
+    alone = SingleDevice().connect(
+        (strategy.device,), strategy.device_ids[:1], copy.copy(strategy.precision)
+    )
+    with untouched(model):
+        model.compilation = dataclasses.replace(model.compilation, strategy=alone)
+        with SavedTensors(apart_from=[*model.parameters(), *model.buffers()]) as saved:
+            # A list of one tensor would be arrays, from which fit cuts batches of its own.
+            model.fit(iter([batch]), verbose=0)
+        held = [*model.parameters(), *model.compilation.loss_parameters()]
+        state = sum(
+            _bytes(_tensors(own))
+            for optimizer in model.fit_state.optimizers
+            for own in optimizer.state.values()
+        )
+        return _sizes(model, held, state, saved.peak), ()
+
+
+def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
+    """The same of a net without memory, by its shapes."""
+    net = model.weights_module()
+    inputs = trees.map_leaves(_as_meta, unpack(batch)[0])
+    with SavedTensors(apart_from=[*net.parameters(), *net.buffers()]) as saved:
+        outputs = model(inputs)
+    notes = ["The net is on the meta device: its loss, and half precision, aren't in activations."]
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer = model.compilation.optimizer.build(parameters)
+        optimizer.step()
+        state = sum(_bytes(_tensors(own)) for own in optimizer.state.values())
+        optimizer.state.clear()  # it may be the user's own
+    except Exception as error:
+        state = 0
+        notes.append(f"The optimizer's state isn't known without a real net ({error}).")
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    activations = saved.peak + _bytes(_tensors(outputs))
+    return _sizes(model, list(net.parameters()), state, activations), tuple(notes)
+
+
+def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activations: float) -> Sizes:
+    learning = [parameter for parameter in parameters if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in learning)
+    precision = model.compilation.strategy.precision
+    gradients = _bytes(learning)
+    mixed = isinstance(precision, MixedPrecision)
+    return Sizes(
+        parameters=_bytes(parameters),
+        gradients=gradients,
+        optimizer=state,
+        buffers=_bytes(model.buffers()),
+        activations=activations,
+        numbers=numbers,
+        element=2.0 if mixed else gradients / max(numbers, 1),
+    )
+
+
+def _as_meta(leaf: Any) -> Any:
+    leaf = torch.as_tensor(leaf) if hasattr(leaf, "__array__") else leaf
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _size(number: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1000 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,50 @@
+"""Images and convolutions' weights laid out channel by channel, for the length of a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.optim import Optimizer
+
+MEMORY_FORMATS = {"channels_last": torch.channels_last}
+"""By the word that `compile` takes."""
+
+
+@contextlib.contextmanager
+def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
+    """Lay out a module's four-dimensional parameters otherwise, meanwhile.
+
+    The tensors stay the same objects with the same numbers; only their strides change.
+
+    Args:
+        word: a key of `MEMORY_FORMATS`; None leaves the module as it is.
+    """
+    changed: list[torch.nn.Parameter] = []
+    layout = MEMORY_FORMATS[word or "channels_last"]
+    try:
+        for parameter in () if word is None else module.parameters():
+            if parameter.ndim == 4 and parameter.is_contiguous() and parameter.is_floating_point():
+                changed.append(parameter)
+                parameter.data = parameter.data.contiguous(memory_format=layout)
+        yield
+    finally:
+        for parameter in changed:
+            parameter.data = parameter.data.contiguous()
+
+
+def match_strides(optimizers: Iterable[Optimizer]) -> None:
+    """Lay out optimizers' running values as their parameters are.
+
+    Fused steps read both from the first number to the last.
+    """
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.shape == parameter.shape
+                    and value.stride() != parameter.stride()
+                ):
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,0 +1,220 @@
+"""Copies beside what is computed, with a double of the streams: what comes before what."""
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fitkit
+from fitkit.data.arrays import ArraySource
+from fitkit.data.feeding import LEAD, fed, keep_on_device
+from fitkit.data.sharding import Share
+from fitkit.data.transfer import Transfer
+from fitkit.training import moving, session
+
+
+class Streams:
+    """Writes down what it is asked for."""
+
+    def __init__(self, device=None, free=2**30):
+        self.events, self.free = [], free
+        self.marks = 0
+        self.is_aside = False
+
+    @contextlib.contextmanager
+    def aside(self, *, after=False):
+        self.is_aside = True
+        yield
+        self.is_aside = False
+
+    def mark(self):
+        self.marks += 1
+        self.events.append((f"mark {self.marks}", self.is_aside))
+        return self.marks
+
+    def wait(self, mark):
+        self.events.append((f"wait {mark}", self.is_aside))
+
+    def wait_on_host(self, mark):
+        self.events.append((f"host waits {mark}", self.is_aside))
+
+    def used_here(self, tensor):
+        self.events.append(("used", self.is_aside))
+
+    def pinned(self, tensor):
+        return tensor.clone()  # as a copy, so that what comes out is new memory
+
+    def free_bytes(self):
+        return self.free
+
+
+class Copying(Transfer):
+    def __init__(self, streams):
+        super().__init__(torch.device("cpu"), torch.float32)
+        self.streams = streams
+        self.pin = streams.pinned
+
+    def __call__(self, batch):
+        self.streams.events.append(("copy", self.streams.is_aside))
+        return super().__call__(batch)
+
+
+def test_a_batch_is_copied_aside_and_waited_for_where_it_is_used():
+    streams = Streams()
+    batches = iter([(torch.ones(2, 3), torch.ones(2))])
+    list(fed(batches, Copying(streams), streams))
+    assert streams.events == [
+        ("copy", True), ("mark 1", True), ("wait 1", False), ("used", False), ("used", False),
+        ("mark 2", False),
+    ]  # fmt: skip
+
+
+def test_no_batch_is_read_before_it_is_asked_for():
+    read = []
+
+    def reading():
+        for number in range(4):
+            read.append(number)
+            yield (torch.full((1,), float(number)),)
+
+    streams = Streams()
+    for number, _ in enumerate(fed(reading(), Copying(streams), streams)):
+        assert read == list(range(number + 1))
+
+
+def test_the_host_waits_for_what_was_computed_some_batches_ago_and_no_more():
+    streams = Streams()
+    for _ in fed(iter([(torch.ones(1),)] * (LEAD + 2)), Copying(streams), streams):
+        pass
+    waits = [event for event, _ in streams.events if event.startswith("host")]
+    assert waits == ["host waits 2", "host waits 4"]  # each batch makes two marks
+
+
+def test_shares_keep_their_counts_and_what_is_fed_is_not_moved_again():
+    streams, share = Streams(), Share((torch.ones(2, 3, dtype=torch.float64),), 2, 5)
+    transfer = Copying(streams)
+    (given,) = fed(iter([share]), transfer, streams)
+    assert (given.count, given.total) == (2, 5)
+    assert given.batch[0].dtype == torch.float32
+    assert transfer(given.batch) is given.batch
+
+
+class OnlyTo:
+    def to(self, device):
+        return self
+
+
+class Told:
+    def __init__(self):
+        self.streams = []
+
+    def to(self, device):
+        return self
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+@dataclass
+class Graph:
+    nodes: torch.Tensor
+    name: str
+
+
+def test_objects_that_cannot_tell_streams_are_left_to_the_step_and_others_go_aside():
+    streams = Streams()
+    batches = [
+        (OnlyTo(), torch.ones(1)),
+        {"x": Told(), "n": 3},
+        Graph(torch.ones(2), "a"),
+        (np.ones(2, np.float32), None),
+    ]
+    first, *others = fed(iter(batches), Copying(streams), streams)
+    assert first is batches[0]
+    assert [event for event, aside in streams.events if aside].count("copy") == 3
+    assert isinstance(others[1], Graph) and isinstance(others[2][0], torch.Tensor)
+
+
+def test_arrays_are_kept_on_the_device_only_where_they_take_a_small_part_of_it():
+    kept = []
+
+    def move(batch):
+        kept.append(batch)
+        return batch
+
+    source = ArraySource((torch.zeros(100, 10), torch.zeros(100)), 10)  # 4400 bytes
+    assert not keep_on_device(source, move, lambda: 4 * 4400 - 1)
+    assert keep_on_device(source, move, lambda: 4 * 4400)
+    assert len(kept) == 1
+    assert not keep_on_device([1, 2], move, lambda: 2**40)
+
+
+@pytest.fixture
+def with_streams(monkeypatch):
+    made = []
+
+    def make(device):
+        made.append(Streams())
+        return made[-1]
+
+    class Fed(moving.Mover):
+        def __init__(self, transfer, own=None):
+            super().__init__(transfer, own, make)
+
+    monkeypatch.setattr(session, "Mover", Fed)
+    return made
+
+
+torch.manual_seed(0)
+X, Y = torch.randn(60, 4), torch.randint(0, 3, (60,))
+
+
+def data(kind):
+    if kind == "arrays":
+        return (X, Y), {"batch_size": 8}
+    return (DataLoader(TensorDataset(X, Y), 8, shuffle=True),), {}
+
+
+class Own(fitkit.Model):
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def transfer_batch_to_device(self, batch, device):
+        return (batch[0].to(device) * 2, *batch[1:])
+
+
+def run(kind, model_class=fitkit.Model, **options):
+    torch.manual_seed(3)
+    model = model_class(nn.Linear(4, 3))
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], accelerator="cpu")
+    arguments, named = data(kind)
+    history = model.fit(*arguments, **named, **options, epochs=3, verbose=0,
+                        validation_data=(X, Y)).history
+    return history, model.predict(X, verbose=0).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_epoch": 5}])
+@pytest.mark.parametrize("model_class", [fitkit.Model, Own])
+@pytest.mark.parametrize("kind", ["arrays", "loader"])
+def test_a_fed_training_is_the_same(kind, model_class, options, request):
+    plain = run(kind, model_class, **options)
+    made = request.getfixturevalue("with_streams")
+    assert run(kind, model_class, **options) == plain
+    assert bool(made) == (model_class is fitkit.Model)
+
+
+def test_the_place_in_the_data_is_that_of_the_batch_which_runs(with_streams):
+    places = []
+
+    class Note(fitkit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            places.append(self.model.fit_state.run.stream.place.batches)
+
+    model = fitkit.Model(nn.Linear(4, 3))
+    model.compile("sgd", "cross_entropy", accelerator="cpu")
+    model.fit(data("loader")[0][0], steps_per_epoch=4, verbose=0, callbacks=[Note()])
+    assert places == [1, 2, 3, 4]

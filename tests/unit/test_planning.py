@@ -1,0 +1,121 @@
+"""What `fitkit.plan` says, against counts by hand."""
+
+import pytest
+import torch
+
+import fitkit
+from fitkit.strategies import BaguaStrategy, DDPStrategy, FSDPStrategy
+
+PARAMETERS = 4 * (10 * 20 + 20 + 20 * 5 + 5)
+ADAM = 2 * PARAMETERS + 4 * 4  # two moments, and a step counter for each of four tensors
+# x, ReLU's output, log_softmax's output, the targets, and the loss's sum of weights.
+ACTIVATIONS = 4 * (8 * 10 + 8 * 20 + 8 * 5) + 8 * 8 + 4
+BATCH = torch.randn(8, 10), torch.randint(5, (8,))
+
+
+def made(device="cpu"):
+    with torch.device(device):
+        net = torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.ReLU(), torch.nn.Linear(20, 5))
+    model = fitkit.Model(net)
+    model.compile("adam", "cross_entropy", metrics=["accuracy"])
+    return model
+
+
+def test_a_device_holds_what_hand_counts_say_and_the_model_is_as_before(capsys):
+    model = made()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = fitkit.plan(model, 4, ["ddp", "ddp_sharded", "fsdp", "dp"], BATCH, num_nodes=2)
+    ddp = plan.costs["ddp"]
+    assert (ddp.parameters, ddp.gradients, ddp.optimizer) == (PARAMETERS, PARAMETERS, ADAM)
+    assert ddp.activations == ACTIVATIONS and ddp.exchange == PARAMETERS
+    assert ddp.memory == 3 * PARAMETERS + ADAM + ACTIVATIONS
+    assert plan.costs["ddp_sharded"].optimizer == ADAM / 8
+    fsdp = plan.costs["fsdp"]
+    assert (fsdp.parameters, fsdp.gradients) == (PARAMETERS / 8, PARAMETERS / 8)
+    assert plan.costs["dp"].activations == ACTIVATIONS / 4
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.history is None or not model.history.epoch
+    shown = capsys.readouterr().out
+    assert shown.strip() == str(plan).strip() and "8 devices (2 nodes × 4)" in shown
+
+
+def test_what_is_sent_follows_the_ring(capsys):
+    strategies = [
+        "ddp",
+        DDPStrategy(comm_hook="fp16"),
+        "ddp_sharded",
+        "fsdp",
+        FSDPStrategy(reshard_after_forward=False),
+        FSDPStrategy(shard_size=2),
+        BaguaStrategy("bytegrad"),
+        "single_device",
+    ]
+    costs = fitkit.plan(made(), 4, strategies, BATCH).costs
+    sent = {name: cost.sent / PARAMETERS for name, cost in costs.items()}
+    assert sent["ddp"] == 2 * 3 / 4 and sent["ddp (2)"] == 3 / 4
+    assert sent["ddp_sharded"] == 3 * 3 / 4 and sent["fsdp"] == 3 * 3 / 4
+    assert sent["fsdp (2)"] == 2 * 3 / 4
+    assert sent["fsdp (3)"] == 3 * 1 / 2 + 2 * 1 / 2 / 2
+    assert sent["bagua"] == pytest.approx(2 * 3 / 4 / 4, rel=0.01)
+    assert costs["single_device"].sent == costs["single_device"].exchange == 0
+
+
+def test_a_net_without_memory_is_planned_by_its_shapes(capsys):
+    plan = fitkit.plan(made("meta"), 2, "ddp", BATCH)
+    costs = plan.costs["ddp"]
+    assert (costs.parameters, costs.optimizer) == (PARAMETERS, ADAM)
+    assert costs.activations == 4 * (8 * 10 + 8 * 20 + 8 * 5)
+    assert "meta" in str(plan)
+
+
+def test_recomputed_activations_are_not_counted_twice(capsys):
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+
+        def forward(self, x):
+            for part in self.parts:
+                block = torch.nn.Sequential(part, torch.nn.Tanh(), torch.nn.Tanh(), torch.nn.Tanh())
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = fitkit.Model(Checkpointed())
+    model.compile("sgd", "mse")
+    batch = torch.randn(16, 64), torch.randn(16, 64)
+    each = 16 * 64 * 4
+    kept = fitkit.plan(model, 1, "single_device", batch).costs["single_device"].activations
+    assert 9 * each <= kept <= 14 * each  # all four of each of the eight would be 32
+
+
+def test_wrong_arguments_say_what_is_needed(capsys):
+    with pytest.raises(TypeError, match=r"fitkit\.Model"):
+        fitkit.plan(torch.nn.Linear(1, 1), 2, "ddp", BATCH)
+    with pytest.raises(fitkit.ConfigurationError, match="fsdpp"):
+        fitkit.plan(made(), 2, "fsdpp", BATCH)
+    with pytest.raises(fitkit.ConfigurationError, match="devices"):
+        fitkit.plan(made(), 0, "ddp", BATCH)
+
+
+def test_a_tensor_is_one_batch_and_no_arrays_to_cut(capsys):
+    class Encoder(fitkit.Model):
+        def training_step(self, batch, index):
+            seen.append(batch.shape)
+            return (self.net(batch) - batch).square().mean()
+
+    seen = []
+    model = Encoder(torch.nn.Linear(10, 10))
+    model.compile("adam", accelerator="cpu", devices=1)
+    assert fitkit.plan(model, 2, "ddp", torch.randn(50, 10)).samples == 50
+    assert seen == [(50, 10)]
+
+
+def test_what_cant_be_planned_says_why():
+    lazy = fitkit.Model(torch.nn.LazyLinear(5))
+    lazy.compile("adam", "cross_entropy")
+    with pytest.raises(fitkit.ConfigurationError, match="lazy layers"):
+        fitkit.plan(lazy, 2, "ddp", BATCH)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*BATCH))
+    for strategy, batch, words in (("ddp", loader, r"next\(iter"), (3, BATCH, "strategy=3")):
+        with pytest.raises(fitkit.errors.ArgumentTypeError, match=words):
+            fitkit.plan(made(), 2, strategy, batch)

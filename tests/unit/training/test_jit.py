@@ -1,0 +1,98 @@
+"""`jit_compile`: the net is compiled for real, whatever it is made of, and keeps its names."""
+
+import os
+import pathlib
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import fitkit
+from fitkit.distributed.launchers.workers import end_workers
+
+torch.manual_seed(0)
+X, Y = torch.randn(32, 4), torch.randint(0, 3, (32,))
+
+
+class OwnLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x).relu() + 1
+
+
+NETS = {
+    "of torch's layers alone": lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
+    "a single layer": lambda: nn.Linear(4, 3),
+    "of one's own": OwnLayer,
+}
+
+
+class Counting:
+    """A backend that notes the operations of each graph, and computes them as they are."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+
+def trained(net, **arguments):
+    model = fitkit.Model(net)
+    model.compile("sgd", "cross_entropy", accelerator="cpu", **arguments)
+    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return history["loss"], model.predict(X, verbose=0).tolist()
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_a_net_is_compiled_whole_and_computes_the_same(kind):
+    torch.manual_seed(1)
+    net, backend = NETS[kind](), Counting()
+    names = list(net.state_dict())
+    torch.manual_seed(1)
+    plain = trained(NETS[kind]())
+    assert trained(net, jit_compile={"backend": backend}) == plain
+    assert backend.graphs and len(set(backend.graphs)) == 1  # one graph, in each of the modes
+    assert list(net.state_dict()) == names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_torchs_own_compiler_gives_the_same_up_to_rounding():
+    torch.manual_seed(1)
+    plain = trained(NETS["of one's own"]())
+    torch.manual_seed(1)
+    compiled = trained(NETS["of one's own"](), jit_compile=True)
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_each_rank_compiles_its_own_copy(tmp_path):
+    folder = str(tmp_path)
+
+    def backend(graph, inputs):
+        pathlib.Path(folder, str(os.getpid())).touch()
+        return graph.forward
+
+    try:
+        trained(NETS["a single layer"](), jit_compile={"backend": backend}, devices=2,
+                strategy="ddp_spawn")  # fmt: skip
+    finally:
+        end_workers()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_many_nets_in_one_process_are_each_compiled():
+    backends = []
+    for _ in range(10):  # torch compiles one piece of code anew eight times at most
+        backends.append(Counting())
+        model = fitkit.Model(nn.Linear(4, 3))
+        model.compile(accelerator="cpu", jit_compile={"backend": backends[-1]})
+        model.predict(X, verbose=0)
+    assert all(backend.graphs for backend in backends)
