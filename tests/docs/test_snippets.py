@@ -10,15 +10,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^```python(?: needs ([\w, ]+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]+\]\(([^)#]+)(?:#[^)]*)?\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"python", "sh", "ini", "json", "{eval-rst}", "{toctree}"}
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(autouse=True)
+def _names_as_before():
+    """What a page adds to the names of losses, metrics, … goes with it."""
+    from fitkit.checkpoint.formats import FORMATS
+    from fitkit.distributed.strategies import STRATEGIES
+    from fitkit.losses.names import LOSSES
+    from fitkit.metrics.catalogue import NAMES
+
+    registries = (FORMATS, LOSSES, NAMES, STRATEGIES)
+    before = [(dict(registry._entries), dict(registry._spelling)) for registry in registries]
+    yield
+    for registry, (entries, spelling) in zip(registries, before, strict=True):
+        registry._entries, registry._spelling = entries, spelling
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
@@ -33,11 +55,49 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
             exec(code, names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_links_of_a_page_lead_somewhere(page):
-    for target in LINK.findall(page.read_text()):
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_in_a_page_is_marked_as_such_so_that_it_runs(page):
+    for language, content in re.findall(
+        r"^```(\S*).*?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        assert language in LANGUAGES or not language
+        if not language:
+            looks_like_python = r"^\w[\w., ]* = |^(import|from) \w+"
+            assert not re.search(looks_like_python, content, re.MULTILINE), content
+
+
+def anchors(page):
+    """The anchors that GitHub and the site give a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in plain}
+
+
+def links(page):
+    """Where a page's links lead, as (page, anchor); those to other sites are left out."""
+    text = re.sub(r"`[^`\n]*`", "", FENCED.sub("", page.read_text()))
+    for target in (first or second for first, second in LINK.findall(text)):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            path, _, anchor = target.partition("#")
+            yield (page.parent / path if path else page), anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_links_of_a_page_lead_somewhere(page):
+    for target, anchor in links(page):
+        assert target.exists(), target
+        if anchor:
+            assert anchor in anchors(target), f"{target.name}#{anchor}"
+
+
+def test_every_page_of_the_site_is_in_its_navigation():
+    listed = set()
+    for page in (ROOT / "docs" / "index.md", ROOT / "docs" / "api" / "index.md"):
+        for tree in re.findall(r"^```{toctree}\n(.*?)^```", page.read_text(), re.M | re.S):
+            names = [line for line in tree.splitlines() if line and line[0] != ":"]
+            listed |= {(page.parent / f"{name}.md").resolve() for name in names}
+    pages = {page.resolve() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - listed == {(ROOT / "docs" / "index.md").resolve()} and listed <= pages
 
 
 def test_the_page_on_losses_and_metrics_names_all_of_them():

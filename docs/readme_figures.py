@@ -1,0 +1,54 @@
+"""The README's table of figures, taken from docs/performance.md, so that each stands in one place.
+
+python docs/readme_figures.py            # or: make pictures; writes it into the README
+python docs/readme_figures.py --check    # status 1 where the README has others
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TASK = "Adam, accuracy, no display"
+BEGIN, END = "<!-- from docs/performance.md: make pictures -->\n", "<!-- end -->\n"
+NAMES = {
+    "**fitkit**": "**fitkit**",
+    "tuned": "plain PyTorch, tuned by hand",
+    "careful": "plain PyTorch, a careful loop",
+}
+"""Contenders under other names than the page's; `naive` is left out."""
+
+
+def table(page: str) -> str:
+    """A row for each contender: CPU time and calls a step, the quickest first."""
+    rows = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if cells[0] == TASK and cells[1] not in ("naive", *rows):
+            rows[cells[1]] = (cells[3], cells[-1])
+    order = sorted(rows, key=lambda name: float(rows[name][0].split()[0].replace(",", "")))
+    lines = ["| a step by | CPU time | Python and C calls |", "|---|---|---|"]
+    lines += [f"| {NAMES.get(name, name)} | {rows[name][0]} | {rows[name][1]} |" for name in order]
+    measured = re.search(r"^Measured (\S+): .*?(\d+ cores, load \S+), .*(torch [\d.]+)", page, re.M)
+    assert measured, "docs/performance.md says nowhere when it was measured"
+    return "\n".join(lines) + f"\n\nMeasured {measured[1]} on {measured[2]}, {measured[3]}.\n"
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = before + BEGIN + table((ROOT / "docs" / "performance.md").read_text()) + END + after
+    if "--check" in sys.argv:
+        if wanted != text:
+            print("README.md has other figures than docs/performance.md: make pictures")
+        return int(wanted != text)
+    path.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

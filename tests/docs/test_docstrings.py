@@ -1,0 +1,112 @@
+"""Docstrings: their examples run, and every public name has one and stands in the reference."""
+
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import fitkit
+
+ROOT = Path(__file__).parents[2]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+WITH_EXAMPLES = sorted(
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    for path in (ROOT / "fitkit").rglob("*.py")
+    if ">>> " in path.read_text()
+)
+PUBLIC = (
+    "fitkit",
+    "fitkit.callbacks",
+    "fitkit.loggers",
+    "fitkit.optimizers",
+    "fitkit.pictures",
+    "fitkit.sklearn",
+    "fitkit.strategies",
+    "fitkit.tune",
+)
+NAMES_OF_OPTIMIZERS = ["QAdamOptimizer"]
+"""What fitkit.optimizers has for users; it has no __all__."""
+PART_OF_CODE = {
+    "begin_fit", "begin_replica", "end_replicas", "remember_names", "step_on_device",
+    "weights_module",
+}  # fmt: skip
+"""Methods of Model that other modules of fitkit call."""
+
+
+def public_names():
+    """(module, name) of all that users may write."""
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", NAMES_OF_OPTIMIZERS):
+            if not inspect.ismodule(getattr(module, public)):
+                yield name, public
+
+
+def members_of(kind):
+    """The names of a class's public methods and properties that are fitkit's."""
+    for name, value in inspect.getmembers(kind):
+        code = value.fget if isinstance(value, property) else value
+        if not name.startswith("_") and getattr(code, "__module__", "").startswith("fitkit."):
+            yield name
+
+
+def reference():
+    """All that the pages of the reference show: `fitkit.Model`, `fitkit.Model.fit`, …"""
+    shown = set()
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        kind = ""
+        for line in page.read_text().splitlines():
+            directive = re.match(r"( *)\.\. auto\w+:: (\S+)", line)
+            members = re.match(r" +:members: (.+)", line)
+            if directive and not directive[1]:
+                kind = directive[2]
+                shown.add(kind)
+            elif directive:
+                shown.add(f"{kind}.{directive[2]}")
+            elif members:
+                shown |= {f"{kind}.{name}" for name in members[1].split(", ")}
+    return shown
+
+
+def at(path):
+    """What stands at a path such as `fitkit.Model.fit`."""
+    found = fitkit
+    for part in path.split(".")[1:]:
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_of_docstrings_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
+    assert outcome.attempted and not outcome.failed
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [pytest.param(*found, id=".".join(found)) for found in public_names()]
+)
+def test_a_public_name_has_a_docstring_and_stands_in_the_reference(module, name):
+    found = getattr(importlib.import_module(module), name)
+    assert inspect.getdoc(found)
+    if inspect.isclass(found):
+        undocumented = [
+            member for member in members_of(found) if not inspect.getdoc(getattr(found, member))
+        ]
+        assert undocumented == []
+    shown = [path for path in reference() if path.rpartition(".")[2] == name]
+    assert any(at(path) is found for path in shown), f"{module}.{name}"
+
+
+def test_every_method_of_model_stands_in_the_reference():
+    wanted = {f"fitkit.Model.{name}" for name in members_of(fitkit.Model)}
+    absent = wanted - reference() - {f"fitkit.Model.{name}" for name in PART_OF_CODE}
+    assert absent <= {"fitkit.Model.forward"}
+
+
+def test_the_reference_names_nothing_that_is_not_there():
+    for path in reference():
+        at(path)
