@@ -108,3 +108,36 @@ def test_a_net_that_fills_its_own_parts_gets_the_same_numbers_on_any_ranks():
     alone, spread = trained(1), trained(2)
     assert all(torch.equal(alone[name], value) for name, value in spread.items())
     assert all(value.abs().max() < 0.05 for value in alone.values())
+
+
+class OffloadedToItself(FSDPStrategy):
+    """Main memory stands for a device's: the exchanges, copies and updates are the same."""
+
+    def _check_offload(self):
+        pass
+
+
+def test_parameters_kept_in_main_memory_learn_the_same():
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    model, reference = fitkit.Model(net()), net()
+    model.compile(torch.optim.Adam(model.parameters(), 0.1), "mse", accelerator="cpu", devices=2,
+                  gradient_clip_val=0.01, strategy=OffloadedToItself(nn.Linear, cpu_offload=True))
+    optimizer = torch.optim.Adam(reference.parameters(), 0.1)
+    for _ in range(2):  # the state goes back and forth
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        for first in range(0, len(X), 8):
+            optimizer.zero_grad()
+            (reference(X[first:first + 8]) - Y[first:first + 8]).square().mean().backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+            optimizer.step()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(model.net.state_dict()[name], value, rtol=0, atol=1e-9)
+
+
+def test_cpus_have_nothing_to_bring_to_main_memory():
+    model = fitkit.Model(nn.Linear(4, 2))
+    with pytest.raises(fitkit.ConfigurationError, match="Leave it out"):
+        model.compile(accelerator="cpu", devices=2, strategy=FSDPStrategy(cpu_offload=True))

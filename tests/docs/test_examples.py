@@ -93,6 +93,7 @@ def test_the_language_model_needs_fewer_bits_than_counts_of_bytes(tmp_path):
     assert number(printed, "held-out text") < counted - 0.1 and 2 < counted < 3
 
 
+@pytest.mark.slow
 def test_two_images_in_and_three_answers_out(tmp_path):
     printed = run("two_outputs.py", tmp_path)
     digit, larger = percentages(printed)

@@ -6,6 +6,7 @@ from torch import nn
 
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
+from fitkit.strategies import FSDPStrategy
 
 X, Y = torch.randn(203, 6), torch.randint(0, 3, (203,))
 
@@ -42,3 +43,12 @@ def test_two_gpus_learn_what_one_does(strategy, arguments):
     for name, values in one[0].items():
         assert two[0][name] == pytest.approx(values, rel=2e-2, abs=2e-2)
     torch.testing.assert_close(*map(torch.from_numpy, (two[1], one[1])), rtol=5e-2, atol=5e-2)
+
+
+def test_parameters_in_main_memory_learn_what_those_on_the_devices_do():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    offloaded = FSDPStrategy(nn.Linear, cpu_offload=True)
+    one, two = trained(1, "auto"), trained(2, offloaded, gradient_clip_val=1e6)
+    end_workers()
+    torch.testing.assert_close(*map(torch.from_numpy, (two[1], one[1])), rtol=1e-4, atol=1e-4)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,7 @@ from fitkit import trees
 from fitkit.arguments import check_count, check_flag
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, NodeShares
-from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
+from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision, Precision
 from fitkit.distributed.router import Door
@@ -29,6 +28,7 @@ from fitkit.distributed.sharding.blocks import (
 from fitkit.distributed.sharding.refusals import check_trains
 from fitkit.distributed.sharding.root_door import RootDoor, RootRouter
 from fitkit.distributed.sharding.sharded_module import ShardedModule
+from fitkit.distributed.sharding.spread_costs import spread_costs
 from fitkit.distributed.sharding.spread_optimizer import SpreadOptimizer
 from fitkit.distributed.sharding.tensor_parallel import (
     TensorParallel,
@@ -40,6 +40,7 @@ from fitkit.distributed.sharding.tensor_parallel import (
 from fitkit.distributed.sharding.whole import whole_for_file
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.world import enter
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
 from fitkit.random_states import random_state, set_random_state
@@ -67,6 +68,9 @@ class FSDP(DDP):
         tensor_parallel_plan: which submodules they divide among them, by name in the net, and
             how: `"colwise"` (a layer's outputs), `"rowwise"` (its inputs), or a `ParallelStyle` of
             `torch.distributed.tensor.parallel`. `*` stands for one part of a name.
+        cpu_offload: whether parameters, gradients and optimizer state are kept in main memory,
+            where updates are made too; devices have a block's parameters while it computes. For
+            accelerators only.
         backup: whether rank 0 keeps weights and optimizer state from before `fit` in main memory.
             A training that fails leaves the model with these; without them its weights are lost.
         process_group_backend, timeout: as for `DDP`.
@@ -87,6 +91,7 @@ class FSDP(DDP):
         activation_checkpointing: bool | type[nn.Module] | tuple[type[nn.Module], ...] = False,
         tensor_parallel: int = 1,
         tensor_parallel_plan: Mapping[str, Any] | None = None,
+        cpu_offload: bool = False,
         backup: bool = True,
         process_group_backend: str | None = None,
         timeout: float | timedelta | None = None,
@@ -101,6 +106,7 @@ class FSDP(DDP):
             raise ConfigurationError(
                 "shard_size and tensor_parallel each divide the ranks into groups. Give one."
             )
+        check_flag("cpu_offload", cpu_offload)
         check_flag("backup", backup)
         self.wrap = wrap
         self.reshard_after_forward = reshard_after_forward
@@ -108,6 +114,7 @@ class FSDP(DDP):
         self.activation_checkpointing = activation_checkpointing
         self.tensor_parallel = tensor_parallel
         self.tensor_parallel_plan = tensor_parallel_plan
+        self.cpu_offload = cpu_offload
         self.backup = backup
         self._shares: Collectives | None = None
         self._module: ShardedModule | None = None
@@ -136,38 +143,17 @@ class FSDP(DDP):
         if ranks == 1:
             return whole(sizes)
         self._check_groups(ranks)
-        within = self.shard_size or ranks // self.tensor_parallel
-        copies = ranks // self.tensor_parallel // within
-        # Of those that compute a batch together each has a part of what the plan names.
-        divided = divided_in(module, self.tensor_parallel_plan or {})
-
-        def held(parameters: Iterable[nn.Parameter]) -> float:
-            return sum(
-                p.numel() / (self.tensor_parallel if p in divided else 1) for p in parameters
-            )
-
-        parameters = list(module.parameters())
-        learning = [p for p in parameters if p.requires_grad]
-        of_all = held(parameters) / max(sum(p.numel() for p in parameters), 1)
-        of_learning = held(learning) / max(sum(p.numel() for p in learning), 1)
-        travelling = sizes.numbers * sizes.element * of_learning
-        gradients = sizes.gradients * of_learning
-        gathered = 2 if self.reshard_after_forward else 1  # times in a step
-        inside = [held(block.parameters()) for block in blocks_of(module, self.wrap)]
-        rest = held(parameters) - sum(inside)
-        # One block at work, the next on its way, and what belongs to none, all along.
-        at_once = rest + 2 * max(inside, default=0)
-        if not self.reshard_after_forward:
-            at_once = rest + sum(inside)
-        return dataclasses.replace(
-            whole(sizes),
-            parameters=sizes.parameters * of_all / within,
-            gradients=gradients / within,
-            optimizer=sizes.optimizer * of_learning / within,
-            exchange=at_once * sizes.element,
-            sent=gathered * all_gather(travelling, within)
-            + all_gather(gradients, within)
-            + all_reduce(gradients / within, copies),
+        return spread_costs(
+            module,
+            sizes,
+            ranks,
+            blocks_of(module, self.wrap),
+            within=self.shard_size or ranks // self.tensor_parallel,
+            # Of those that compute a batch together each has a part of what the plan names.
+            divided=divided_in(module, self.tensor_parallel_plan or {}),
+            together=self.tensor_parallel,
+            reshards=self.reshard_after_forward,
+            offloads=self.cpu_offload,
         )
 
     def _check_groups(self, ranks: int) -> None:
@@ -192,12 +178,28 @@ class FSDP(DDP):
     ) -> Strategy:
         super().connect(devices, ids, precision, cluster)
         self._check_groups(self.world.size)
+        self._check_offload()
         if self.tensor_parallel > 1 and precision.name == "16-mixed":
             raise ConfigurationError(
                 "precision='16-mixed' scales losses, which can't be undone in gradients that "
                 "tensor_parallel divides. Write precision='bf16-mixed' or '32-true'."
             )
         return self
+
+    def _check_offload(self) -> None:
+        """Refuse to bring from main memory to main memory."""
+        if self.cpu_offload and self.device.type == "cpu":
+            raise ConfigurationError(
+                "cpu_offload=True keeps in main memory what accelerators have no room for, but "
+                "the devices are CPUs, whose memory that is. Leave it out."
+            )
+
+    def init_dist_connection(self, store: Store | None = None) -> tuple[Any, bool]:
+        if self.cpu_offload and self.device.type == "cuda" and self.process_group_backend is None:
+            # Norms of gradients, and whole tensors, are put together from main memory.
+            backend = "cpu:gloo,cuda:nccl"
+            return enter(self.world, self.device, store, backend, self.timeout)
+        return super().init_dist_connection(store)
 
     def join(self, store: Store | None = None) -> None:
         super().join(store)
@@ -278,7 +280,12 @@ class FSDP(DDP):
         """Torch's `fully_shard` with this run's mesh and number types."""
         # They take over a second to import.
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         size, kind = self.collectives.world_size, self.device.type
         within = size if self.shard_size is None else self.shard_size
@@ -305,6 +312,10 @@ class FSDP(DDP):
                 cast_forward_inputs=False,
             )
 
+        offload = OffloadPolicy()
+        if self.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+
         def shard(part: nn.Module) -> Any:
             # Batch normalisation takes no half weights beside its running statistics.
             keeps = any(buffer.is_floating_point() for buffer in part.buffers())
@@ -313,6 +324,7 @@ class FSDP(DDP):
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
                 mp_policy=full if half is None or keeps else half,
+                offload_policy=offload,
             )
 
         return shard

@@ -36,7 +36,7 @@ def fit(callback, epochs=5, **options):
     return model
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_trial_is_told_each_epochs_value_and_ends_where_its_pruner_says(devices):
     trial = Told(end=2)
     epochs = []

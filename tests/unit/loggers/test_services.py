@@ -56,6 +56,7 @@ def test_mlflow_keeps_settings_values_and_figures(folder):
     assert [f.path for f in client.list_artifacts(logger.run_id)] == ["curve_2.png", "curve_4.png"]
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_with_a_run_and_says_how_one_ended(folder, tmp_path):
     from mlflow import MlflowClient
 
@@ -97,6 +98,7 @@ def test_a_figure_at_a_wrong_time_is_refused(folder, tmp_path):
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_wandb_offline_keeps_all_in_its_file(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
