@@ -264,7 +264,10 @@ def steps_made(folder):
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill -9", "SIGTERM"])
+@pytest.mark.parametrize("number", [
+    pytest.param(signal.SIGKILL, id="kill -9"),
+    pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_script_with_loader_workers_goes_on_after(tmp_path, number, monkeypatch):
     """The signal goes to the whole group, as a scheduler sends it: the loader's workers too."""
     process = run(tmp_path, "0.2", "cut.h5")

@@ -192,14 +192,16 @@ class Bounded(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("rows", "mode", "expected"),
-    [(20, "power", 16), (20, "binsearch", 20), (64, "power", 64), (1000, "power", 64),
-     (1000, "binsearch", 64), (2, "binsearch", 2), (63, "binsearch", 63)],
+    [(20, "power", 16), pytest.param(20, "binsearch", 20, marks=pytest.mark.slow),
+     (64, "power", 64), (1000, "power", 64), (1000, "binsearch", 64), (2, "binsearch", 2),
+     pytest.param(63, "binsearch", 63, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_the_largest_batch_that_fits_is_found(rows, mode, expected):
     model = compiled(net=Bounded(rows))
     assert tune.batch_size(model, X, Y, mode=mode) == expected
 
 
+@pytest.mark.slow
 def test_the_same_holds_for_data_sets_and_other_errors_of_memory():
     model = compiled(net=Bounded(20, RuntimeError))
     assert tune.batch_size(model, TensorDataset(X, Y)) == 16
