@@ -102,7 +102,7 @@ def careful(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], An
     """A good user's: nothing is read before the epoch's end; else as PyTorch comes."""
     loader = loader_of(task, x, y)
     if task.verb != "train":
-        return lambda: _careful_pass(task, net, loader)
+        return lambda: inferred(task, net, loader)
     optimizer, metrics = optimizer_of(task, net), collection_of(task)
 
     def epoch() -> Answer:
@@ -141,7 +141,8 @@ def trained(
     return found
 
 
-def _careful_pass(task: Task, net: nn.Module, batches: Iterable[Batch]) -> Answer:
+def inferred(task: Task, net: nn.Module, batches: Iterable[Batch]) -> Answer:
+    """An evaluation or a prediction of the careful loop."""
     net.eval()
     total, right = torch.zeros(()), torch.zeros((), dtype=torch.int64)
     outputs = []
@@ -168,7 +169,7 @@ def tuned(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answ
         def slices() -> Iterator[Batch]:
             yield from zip(x.split(task.batch), y.split(task.batch), strict=True)
 
-        return lambda: _careful_pass(task, net, slices())
+        return lambda: inferred(task, net, slices())
     loader = loader_of(task, x, y)
     optimizer = optimizer_of(task, net, fused=True)
     parameters, metrics = list(net.parameters()), collection_of(task)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.loops import Answer, loader_of, optimizer_of
+from benchmarks.loops import Answer, inferred, loader_of, optimizer_of
 from benchmarks.tasks import Task
 
 
@@ -222,23 +222,7 @@ def accelerate(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[],
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(loader_of(task, x, y))
     if task.verb != "train":
-
-        def inference() -> Answer:
-            net.eval()
-            total, right, outputs = torch.zeros(()), torch.zeros((), dtype=torch.int64), []
-            with torch.inference_mode():
-                for inputs, targets in loader:
-                    logits = net(inputs)
-                    if task.verb == "predict":
-                        outputs.append(logits)
-                        continue
-                    total += F.cross_entropy(logits, targets, reduction="sum")
-                    right += (logits.argmax(1) == targets).sum()
-            if task.verb == "predict":
-                return torch.cat(outputs)
-            return {"loss": total.item() / task.samples, "accuracy": right.item() / task.samples}
-
-        return inference
+        return lambda: inferred(task, net, loader)
     prepared, optimizer = accelerator.prepare(net, optimizer_of(task, net))
 
     def epoch() -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 import fitkit
 from fitkit.doctor import report
@@ -42,30 +43,32 @@ def inspect(file: str) -> int:
 
     from fitkit.checkpoint.inspection import print_inspection
 
-    try:
-        print_inspection(file, Console())
-    except FileNotFoundError:
-        print(f"There is no file {file}.", file=sys.stderr)
-        return 1
-    except FitkitError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 1
-    return 0
+    return told(lambda: print_inspection(file, Console()), f"There is no file {file}.")
 
 
 def convert(source: str, target: str) -> int:
     """Write a file's content in another format, or say why it can't be; the exit status."""
     from fitkit.checkpoint.conversion import convert as write_as
 
+    return told(
+        lambda: print(f"Wrote {target} ({write_as(source, target)})."), f"There is no {source}."
+    )
+
+
+def told(act: Callable[[], object], missing: str) -> int:
+    """Act, or say in a line why it can't be; the exit status.
+
+    Args:
+        missing: what to say where a file isn't there.
+    """
     try:
-        kind = write_as(source, target)
+        act()
     except FileNotFoundError:
-        print(f"There is no {source}.", file=sys.stderr)
+        print(missing, file=sys.stderr)
         return 1
     except FitkitError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
-    print(f"Wrote {target} ({kind}).")
     return 0
 
 

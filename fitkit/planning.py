@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable
 from fitkit.saved_tensors import SavedTensors
+from fitkit.summary_table import human_bytes
 from fitkit.tune.untouched import untouched
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}
@@ -55,9 +56,9 @@ class Plan:
         """Each line's name, and what it says for each strategy."""
         columns = list(self.costs.values())
         for name in ROWS:
-            yield name, [_size(getattr(costs, name)) for costs in columns]
-        yield "a device in all", [_size(costs.memory) for costs in columns]
-        yield "sent each update", [_size(costs.sent) for costs in columns]
+            yield name, [human_bytes(getattr(costs, name)) for costs in columns]
+        yield "a device in all", [human_bytes(costs.memory) for costs in columns]
+        yield "sent each update", [human_bytes(costs.sent) for costs in columns]
         for link, bytes_per_s in LINKS.items():
             yield f"  by {link}", [_duration(costs.sent / bytes_per_s) for costs in columns]
 
@@ -186,7 +187,7 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
             model.fit(iter([batch]), verbose=0)
         held = [*model.parameters(), *model.compilation.loss_parameters()]
         state = sum(
-            _bytes(_tensors(own))
+            trees.tensor_bytes(own)
             for optimizer in model.fit_state.optimizers
             for own in optimizer.state.values()
         )
@@ -206,7 +207,7 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     try:
         optimizer = model.compilation.optimizer.build(parameters)
         optimizer.step()
-        state = sum(_bytes(_tensors(own)) for own in optimizer.state.values())
+        state = sum(trees.tensor_bytes(own) for own in optimizer.state.values())
         optimizer.state.clear()  # it may be the user's own
     except Exception as error:
         state = 0
@@ -214,7 +215,7 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     finally:
         for parameter in parameters:
             parameter.grad = None
-    activations = saved.peak + _bytes(_tensors(outputs))
+    activations = saved.peak + trees.tensor_bytes(outputs)
     return _sizes(model, list(net.parameters()), state, activations), tuple(notes)
 
 
@@ -222,13 +223,13 @@ def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activatio
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in learning)
     precision = model.compilation.strategy.precision
-    gradients = _bytes(learning)
+    gradients = trees.tensor_bytes(learning)
     mixed = isinstance(precision, MixedPrecision)
     return Sizes(
-        parameters=_bytes(parameters),
+        parameters=trees.tensor_bytes(parameters),
         gradients=gradients,
         optimizer=state,
-        buffers=_bytes(model.buffers()),
+        buffers=trees.tensor_bytes(list(model.buffers())),
         activations=activations,
         numbers=numbers,
         element=2.0 if mixed else gradients / max(numbers, 1),
@@ -238,23 +239,6 @@ def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activatio
 def _as_meta(leaf: Any) -> Any:
     leaf = torch.as_tensor(leaf) if hasattr(leaf, "__array__") else leaf
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _size(number: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1000 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
 
 
 def _duration(seconds: float) -> str:

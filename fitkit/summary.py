@@ -57,7 +57,7 @@ def summarize(
     sizes = (0, "")
     if example is not None or input_shape is not None:
         example = example_batch(example, input_shape, net)
-        sizes = (_bytes(example), shape_text(example))
+        sizes = (trees.tensor_bytes(example), shape_text(example))
         if any(map(is_lazy, [*net.parameters(), *net.buffers()])):
             net = _copied(net)  # A first batch would settle its shapes for good.
     watch = _Watch(net)
@@ -68,7 +68,7 @@ def summarize(
     buffers = [buffer for buffer in net.buffers() if not is_lazy(buffer)]
     memory: Counter[str] = Counter()
     for parameter in known:
-        memory[str(parameter.dtype).removeprefix("torch.")] += _bytes(parameter)
+        memory[str(parameter.dtype).removeprefix("torch.")] += trees.tensor_bytes(parameter)
     total = sum(parameter.numel() for parameter in known)
     trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
     return Summary(
@@ -79,7 +79,7 @@ def summarize(
         buffers=sum(buffer.numel() for buffer in buffers),
         unknown=sum(map(is_lazy, net.parameters())),
         parameter_bytes=dict(memory),
-        buffer_bytes=sum(map(_bytes, buffers)),
+        buffer_bytes=trees.tensor_bytes(buffers),
         input=sizes[1],
         input_bytes=sizes[0],
         activation_bytes=None if example is None else watch.activation_bytes,
@@ -104,12 +104,6 @@ def shape_text(tree: Any) -> str:
         elif leaf is tree:
             parts.append(leaf)
     return ", ".join(parts[:3]) + (f", +{len(parts) - 3} more" if len(parts) > 3 else "")
-
-
-def _bytes(tree: Any) -> int:
-    """The memory of the tensors in a tree."""
-    tensors = (leaf for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 # ------------------------------------------------------------------ the call
@@ -171,7 +165,7 @@ class _Watch:
         self.calls[module] += 1
         self.shapes.setdefault(module, shape_text(output))
         if self._calls_inside.pop() == 0:
-            self.activation_bytes += _bytes(output)
+            self.activation_bytes += trees.tensor_bytes(output)
 
     def _settle(self) -> None:
         """What was computed since the last time was the running module's."""

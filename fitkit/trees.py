@@ -55,6 +55,16 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield leaf
 
 
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The leaves that are tensors, in order."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def tensor_bytes(tree: Any) -> int:
+    """The memory of the numbers in a tree's tensors; one that is there twice counts twice."""
+    return sum(tensor.nbytes for tensor in tensors(tree))
+
+
 def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves with the way to each, as Python would write it (`['image'][0]`)."""
     if isinstance(tree, Mapping):

@@ -7,7 +7,7 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
-from fitkit.export.formats import Runner, on_cpu, tensors_of
+from fitkit.export.formats import Runner, on_cpu
 from fitkit.export.program import Call, reason_of
 
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -31,7 +31,7 @@ def check_file(runner: Runner | None, calls: list[tuple[Call, nn.Module]], forma
         return
     for call, net in calls:
         size = trees.sample_count(call.batch)
-        wanted = [on_cpu(leaf) for leaf in tensors_of(net(*call.args, **call.kwargs))]
+        wanted = [on_cpu(leaf) for leaf in trees.tensors(net(*call.args, **call.kwargs))]
         try:
             found = runner(call)
         except Exception as error:

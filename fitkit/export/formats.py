@@ -94,7 +94,7 @@ class TorchExport:
 
         def run(call: Call) -> list[torch.Tensor]:
             args = trees.map_leaves(on_cpu, list(call.args))
-            return tensors_of(net(*args, **trees.map_leaves(on_cpu, call.kwargs)))
+            return trees.tensors(net(*args, **trees.map_leaves(on_cpu, call.kwargs)))
 
         return run
 
@@ -186,11 +186,6 @@ def _name_batch(graph: Any) -> None:
 
 FORMATS: dict[str, Format] = {item.name: item for item in (TorchExport(), Onnx())}
 """The formats by name."""
-
-
-def tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors in a net's output, in order."""
-    return [leaf for leaf in trees.leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def on_cpu(leaf: Any) -> Any:

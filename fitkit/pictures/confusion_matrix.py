@@ -15,8 +15,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.pictures.drawing import (
     check_matplotlib,
     check_place,
-    new_figure,
-    root_figure,
+    one_place,
     save,
     style,
 )
@@ -113,11 +112,7 @@ def confusion_matrix(
     counts, names = confusion_counts(y_true, y_pred, labels)
     names = [_shortened(name) for name in names]
     with style():
-        if axes is not None:
-            figure = root_figure(axes)
-        else:
-            figure = figure or new_figure(size or _size(names))
-            axes = figure.add_subplot()
+        figure, axes = one_place(figure, axes, size or _size(names))
         _draw(figure, axes, counts, names, normalize)
         save(figure, path)
     found: Figure = figure

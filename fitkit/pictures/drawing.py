@@ -79,6 +79,14 @@ def check_place(figure: object, axes: object, path: object) -> None:
         raise ArgumentTypeError(f"path={describe(path)} must be a path.")
 
 
+def one_place(figure: Any, axes: Any, size: tuple[float, float]) -> tuple[Any, Any]:
+    """The figure and the axes for a picture of one part: those that were given, or new ones."""
+    if axes is not None:
+        return root_figure(axes), axes
+    figure = figure or new_figure(size)
+    return figure, figure.add_subplot()
+
+
 def root_figure(axes: Any) -> Any:
     """The whole figure that axes stand in."""
     return axes.get_figure(root=True)

@@ -12,8 +12,7 @@ from fitkit.pictures.drawing import (
     ORANGE,
     check_matplotlib,
     check_place,
-    new_figure,
-    root_figure,
+    one_place,
     save,
     style,
 )
@@ -53,11 +52,7 @@ def rate_curve(
     check_matplotlib("RateRange.plot()")
     check_place(figure, axes, path)
     with style():
-        if axes is not None:
-            figure = root_figure(axes)
-        else:
-            figure = figure or new_figure(size or (6.0, 3.4))
-            axes = figure.add_subplot()
+        figure, axes = one_place(figure, axes, size or (6.0, 3.4))
         _draw(axes, rates, losses, smoothed, suggested)
         save(figure, path)
     found: Figure = figure

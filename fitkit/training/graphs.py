@@ -180,7 +180,7 @@ class Graphed:
         if any(map(has_hooks, self._modules)):
             self._give_up("layers have hooks, which a graph wouldn't call")
             return None
-        inputs = [leaf.clone() for leaf in _tensors(opened)]
+        inputs = [leaf.clone() for leaf in trees.tensors(opened)]
         static = _with_tensors(opened, inputs)
         try:
             with capturable(self._updater.optimizer):
@@ -208,7 +208,7 @@ class Graphed:
 
     def _repeat(self, recording: Recording, opened: tuple[Any, Any, Any]) -> None:
         step, updater = self._step, self._updater
-        torch._foreach_copy_(recording.inputs, list(_tensors(opened)), non_blocking=True)
+        torch._foreach_copy_(recording.inputs, trees.tensors(opened), non_blocking=True)
         if not self._owns_gradients:
             for parameter, gradient in zip(self._parameters, recording.gradients, strict=True):
                 parameter.grad = gradient
@@ -338,10 +338,6 @@ def _kind(opened: Any) -> list[Any]:
         (path, leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (path, leaf)
         for path, leaf in trees.leaves_with_paths(opened)
     ]
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _with_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fitkit.distributed.sharding.sharded_module import Place
+from fitkit.distributed.module_places import places_of, take_off_hooks
 
 
 class StandIns:
@@ -24,12 +24,7 @@ class StandIns:
 
     def __init__(self, module: nn.Module, engine: str) -> None:
         self._engine = engine
-        self._places = [
-            Place(part, name, parameter, parameter.shape)
-            for part in module.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
+        self._places = places_of(module)
         self._before = [
             (part, type(part), set(vars(part)), part._parameters) for part in module.modules()
         ]
@@ -69,7 +64,7 @@ class StandIns:
                 parameter.data = self._kept(parameter).to(self._devices[parameter])
         for part, kind, names, parameters in self._before:
             part.__class__ = kind
-            _take_off_hooks(part, self._engine)
+            take_off_hooks(part, self._engine)
             vars(part)["_parameters"] = parameters
             for name in [name for name in vars(part) if name not in names and _is_engines(name)]:
                 del vars(part)[name]
@@ -89,17 +84,3 @@ def _is_engines(name: str) -> bool:
     known = ("_external_params", "_original_parameters", "all_parameters")
     backward = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
     return name.startswith("ds_") or name in known + backward
-
-
-def _take_off_hooks(part: nn.Module, engine: str) -> None:
-    numbers = [
-        number
-        for name, held in vars(part).items()
-        if name.endswith("_hooks")
-        for number, hook in held.items()
-        if str(getattr(hook, "__module__", "")).startswith(engine)
-    ]
-    for held in vars(part).values():
-        if isinstance(held, dict):
-            for number in numbers:
-                held.pop(number, None)

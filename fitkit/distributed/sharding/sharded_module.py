@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from fitkit.distributed.module_places import places_of, take_off_hooks
 from fitkit.distributed.sharding.whole import as_parts, whole, whole_for_file
 
 TORCHS = ("torch.distributed.fsdp", "torch.distributed.tensor")
@@ -21,28 +21,6 @@ TORCHS = ("torch.distributed.fsdp", "torch.distributed.tensor")
 
 Giving = Literal["whole", "whole on rank 0", "spread"]
 """What state dicts have for spread tensors: the whole (on rank 0 alone), or what they are."""
-
-
-@dataclasses.dataclass
-class Place:
-    """Where a parameter is.
-
-    Attributes:
-        module: the submodule that has it.
-        name: its name there.
-        parameter: the ordinary parameter.
-        shape: its own.
-    """
-
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
-    shape: torch.Size
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Let the module have this parameter there."""
-        # Recurrent layers note their weights when one is set.
-        setattr(self.module, self.name, parameter)
 
 
 class ShardedModule:
@@ -81,12 +59,7 @@ class ShardedModule:
         self.module = module
         self._rank = rank
         self._gives: Giving = "whole"
-        self._places = [
-            Place(part, name, parameter, parameter.shape)
-            for part in module.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
+        self._places = places_of(module)
         self._before = [(part, type(part), set(vars(part))) for part in module.modules()]
         self._forwards = [(block, vars(block).get("forward")) for block in recomputed]
         for block, _ in self._forwards:
@@ -283,18 +256,8 @@ def _is_torchs(name: str) -> bool:
 
 
 def _forget(part: nn.Module) -> None:
-    """Take `fully_shard`'s hooks off a submodule, which torch has no way to do."""
+    """Take `fully_shard`'s hooks and state off a submodule."""
     from torch.distributed._composable_state import _module_state_mapping
 
     _module_state_mapping.pop(part, None)
-    hooks = {name: held for name, held in vars(part).items() if name.endswith("_hooks")}
-    numbers = [
-        number
-        for held in hooks.values()
-        for number, hook in held.items()
-        if str(getattr(hook, "__module__", "")).startswith(TORCHS)
-    ]
-    for held in vars(part).values():
-        if isinstance(held, dict):
-            for number in numbers:
-                held.pop(number, None)
+    take_off_hooks(part, TORCHS)

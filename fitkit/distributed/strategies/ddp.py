@@ -140,6 +140,11 @@ class DDP(Strategy):
             )
         return other is None
 
+    @property
+    def keeps_model(self) -> bool:
+        """Whether this rank goes on with its model after a call; workers' are thrown away."""
+        return self.collectives.rank == 0 or not self.reads_on_rank_zero
+
     def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
         if devices * nodes == 1:
             return whole(sizes)

@@ -186,9 +186,7 @@ class DeepSpeed(DDP):
 
     def end_training(self) -> None:
         if self._training is not None:
-            # Workers' copies are thrown away; other ranks go on with theirs.
-            wanted = self.collectives.rank == 0 or not self.reads_on_rank_zero
-            self._training.end(wanted=wanted)
+            self._training.end(wanted=self.keeps_model)
             self._training = None
 
     def finish(self) -> None:

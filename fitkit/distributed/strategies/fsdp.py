@@ -382,8 +382,7 @@ class FSDP(DDP):
     def end_training(self) -> None:
         if self._module is None:
             return
-        # Workers' copies are thrown away; other ranks go on with theirs.
-        wanted = self.collectives.rank == 0 or not self.reads_on_rank_zero
+        wanted = self.keeps_model
         while self._optimizers:
             self._optimizers[-1].end(wanted=wanted)
             self._optimizers.pop()

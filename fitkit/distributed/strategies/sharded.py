@@ -56,10 +56,8 @@ class DDPSharded(DDP):
             self._shards.append(OptimizerShards(optimizer, self.collectives, self.device))
 
     def end_training(self) -> None:
-        # Workers' copies are thrown away; other ranks go on with theirs.
-        wanted = self.collectives.rank == 0 or not self.reads_on_rank_zero
         while self._shards:
-            self._shards[-1].end(wanted=wanted)
+            self._shards[-1].end(wanted=self.keeps_model)
             self._shards.pop()
 
     def finish(self) -> None:
