@@ -12,14 +12,17 @@
    content.
 3. Forgery: a checkpoint's JSON is changed at random and gets a right digest. Loading must raise
    CheckpointError, or load something without an error of another kind.
+4. Resealing: files are damaged as in 2, and then get a right digest. Loading must raise
+   CheckpointError and leave the module as it was, or load something.
 
 Ends with status 1 where anything else happened. A crash or a hang of the interpreter is seen too:
-2 and 3 run in processes of their own, with ten minutes for each hundred files.
+2 to 4 run in processes of their own, with ten minutes for each hundred files.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -45,6 +48,8 @@ from fitkit.checkpoint import (
     save_weights,
     write_container,
 )
+from fitkit.checkpoint.digest import blocks_digest
+from fitkit.checkpoint.header import HEADER_SIZE, seal
 from fitkit.errors import CheckpointError, ConfigurationError
 
 BATCH = 100
@@ -203,6 +208,56 @@ def damage(suffix: str, seed: int) -> Counter[str]:
     return found
 
 
+def resealing(suffix: str, seed: int) -> Counter[str]:
+    """Damage a hundred files of one kind and make their digests right; what happened."""
+    generator = random.Random(seed)
+    found: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path, other = Path(folder) / f"a{suffix}", Path(folder) / f"b{suffix}"
+        write(path, 1)
+        write(other, 2)
+        content, splice = path.read_bytes(), other.read_bytes()
+        module = net()
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        reseal = _reseal_container if suffix == ".h5" else _reseal_safetensors
+        for number in range(BATCH):
+            reseal(path, content, splice, generator)
+            print(f"{suffix} {seed} {number}", file=sys.stderr, flush=True)
+            outcome = _outcome(path, module)
+            if outcome != "loaded" and not _equal(module.state_dict(), before):
+                outcome = f"WRONG: {outcome}, and the module has other weights"
+            found[outcome] += 1
+            module.load_state_dict(before)
+    return found
+
+
+def _reseal_container(path: Path, content: bytes, other: bytes, generator: random.Random) -> None:
+    """Write a container whose body was damaged before it got its header."""
+    body = damaged(content[HEADER_SIZE:], other[HEADER_SIZE:], generator)
+    path.write_bytes(content[:HEADER_SIZE] + body)
+    with open(path, "r+b") as file:
+        seal(file)
+
+
+def _reseal_safetensors(path: Path, content: bytes, other: bytes, generator: random.Random) -> None:
+    """Write a damaged `.safetensors` file with a right digest, as far as it has a place for one."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    if generator.random() < 0.7:  # mostly the header, of which there is less
+        text, numbers = damaged(content[8:start], other[8:start], generator), content[start:]
+    else:
+        text, numbers = content[8:start], damaged(content[start:], other[start:], generator)
+    key = b'"fitkit.sums":"'
+    place = text.find(key) + len(key)
+    if key in text and len(text) >= place + 64:
+        text = text[:place] + b"0" * 64 + text[place + 64 :]
+        path.write_bytes(numbers)
+        with open(path, "rb", buffering=0) as file:
+            of_numbers = blocks_digest(file, 0, len(numbers))
+        digest = hashlib.sha256(text + of_numbers.encode()).hexdigest().encode()
+        text = text[:place] + digest + text[place + 64 :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
+
+
 def _outcome(path: Path, module: nn.Module) -> str:
     try:
         load(path, module)
@@ -303,7 +358,7 @@ def main() -> int:
         return 0
     if given.batch:
         kind, suffix, seed = given.batch
-        function = damage if kind == "damage" else forgery
+        function = {"damage": damage, "forgery": forgery, "resealing": resealing}[kind]
         print(json.dumps(function(suffix, int(seed))))
         return 0
     with tempfile.TemporaryDirectory() as folder:
@@ -312,6 +367,7 @@ def main() -> int:
     for kind, suffix in [
         *(("damage", suffix) for suffix in (".h5", ".safetensors", ".pt")),
         ("forgery", ".h5"),
+        *(("resealing", suffix) for suffix in (".safetensors", ".h5")),
     ]:
         name = f"{kind} of {suffix}"
         results[name] = batches(kind, suffix, given.files, given.seed)

@@ -41,6 +41,7 @@ MODES = ("plain", "compiled", "graph")
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 Epoch = Callable[[], None]
+Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclasses.dataclass
@@ -100,24 +101,35 @@ def tuned(setting: Setting) -> Epoch:
             optimizer.step()
         total.add_(loss.detach())
 
-    is_graph = setting.mode == "graph"
-    take = captured(step, batches[0], optimizer, setting.device) if is_graph else step
+    if setting.mode == "graph":
+        take = captured(step, batches[0], optimizer, setting.device)
+    else:
+        take = moved(step, setting.device)
 
     def epoch() -> None:
         for x, y in batches:
-            take(x.to(setting.device, non_blocking=True), y.to(setting.device, non_blocking=True))
+            take(x, y)
         total.item()
 
     return epoch
 
 
+def moved(step: Step, device: torch.device) -> Step:
+    """A step that takes a batch in main memory."""
+
+    def take(x: torch.Tensor, y: torch.Tensor) -> None:
+        step(x.to(device, non_blocking=True), y.to(device, non_blocking=True))
+
+    return take
+
+
 def captured(
-    step: Callable[[torch.Tensor, torch.Tensor], None],
+    step: Step,
     batch: tuple[torch.Tensor, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A step as one CUDA graph, by hand."""
+) -> Step:
+    """A step as one CUDA graph, by hand; it takes a batch in main memory."""
     x, y = (part.to(device) for part in batch)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -237,7 +249,7 @@ def idle_share(epoch: Epoch, device: torch.device) -> float | None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiled.events() or ()
-        if event.device_type.name == "CUDA"
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
     )
     busy, until = 0.0, float("-inf")
     for start, end in spans:

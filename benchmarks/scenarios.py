@@ -103,6 +103,20 @@ def metrics(length: Length) -> Iterator[Row]:
     yield from contest("metrics", three, OURS, "careful", length.pairs)
 
 
+def options(length: Length) -> Iterator[Row]:
+    """What options of `compile` gain that change last bits: each beside the same without it."""
+    image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
+    small = Task("20 layers of width 32", net="deep 20", samples=length.of(6400))
+    for task, name, given in (
+        (image, "memory_format='channels_last'", {"memory_format": "channels_last"}),
+        (image, "jit_compile=True", {"jit_compile": True}),
+        (small, "jit_compile=True", {"jit_compile": True}),
+    ):
+        changed = dataclasses.replace(task, name=f"{task.name}, {name}", options=given)
+        with closing(Side("fitkit", task)) as base, closing(Side("fitkit", changed)) as side:
+            yield against("options", base, side, length.pairs)
+
+
 def scaling(length: Length) -> Iterator[Row]:
     """A step's cost against layers, batch size, metrics, callbacks and epochs."""
     base = Task("", samples=length.of(3200), optimizer="sgd", metrics=())
@@ -132,6 +146,7 @@ SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
     "cnn": cnn,
     "inference": inference,
     "metrics": metrics,
+    "options": options,
     "footprint": lambda length: footprint.rows(length.pairs),
     "checkpoint": lambda length: checkpoints.rows(length.pairs, 14 if length.share == 1 else 2),
     "ddp": lambda length: ddp.rows(max(2, length.pairs // 2)),

@@ -40,10 +40,11 @@ def maker_of(contender: str) -> Callable[..., Callable[[], Any]]:
     return PEERS[contender]
 
 
-def calls_a_step(run: Callable[[], Any], net: nn.Module) -> int:
+def calls_a_step(run: Callable[[], Any], net: nn.Module) -> int | None:
     """Python's and C's calls from a run's first forward pass to its last, for each step between.
 
     Counted by `sys.setprofile`, in this thread: no clock takes part, so it is the same each time.
+    None where the net is compiled: its forward isn't Python's any more.
     """
     forward = type(net).forward.__code__
     count = 0
@@ -61,6 +62,8 @@ def calls_a_step(run: Callable[[], Any], net: nn.Module) -> int:
         run()
     finally:
         sys.setprofile(None)
+    if len(marks) < 2:
+        return None
     return round((marks[-1] - marks[0]) / (len(marks) - 1))
 
 

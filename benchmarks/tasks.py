@@ -28,6 +28,7 @@ class Task:
         defaults: whether each shows what it shows unasked (a progress bar), in a terminal.
         callbacks: how many callbacks look at each step's end, where the contender has any.
         epochs: of a run.
+        options: further ones of fitkit's `compile`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Task:
     defaults: bool = False
     callbacks: int = 0
     epochs: int = 1
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def steps(self) -> int:

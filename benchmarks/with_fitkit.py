@@ -31,6 +31,7 @@ def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Ans
         loss="cross_entropy",
         metrics=[names[name] for name in task.metrics] or None,
         accelerator="cpu",
+        **task.options,
     )
     verbose: Any = "auto" if task.defaults else 0
     arrays = x.numpy(), y.numpy()

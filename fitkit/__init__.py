@@ -1,6 +1,6 @@
 """fitkit: Keras's verbs on any PyTorch network."""
 
-from fitkit import callbacks, loggers, pictures, strategies, tune
+from fitkit import callbacks, loggers, pictures, precisions, strategies, tune
 from fitkit.callbacks import History
 from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
@@ -30,6 +30,7 @@ __all__ = [
     "loggers",
     "pictures",
     "plan",
+    "precisions",
     "set_seed",
     "strategies",
     "tune",

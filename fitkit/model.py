@@ -91,6 +91,12 @@ class Model(Hooks, Services, nn.Module):
         self._batch_size: int | None = None
         self._log_names: list[str] | None = None
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether a call gives what the net gives, and does nothing else; for `fit`'s own use."""
+        own = type(self).forward is not Model.forward or "forward" in vars(self)
+        return isinstance(self.net, nn.Module) and not own
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the net gives; a subclass may define its own."""
         net = self._modules.get("net")  # asking a module for an attribute costs microseconds
@@ -170,8 +176,9 @@ class Model(Hooks, Services, nn.Module):
             strategy: `"auto"` (default), a strategy's name, or an object.
             num_nodes: machines. Default 1.
             precision: `"32-true"` (default), `"64-true"`, `"16-mixed"` (or 16), `"bf16-mixed"`
-                (or `"bf16"`), `"16-true"`, `"bf16-true"`. Mixed ones keep float32 weights and
-                compute in the half type; 16-mixed scales the loss and leaves out updates whose
+                (or `"bf16"`), `"16-true"`, `"bf16-true"`, `"fp8-mixed"` (or `"fp8"`), or an object
+                of `fitkit.precisions`. Mixed ones keep float32 weights and compute in the
+                narrower type; 16-mixed scales the loss and leaves out updates whose
                 gradients aren't finite. "-true" ones cast the net itself, with the next run;
                 compiled back it gets its own dtypes again, without the digits rounded off.
                 Losses and metrics are computed in float32 or more.
@@ -729,6 +736,10 @@ class Model(Hooks, Services, nn.Module):
         """
         from fitkit.checkpoint import load_weights
 
+        precision = self.compilation.strategy.precision
+        if precision.name == "64-true":
+            # First: the file's weights would lose digits in a module that is in float32 still.
+            precision.convert(self)
         return load_weights(path, self.weights_module(), strict=strict, skip_mismatch=skip_mismatch)
 
     def weights_module(self) -> nn.Module:

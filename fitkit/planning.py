@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import html
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -201,7 +202,20 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     with SavedTensors(apart_from=[*net.parameters(), *net.buffers()]) as saved:
         outputs = model(inputs)
     notes = ["The net is on the meta device: its loss, and half precision, aren't in activations."]
-    parameters = [p for p in net.parameters() if p.requires_grad]
+    activations = saved.peak + trees.tensor_bytes(outputs)
+    try:
+        state = _state_on_meta(model, [p for p in net.parameters() if p.requires_grad])
+    except Exception as error:
+        state = 0
+        notes.append(f"The optimizer's state isn't known without a real net ({error}).")
+    # Graphs and optimizers that refer to parameters would keep them from getting memory later.
+    del outputs
+    gc.collect()
+    return _sizes(model, list(net.parameters()), state, activations), tuple(notes)
+
+
+def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
+    """The bytes of an optimizer's state after a step."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
@@ -209,14 +223,10 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
         optimizer.step()
         state = sum(trees.tensor_bytes(own) for own in optimizer.state.values())
         optimizer.state.clear()  # it may be the user's own
-    except Exception as error:
-        state = 0
-        notes.append(f"The optimizer's state isn't known without a real net ({error}).")
     finally:
         for parameter in parameters:
             parameter.grad = None
-    activations = saved.peak + trees.tensor_bytes(outputs)
-    return _sizes(model, list(net.parameters()), state, activations), tuple(notes)
+    return state
 
 
 def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activations: float) -> Sizes:

@@ -41,6 +41,7 @@ LAYERS = {
     "summary": 6,
     "summary_table": 6,
     "model": 7,
+    "precisions": 8,
     "strategies": 8,
     "sklearn": 8,
     "tune": 8,

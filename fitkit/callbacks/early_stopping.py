@@ -12,6 +12,9 @@ from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import say
 
+KEPT = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")
+"""What a checkpoint keeps of it."""
+
 
 class EarlyStopping(Callback):
     """Ends `fit` when the monitored value has not improved for some epochs.
@@ -122,11 +125,10 @@ class EarlyStopping(Callback):
             self.best_weights = copied_to_host(self.model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in KEPT}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update((name, state[name]) for name in KEPT)
 
 
 def copied_to_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import fitkit.checkpoint as files
@@ -100,6 +101,7 @@ class ModelCheckpoint(Callback):
         asynchronous: bool = False,
     ) -> None:
         check_choice("verbose", verbose, (0, 1, False, True))
+        check_choice("mode", mode, ("auto", "min", "max"))
         for name in ("save_best_only", "save_weights_only", "save_last", "save_on_exception"):
             check_flag(name, locals()[name])
         check_flag("asynchronous", asynchronous)
@@ -129,7 +131,7 @@ class ModelCheckpoint(Callback):
         self._watch: Monitor | None = None
         if save_best_only or save_top_k:
             self._watch = Monitor(monitor, mode, callback=type(self).__name__)
-        self._check_top_k()
+        self._check_names()
         if self._within_epochs or save_on_exception:
             # Only then: a hook at batches costs a little.
             vars(self)["on_train_batch_end"] = self._after_batch
@@ -144,7 +146,7 @@ class ModelCheckpoint(Callback):
         self.best = worst if initial_value_threshold is None else float(initial_value_threshold)
         self.best_model_path: str | None = None
 
-    def _check_top_k(self) -> None:
+    def _check_names(self) -> None:
         if self.save_best_only and self.save_top_k is not None:
             raise ConfigurationError(
                 "save_best_only keeps every file that was the best in its time; save_top_k=1 keeps "
@@ -154,6 +156,15 @@ class ModelCheckpoint(Callback):
             raise ConfigurationError(
                 f"save_top_k={self.save_top_k} needs as many names, but "
                 f"filepath={self.filepath!r} is one. Write {{epoch}} into it."
+            )
+        if (
+            self.save_last
+            and self._watch is not None
+            and Path(self.filepath) == Path(self._last_name)
+        ):
+            raise ConfigurationError(
+                f"filepath={self.filepath!r} is to have the best, and save_last=True writes each "
+                "newest there. Write another name, like 'best.h5'."
             )
 
     @property

@@ -10,6 +10,9 @@ from fitkit.callbacks.learner import change_rates, rate_of, refuse_scheduler
 from fitkit.callbacks.monitor import Monitor, announce_prefix
 from fitkit.callbacks.ranks import say
 
+KEPT = ("best", "wait", "cooldown_counter")
+"""What a checkpoint keeps of it."""
+
 
 class ReduceLROnPlateau(Callback):
     """Multiplies the learning rates when the monitored value has not improved for some epochs.
@@ -106,7 +109,7 @@ class ReduceLROnPlateau(Callback):
         return rate if rate <= self.min_lr else max(rate * self.factor, self.min_lr)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("best", "wait", "cooldown_counter")}
+        return {name: getattr(self, name) for name in KEPT}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update((name, state[name]) for name in KEPT)

@@ -56,7 +56,7 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     try:
         existing = _check_target(path, target)
         remove_abandoned(target.parent, target.name)
-        temporary = target.with_name(_unfinished_name(target.name))
+        temporary = target.with_name(unfinished_name(target.name))
         try:
             with _create(temporary, existing) as file:
                 yield file
@@ -106,7 +106,8 @@ def _check_target(path: str | os.PathLike[str], target: Path) -> os.stat_result 
     return existing
 
 
-def _unfinished_name(name: str) -> str:
+def unfinished_name(name: str) -> str:
+    """A name for what isn't `name` yet; `remove_abandoned` knows it."""
     return f".{name[:_NAME_CHARACTERS]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
 
 

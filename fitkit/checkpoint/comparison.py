@@ -61,17 +61,17 @@ class Comparison:
         if strict and (self.missing or self.unexpected):
             problems.append(listing("missing in the file", self.missing))
             problems.append(listing("in the file only", self.unexpected))
-            remedies.append("strict=False to load what both have")
+            remedies.append("strict=False (what both have)")
         if self.mismatched and not skip_mismatch:
             lines = [f"{name}: {what}" for name, what in self.mismatched.items()]
             problems.append(listing("of another shape or kind", lines))
-            remedies.append("skip_mismatch=True to leave out what differs")
+            remedies.append("skip_mismatch=True (all but what differs)")
         if problems:
             raise CheckpointError(
                 f"{path} doesn't fit this {type(module).__name__}; nothing was loaded."
                 f"{''.join(problems)}\n"
-                f"{self._prefix_hint()}Load it into the module that it was saved from, or pass "
-                f"{' and '.join(remedies)}."
+                f"{self._prefix_hint()}Load it into the module that it was saved from, or load its "
+                f"weights by load_weights with {' and '.join(remedies)}."
             )
 
     def _prefix_hint(self) -> str:

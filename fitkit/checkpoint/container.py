@@ -34,7 +34,7 @@ from fitkit.checkpoint.dtypes import (
     stored_shape,
     to_stored,
 )
-from fitkit.checkpoint.header import HEADER_SIZE, Verified, open_verified, seal
+from fitkit.checkpoint.header import HEADER_SIZE, Verified, open_verified, seal, unreadable
 from fitkit.checkpoint.interrupts import HeldInterrupts
 from fitkit.checkpoint.stored_arrays import StoredArrays
 from fitkit.checkpoint.structure import check_count, check_numbers, open_dataset, open_group
@@ -165,7 +165,7 @@ class Reader:
         self.version = verified.version
         self.digest = verified.digest
         self._path = path
-        self._arrays = StoredArrays(verified.file)
+        self._arrays = StoredArrays(verified.file, verified.state)
         self._descriptions = structure.descriptions
         self._offsets = structure.offsets
 
@@ -182,26 +182,15 @@ class Reader:
         Raises:
             CheckpointError: it can't be read.
         """
-        with refusals(self._path):
+        with unreadable(self._path):
             return self._arrays.read(self._offsets[index], *self.describe(index))
 
-    def view(self, index: int) -> torch.Tensor:
-        """Array `index` without a copy where that can be: its memory is the file itself.
-
-        To be copied before anything else may write to the file. Changing it changes no file.
-
-        Raises:
-            CheckpointError: it can't be read.
-        """
-        with refusals(self._path):
-            return self._arrays.view(self._offsets[index], *self.describe(index))
-
     def read_into(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy array `index` into `tensor`, which has its shape, on any device.
+        """Copy array `index` into `tensor`, which has its shape and dtype, on any device.
 
         Raises:
             ValueError: `tensor` has another shape or dtype.
-            CheckpointError: the array can't be read; `tensor` is as it was.
+            CheckpointError: the array can't be read; `tensor` may have some of its numbers.
         """
         shape, dtype = self.describe(index)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
@@ -209,9 +198,8 @@ class Reader:
                 f"array {index} has shape {shape} and {dtype}, the tensor "
                 f"{tuple(tensor.shape)} and {tensor.dtype}"
             )
-        values = self.view(index)
-        with torch.no_grad():
-            tensor.copy_(values)
+        with unreadable(self._path):
+            self._arrays.read_into(self._offsets[index], tensor)
 
 
 @contextlib.contextmanager
@@ -243,7 +231,7 @@ class _Structure:
 
 def _checked_structure(verified: Verified) -> _Structure:
     import h5py
-    from h5py import h5g
+    from h5py import h5a, h5g
 
     # libhdf5 reads the very file that was checked, by our open file and not by its path.
     with h5py.File(verified.file, "r") as hdf5:
@@ -251,6 +239,8 @@ def _checked_structure(verified: Verified) -> _Structure:
             raise ValueError("its HDF5 part doesn't begin after the header")
         root = h5g.open(hdf5.id, b"/")
         check_count(root, "/", 2)
+        if h5a.get_num_attrs(root):
+            raise ValueError("'/' has attributes, which fitkit never writes")
         text = _read_document(root, verified.size_bytes)
         document, descriptions = decode_document(text)
         total = len(text) + sum(description.size_bytes for description in descriptions)

@@ -137,5 +137,5 @@ def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(stored)
     if dtype == torch.bool and stored.numel() and int(stored.max()) > 1:
-        raise ValueError("booleans other than 0 and 1")
+        raise ValueError("has booleans other than 0 and 1")
     return stored.view(dtype)

@@ -21,7 +21,12 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from fitkit.checkpoint.atomic import UNFINISHED_SUFFIX
+from fitkit.checkpoint.atomic import (
+    UNFINISHED_SUFFIX,
+    remove_abandoned,
+    replacing,
+    unfinished_name,
+)
 from fitkit.errors import CheckpointError
 
 INDEX = "index.h5"
@@ -221,7 +226,7 @@ def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) 
     """Give a checkpoint a second name, replacing what has it; its bytes stay one where links are.
 
     Raises:
-        OSError, CheckpointError: the name can't be given.
+        OSError, CheckpointError: the name can't be given; what had it still has it.
     """
     if os.path.isdir(path):
         folder = UnfinishedFolder(twin)
@@ -233,9 +238,18 @@ def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) 
             raise
         folder.finish()
         return
-    beside = f"{os.fspath(path)}.{os.getpid()}.link"
-    _link_file(os.fspath(path), beside)
-    os.replace(beside, twin)
+    place = Path(os.path.realpath(twin))
+    remove_abandoned(place.parent, place.name)
+    beside = place.with_name(unfinished_name(place.name))
+    try:
+        os.link(path, beside)
+        os.replace(beside, place)
+    except OSError:  # a file system without links
+        with open(path, "rb") as source, replacing(twin, os.path.getsize(path)) as file:
+            shutil.copyfileobj(source, file)
+    finally:
+        # Still there where both names were one file's already: then nothing is renamed.
+        beside.unlink(missing_ok=True)
 
 
 def _link_file(path: str, twin: str) -> None:

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import torch
 
+from fitkit.arguments import describe
 from fitkit.checkpoint.hdf5 import HDF5, SUFFIXES
 from fitkit.checkpoint.safetensors_file import SafeTensors
 from fitkit.checkpoint.torch_file import LightningFile, TorchFile
+from fitkit.errors import ArgumentTypeError
 from fitkit.registry import Registry, unknown_name
 
 
@@ -54,7 +56,14 @@ class WeightSource(Protocol):
         """The shape and dtype of each tensor, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU; it may lie in the file itself, so copy it."""
+        """The tensor of that name, on the CPU, which stays when the file is closed."""
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype; several threads may.
+
+        Raises:
+            CheckpointError: it can't be read; the tensor may have some of its numbers.
+        """
 
 
 class WeightFormat(Protocol):
@@ -80,6 +89,8 @@ def format_of(path: str | os.PathLike[str]) -> WeightFormat:
     Raises:
         ConfigurationError: there is none of that name.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"path={describe(path)} must be a string or a path.")
     suffix = PurePath(path).suffix
     if suffix not in FORMATS:
         hint = f"The format follows from the end of the file's name, here {os.fspath(path)!r}."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -87,18 +88,23 @@ class HDF5Weights:
         if self.extra.keys() & self._numbers.keys():
             raise _refused(path, "one name stands for a tensor and for other data")
         self._reader = reader
-        self._read: dict[int, torch.Tensor] = {}
+        self._read: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name; reads none of them."""
         return {name: self._reader.describe(number) for name, number in self._numbers.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU, to be copied; tied names get one tensor."""
+        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
         number = self._numbers[name]
-        if number not in self._read:
-            self._read[number] = self._reader.view(number)
-        return self._read[number]
+        tensor = self._read.get(number)
+        if tensor is None:
+            tensor = self._read[number] = self._reader.read(number)
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        self._reader.read_into(self._numbers[name], tensor)
 
 
 def _mapping(path: str, part: dict[str, Any], key: str, kind: type = object) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from fitkit.checkpoint.body_writer import BodyWriter
-from fitkit.checkpoint.digest import blocks_digest, plain_digest
+from fitkit.checkpoint.digest import blocks_digest, plain_digest, sha256, sums
+from fitkit.checkpoint.file_parts import state_of
 from fitkit.errors import CheckpointError
 
 HEADER_SIZE = 512
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _MAGIC = b"fitkit container "
 _VERSION = re.compile(rb"fitkit container ([1-9][0-9]{0,8})\n")
@@ -28,8 +29,8 @@ _HEADER = re.compile(
     rb"fitkit container ([1-9][0-9]{0,8})\nbody ([0-9]{20})\n([a-z0-9-]+) ([0-9a-f]{64})\n\0*",
     re.DOTALL,
 )
-# What the third line is called: version 1 hashes the body in one piece, 2 in blocks.
-_DIGESTS = {1: b"sha256", 2: b"blocks-sha256"}
+# What the third line is called: version 1 hashes the body in one piece, the others in blocks.
+_DIGESTS = {1: b"sha256", 2: b"blocks-sha256", 3: b"blocks-sums"}
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
@@ -42,12 +43,14 @@ class Verified:
         version: the version of its format.
         digest: the digest that its header states, in hexadecimal digits.
         size_bytes: the size of all of it.
+        state: its `state_of` before it was checked.
     """
 
     file: BinaryIO
     version: int
     digest: str
     size_bytes: int
+    state: tuple[int, int]
 
 
 def seal(file: BinaryIO, body: BodyWriter | None = None) -> None:
@@ -107,7 +110,8 @@ def _verify(name: str, file: BinaryIO) -> Verified:
     if len(header) < HEADER_SIZE or fields is None or fields[3] != _DIGESTS[version]:
         raise damaged(name, "its header is incomplete or was changed")
     size_bytes = HEADER_SIZE + int(fields[2])
-    there = os.fstat(file.fileno()).st_size
+    state = state_of(file)
+    there = state[0]
     if there < size_bytes:
         raise damaged(name, f"only {there} of its {size_bytes} bytes are there")
     if there > size_bytes:
@@ -115,13 +119,14 @@ def _verify(name: str, file: BinaryIO) -> Verified:
     digest = fields[4].decode("ascii")
     if _digest(file, version, size_bytes) != digest:
         raise damaged(name, "its content doesn't match its digest, so it was changed")
-    return Verified(file, version, digest, size_bytes)
+    return Verified(file, version, digest, size_bytes, state)
 
 
 def _digest(file: BinaryIO, version: int, size_bytes: int) -> str:
     if version == 1:
         return plain_digest(file, HEADER_SIZE)
-    return blocks_digest(file, HEADER_SIZE, size_bytes)
+    checksum = sha256 if version == 2 else sums
+    return blocks_digest(file, HEADER_SIZE, size_bytes, checksum)
 
 
 def damaged(name: str, what: str) -> CheckpointError:
@@ -129,6 +134,23 @@ def damaged(name: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{name} is damaged: {what}. Nothing was loaded; use another copy or an earlier file."
     )
+
+
+@contextlib.contextmanager
+def unreadable(name: str) -> Iterator[None]:
+    """Turn errors while a checked file's arrays are read into CheckpointErrors with its name."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name} is damaged or was changed: it {error}. Use another copy or an earlier file."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} can't be read: {error.strerror or error}. Use another copy."
+        ) from error
 
 
 def _foreign(name: str, start: bytes, next_bytes: bytes) -> str:

@@ -88,9 +88,10 @@ def _options(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
 
 def _same_kind(found: object, own: object) -> bool:
     """Whether an option can stand for another: numbers for numbers, pairs for pairs."""
+    if isinstance(found, (tuple, list)) and isinstance(own, (tuple, list)):
+        return len(found) == len(own) and all(map(_same_kind, found, own))
     if isinstance(found, (tuple, list)) or isinstance(own, (tuple, list)):
-        same = isinstance(found, (tuple, list)) and isinstance(own, (tuple, list))
-        return same and len(found) == len(own)  # type: ignore[arg-type]
+        return False
     numbers = (bool, int, float, torch.Tensor, type(None))
     return isinstance(found, numbers) == isinstance(own, numbers)
 

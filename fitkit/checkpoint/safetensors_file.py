@@ -14,6 +14,7 @@ import json
 import math
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -21,7 +22,7 @@ import torch
 
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.body_writer import BodyWriter
-from fitkit.checkpoint.digest import blocks_digest
+from fitkit.checkpoint.digest import Checksum, blocks_digest, sha256, sums
 from fitkit.checkpoint.document import without_repetition
 from fitkit.checkpoint.dtypes import (
     LARGEST_RANK,
@@ -30,7 +31,8 @@ from fitkit.checkpoint.dtypes import (
     stored_shape,
     to_stored,
 )
-from fitkit.checkpoint.header import damaged
+from fitkit.checkpoint.file_parts import state_of
+from fitkit.checkpoint.header import damaged, unreadable
 from fitkit.checkpoint.interrupts import HeldInterrupts
 from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.stored_arrays import StoredArrays
@@ -61,8 +63,10 @@ _LARGEST_HEADER = 32 << 20
 _METADATA = "__metadata__"
 _OURS = "fitkit."
 _VERSIONS = "fitkit.versions"
-_DIGEST = "fitkit.sha256"
+_DIGEST = "fitkit.sums"
 _DIGEST_DIGITS = 64
+# What a file may have instead: those of fitkit's before format version 3.
+_CHECKSUMS: dict[str, Checksum] = {_DIGEST: sums, "fitkit.sha256": sha256}
 
 
 class SafeTensors:
@@ -192,12 +196,14 @@ class SafeTensorsWeights:
         extra: nothing.
         versions: the version of each submodule's state, where fitkit wrote the file.
         metadata: the texts that the file has beside its tensors.
+        digest: that of a file that we wrote, which was checked; None for others.
         foreign: other programs write such files too.
     """
 
     foreign = True
 
     def __init__(self, path: str, file: BinaryIO) -> None:
+        state = state_of(file)
         header, text, end = _read_header(file)
         start = 8 + len(text)
         self.metadata = _texts(header.pop(_METADATA, {}))
@@ -206,32 +212,30 @@ class SafeTensorsWeights:
         self._path = path
         self._entries = {name: _entry(name, entry, start) for name, entry in header.items()}
         _check_places(self._entries, start, end)
-        _check_digest(self.metadata, text, file, end)
+        self.digest = _checked_digest(self.metadata, text, file, end)
         for name, kept in self.metadata.items():
             if name not in header and name != "format" and kept in header:
                 self._entries[name] = self._entries[kept]
-        self._arrays = StoredArrays(file)
-        self._read: dict[int, torch.Tensor] = {}
-
-    @property
-    def digest(self) -> str | None:
-        """The digest of a file that we wrote, which was checked; None for others."""
-        return self.metadata.get(_DIGEST)
+        self._arrays = StoredArrays(file, state)
+        self._read: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name."""
         return {name: (shape, dtype) for name, (_, shape, dtype) in self._entries.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU, to be copied; tied names get one tensor."""
-        offset, shape, dtype = self._entries[name]
-        key = id(self._entries[name])
-        if key not in self._read:
-            try:
-                self._read[key] = self._arrays.view(offset, shape, dtype)
-            except ValueError as error:
-                raise damaged(self._path, f"{name!r} has {error}") from error
-        return self._read[key]
+        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
+        entry = self._entries[name]
+        tensor = self._read.get(id(entry))
+        if tensor is None:
+            with unreadable(self._path):
+                tensor = self._read[id(entry)] = self._arrays.read(*entry)
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        with unreadable(self._path):
+            self._arrays.read_into(self._entries[name][0], tensor)
 
 
 _Entry = tuple[int, tuple[int, ...], torch.dtype]
@@ -242,19 +246,22 @@ def _whole_digest(text: bytes, numbers: str) -> str:
     return hashlib.sha256(text + numbers.encode("ascii")).hexdigest()
 
 
-def _check_digest(metadata: Mapping[str, str], text: bytes, file: BinaryIO, end: int) -> None:
-    """Check the digest of a file that we wrote; others have none."""
+def _checked_digest(
+    metadata: Mapping[str, str], text: bytes, file: BinaryIO, end: int
+) -> str | None:
+    """The digest of a file that we wrote, if it is right; others have none."""
     if not any(key.startswith(_OURS) for key in metadata):
-        return
-    stated = metadata.get(_DIGEST, "")
+        return None
+    key = next((key for key in _CHECKSUMS if key in metadata), _DIGEST)
+    stated = metadata.get(key, "")
     blank = text.replace(stated.encode("ascii", "replace"), b"0" * _DIGEST_DIGITS, 1)
-    start = 8 + len(text)
-    found = _whole_digest(blank, blocks_digest(file, start, end))
+    found = _whole_digest(blank, blocks_digest(file, 8 + len(text), end, _CHECKSUMS[key]))
     if len(stated) != _DIGEST_DIGITS or found != stated:
         raise ValueError(
             "its content doesn't match its digest, so it was changed (a program that writes "
             f"other tensors has to leave out the metadata that begin with {_OURS!r})"
         )
+    return stated
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], bytes, int]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,21 +103,19 @@ class Shards:
                 key: _spread(key, entry, tuple(parts[key])) for key, entry in described.items()
             }
 
-    def read(self, key: str, *, own: bool = True) -> torch.Tensor:
-        """A tensor on the CPU.
-
-        Args:
-            own: whether it has memory of its own; else it may lie in a file, to be copied soon.
-        """
+    def read(self, key: str) -> torch.Tensor:
+        """A tensor of its own on the CPU."""
         spread = self.tensors[key]
-        chunks = [self._open[part.file].read(key) for part in spread.parts]
-        if len(chunks) == 1 and not own:
-            return chunks[0]
-        target = torch.empty(spread.shape, dtype=spread.dtype)
-        for part, chunk in zip(spread.parts, chunks, strict=True):
+        tensor = torch.empty(spread.shape, dtype=spread.dtype)
+        self.read_into(key, tensor)
+        return tensor
+
+    def read_into(self, key: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into one of its shape and dtype."""
+        for part in self.tensors[key].parts:
             ends = map(sum, zip(part.offsets, part.sizes, strict=True))
-            target[tuple(map(slice, part.offsets, ends))] = chunk
-        return target
+            chunk = tensor.detach()[tuple(map(slice, part.offsets, ends))]
+            self._open[part.file].read_into(key, chunk)
 
 
 def _opened(
@@ -168,18 +167,23 @@ class FolderWeights:
                 raise ValueError("its versions aren't numbers")
             for place in self._places.values():
                 self._numbers.check(place)
-        self._read: dict[Any, torch.Tensor] = {}
+        self._read: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name; reads none of them."""
         return {name: self._numbers.described(place) for name, place in self._places.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU, to be copied; tied names get one tensor."""
+        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
         place = self._places[name]
-        if place not in self._read:
-            self._read[place] = self._numbers.read(place, own=False)
-        return self._read[place]
+        tensor = self._read.get(place)
+        if tensor is None:
+            tensor = self._read[place] = self._numbers.read(place)
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        self._numbers.read_into(self._places[name], tensor)
 
 
 class Numbers:
@@ -218,11 +222,13 @@ class Numbers:
             return spread.shape, spread.dtype
         return self._reader.describe(place)
 
-    def read(self, place: Any, *, own: bool = True) -> torch.Tensor:
-        """What is at a place; `own` is that of `Shards.read`."""
-        if isinstance(place, str):
-            return self._shards.read(place, own=own)
-        return self._reader.read(place) if own else self._reader.view(place)
+    def read(self, place: Any) -> torch.Tensor:
+        """What is at a place, as a tensor of its own on the CPU."""
+        return (self._shards if isinstance(place, str) else self._reader).read(place)
+
+    def read_into(self, place: Any, tensor: torch.Tensor) -> None:
+        """Copy what is at a place into a tensor of its shape and dtype."""
+        (self._shards if isinstance(place, str) else self._reader).read_into(place, tensor)
 
     def numbered(self, number: int) -> torch.Tensor:
         """The tensor that the state gives a number; ValueError where there is none."""

@@ -1,25 +1,18 @@
-"""The numbers of arrays at known places in a checked file: copied out, or used where they lie."""
+"""The numbers of arrays at known places in a checked file, copied to where they are wanted.
+
+The file is read and never mapped: where another process cuts a mapped file, or the disk fails, the
+system ends the process that looks at it.
+"""
 
 from __future__ import annotations
 
-import math
-import mmap
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from fitkit.checkpoint.digest import read_at
-from fitkit.checkpoint.dtypes import empty_stored, file_dtype, from_stored, stored_shape
-
-# Mapping less than this isn't worth it.
-_WORTH_MAPPING_BYTES = 1024
-
-
-def bytes_of(numbers: np.ndarray[Any, Any]) -> memoryview:
-    """The bytes of an array in one piece, without a copy."""
-    content: Any = numbers.reshape(-1).view(np.uint8)
-    return memoryview(content)
+from fitkit.checkpoint.dtypes import empty_stored, from_stored, to_stored
+from fitkit.checkpoint.file_parts import read_at, state_of
 
 
 class StoredArrays:
@@ -27,40 +20,53 @@ class StoredArrays:
 
     Every method raises ValueError where the bytes aren't what they have to be, and OSError where
     they can't be read.
+
+    Args:
+        file: open to read.
+        state: its `state_of` before it was checked; what was written to it since is refused.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, state: tuple[int, int]) -> None:
         self._file = file
-        self._mapping: mmap.mmap | None = None
+        self._state = state
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor on the CPU."""
         stored = empty_stored(dtype, shape)
-        if stored.numel():
-            target = bytes_of(stored.numpy())
-            if read_at(self._file, offset, target) < len(target):
-                raise ValueError("it became shorter while it was read")
+        self._fill(offset, stored.numpy())
         return from_stored(stored, dtype)
 
-    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor whose memory is the file, where that can be, to be copied soon.
+    def read_into(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy the array of a tensor's shape and dtype into it; straight where that can be.
 
-        Changing it changes no file.
+        After an error it may have some of the file's numbers.
         """
-        numbers, in_file = file_dtype(dtype), stored_shape(dtype, shape)
-        count = math.prod(in_file)
-        if count * numbers.itemsize < _WORTH_MAPPING_BYTES or offset % numbers.itemsize:
-            return self.read(offset, shape, dtype)
-        try:
-            mapping = self._map()
-        except OSError:  # some network file systems can't
-            return self.read(offset, shape, dtype)
-        array = np.frombuffer(mapping, numbers, count, offset).reshape(in_file)
-        return from_stored(torch.from_numpy(array), dtype)
+        if takes_bytes(tensor):
+            self._fill(offset, to_stored(tensor))
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+            return
+        numbers = self.read(offset, tuple(tensor.shape), tensor.dtype)
+        with torch.no_grad():
+            tensor.copy_(numbers)
 
-    def _map(self) -> mmap.mmap:
-        if self._mapping is None:
-            # A private copy: torch has no read-only tensors, and no write may reach the file.
-            # Never closed here, because tensors may still lie in it; the last one closes it.
-            self._mapping = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._mapping
+    def _fill(self, offset: int, numbers: np.ndarray[Any, Any]) -> None:
+        target = memoryview(numbers.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        count = read_at(self._file, offset, target)
+        if count < len(target):
+            raise ValueError("became shorter while it was read")
+        if state_of(self._file) != self._state:
+            raise ValueError("was written to while it was read")
+
+
+def takes_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a file's bytes can be read straight into a tensor's memory.
+
+    Not those of booleans, of which only two are allowed.
+    """
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.dtype != torch.bool
+        and not (tensor.is_conj() or tensor.is_neg())
+    )

@@ -103,7 +103,7 @@ def _check_storage(dataset: DatasetID, name: str, size_bytes: int, file_bytes: i
 
 
 def _open_linked(parent: GroupID, name: str) -> Any:
-    from h5py import h5l, h5o
+    from h5py import h5a, h5l, h5o
 
     encoded = name.encode("ascii")
     if not parent.links.exists(encoded):
@@ -113,4 +113,7 @@ def _open_linked(parent: GroupID, name: str) -> Any:
         raise ValueError(f"{name!r} is an external link, which leads to another file")
     if kind != h5l.TYPE_HARD:
         raise ValueError(f"{name!r} is a soft link")
-    return h5o.open(parent, encoded)
+    found = h5o.open(parent, encoded)
+    if h5a.get_num_attrs(found):
+        raise ValueError(f"{name!r} has attributes, which fitkit never writes")
+    return found

@@ -46,7 +46,14 @@ class TorchFile:
         size_bytes = sum(item.numel() * item.element_size() for item in weights.tensors.values())
         with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
             output = _Output(file)
-            torch.save(state, output)  # type: ignore[arg-type]
+            try:
+                torch.save(state, output)  # type: ignore[arg-type]
+            except (KeyError, RuntimeError) as error:
+                output.check()
+                raise ConfigurationError(
+                    f"{os.fspath(path)} can't be written: torch.save refuses the weights "
+                    f"({error}). Save to a file that ends in .h5."
+                ) from error
             output.check()
             interrupts.deliver()
 
@@ -202,8 +209,13 @@ class TorchFileWeights:
         return {name: (tuple(item.shape), item.dtype) for name, item in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU, to be copied: its memory is the file."""
+        """The tensor of that name, on the CPU; its memory is the file."""
         return self._tensors[name]
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        with torch.no_grad():
+            tensor.copy_(self._tensors[name])
 
 
 def _state_dict(path: str, content: object) -> Mapping[str, Any]:

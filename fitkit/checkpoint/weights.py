@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,10 +20,16 @@ from fitkit.checkpoint.comparison import Comparison, LoadedWeights, compare
 from fitkit.checkpoint.document import check_plain_data
 from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
+from fitkit.checkpoint.stored_arrays import takes_bytes
+from fitkit.checkpoint.targets import plain_targets
+from fitkit.checkpoint.workers import Workers
 from fitkit.checkpoint.wrappers import without_wrapper
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fitkit.notices import warn
+
+# What is held in memory before anything is assigned, where that is all that is to be loaded.
+_HELD_BYTES = 64 << 20
 
 
 def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
@@ -98,10 +106,11 @@ def load_weights(
     floating dtype, as `Tensor.copy_` does (so float32 to float16 rounds, and overflows to inf);
     complex ones likewise. Other dtypes must be the same: no integer becomes a float or a boolean.
 
-    Before anything is assigned, all of the file is checked. Where the system can map files, the
-    weights are copied from there, so loading takes no more memory than the module has. Then
-    `module.load_state_dict` assigns them, so the module's own hooks, parametrizations and
-    `set_extra_state` work.
+    Before anything is assigned, all of the file is checked. Up to 64 MiB of weights are then held
+    in memory; more are read a second time, straight into the module, so that loading takes hardly
+    more memory than the module has. `module.load_state_dict` assigns what is left to assign, so
+    the module's own hooks, parametrizations and `set_extra_state` work; what a submodule with such
+    code of its own gets is held in memory as well.
 
     Files of `.pt`, `.pth` and `.safetensors` that other programs wrote are read too. Where all
     names in one begin with what a wrapper puts before them (`module.`, `_orig_mod.`, `net.`,
@@ -122,7 +131,9 @@ def load_weights(
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file can't be read whole, or doesn't fit; the message lists all
-            names that don't. The module is as it was.
+            names that don't. The module is as it was, unless the message says otherwise: of more
+            than 64 MiB, the disk may fail or another program may write to the file between the
+            check and the end.
         ConfigurationError: the format is unknown, or the module has parameters without values.
     """
     check_flag("strict", strict)
@@ -146,18 +157,31 @@ class FittingWeights:
     outcome: LoadedWeights
     _path: str
     _module: torch.nn.Module
-    _state: OrderedDict[str, Any]
+    _source: WeightSource
+    _held: OrderedDict[str, Any]
+    _waiting: Mapping[str, torch.dtype]  # what is still in the file
 
     def assign(self) -> LoadedWeights:
         """Give the module its weights, while the file is still open.
 
         Raises:
-            CheckpointError: the module's own `load_state_dict` failed.
+            CheckpointError: the file can't be read any more, or the module's own
+                `load_state_dict` failed.
             ConfigurationError: the module is on the meta device, and a part of it gets no weights
                 and can't draw any; nothing is changed.
         """
-        fill_meta(self._module, self._state)
-        _assign(self._path, self._module, self._state)
+        fill_meta(self._module, {**self._held, **self._waiting})
+        state = self._held.copy()
+        state._metadata = self._held._metadata  # type: ignore[attr-defined]
+        if self._waiting:
+            targets = plain_targets(self._module)  # the module may have been converted since
+            filled = {name: targets[name] for name in self._waiting if name in targets}
+            others = [name for name in self._waiting if name not in filled]
+            state.update(_held(self._source, others))
+            _fill(self._source, filled, self._waiting)
+            # A tensor that is copied into itself stays as it is.
+            state.update(filled)
+        _assign(self._path, self._module, state)
         return self.outcome
 
 
@@ -185,10 +209,11 @@ def fitting_weights(
         source = without_wrapper(source, expected, path)
     comparison = compare(source, expected)
     comparison.check(path, module, strict=strict, skip_mismatch=skip_mismatch)
-    state = _read(source, comparison)
+    waiting = _waiting(source, comparison, module)
+    held = _held(source, [name for name in comparison.fitting if name not in waiting])
     if comparison.mismatched:
         warn(comparison.describe_skipped(path))
-    return FittingWeights(comparison.outcome(), path, module, state)
+    return FittingWeights(comparison.outcome(), path, module, source, held, waiting)
 
 
 def _check_module(module: object) -> None:
@@ -209,13 +234,63 @@ def _expected(module: torch.nn.Module) -> dict[str, Any]:
     return state
 
 
-def _read(source: WeightSource, comparison: Comparison) -> OrderedDict[str, Any]:
+def _waiting(
+    source: WeightSource, comparison: Comparison, module: torch.nn.Module
+) -> dict[str, torch.dtype]:
+    """The names of what is read straight into the module, with the dtypes in the file.
+
+    Not booleans: their numbers have to be looked at first.
+    """
+    described = source.describe()
+    sizes = {
+        name: math.prod(described[name][0]) * described[name][1].itemsize
+        for name in comparison.fitting
+        if name in described
+    }
+    if sum(sizes.values()) <= _HELD_BYTES:
+        return {}
+    targets = plain_targets(module)
+    return {
+        name: described[name][1]
+        for name in sizes
+        if name in targets
+        and tuple(targets[name].shape) == described[name][0]
+        and described[name][1] != torch.bool
+    }
+
+
+def _held(source: WeightSource, names: list[str]) -> OrderedDict[str, Any]:
     state: OrderedDict[str, Any] = OrderedDict()
-    for name in comparison.fitting:
+    for name in names:
         state[name] = source.extra[name] if name in source.extra else source.read(name)
     metadata = OrderedDict((name, {"version": value}) for name, value in source.versions.items())
     state._metadata = metadata  # type: ignore[attr-defined]
     return state
+
+
+def _fill(
+    source: WeightSource,
+    targets: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Read what the file has for these tensors into them."""
+    # Tied ones once: two threads would mix two arrays.
+    names = {id(tensor): name for name, tensor in targets.items()}
+    try:
+        with Workers[None](sum(targets[name].nbytes for name in names.values())) as workers:
+            for name in names.values():
+                tensor = targets[name]
+                if tensor.dtype == dtypes[name] and takes_bytes(tensor):
+                    workers.submit(functools.partial(source.read_into, name, tensor))
+                else:  # one after the other, so that one array is in memory at a time
+                    with torch.no_grad():
+                        tensor.copy_(source.read(name))
+            workers.results()
+    except Exception as error:
+        raise CheckpointError(
+            f"{error} It was whole when it was checked, so some weights may have been replaced: "
+            "build the module anew before you go on."
+        ) from error
 
 
 def _assign(path: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:

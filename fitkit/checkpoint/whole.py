@@ -39,8 +39,8 @@ class Checkpoint:
 
     Attributes:
         path: the file, as it was given.
-        weights: its weights; `fitting_weights` compares them with a module. Their
-            tensors may lie in the file itself: copy them while it is open.
+        weights: its weights; `fitting_weights` compares them with a module. They are read from
+            the file while it is open.
         state: what `save_checkpoint` was given, with all tensors on the CPU, in memory of their
             own.
         software: the versions of fitkit and torch that wrote it, as text.

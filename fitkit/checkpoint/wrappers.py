@@ -66,5 +66,9 @@ class _Unwrapped:
         return self._renamed(self._source.describe())
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU, to be copied."""
+        """The tensor of that name, on the CPU."""
         return self._source.read(self._prefix + name)
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        self._source.read_into(self._prefix + name, tensor)

@@ -59,18 +59,23 @@ def fed(batches: Iterator[Any], transfer: Any, streams: Any) -> Iterator[Any]:
 def goes_aside(batch: Any) -> bool:
     """Whether a batch is in main memory, and its memory on the device can be told to streams.
 
-    An object that only knows how to move itself (`.to`) is moved where it is used: nobody could
-    say which of its memory another stream still reads.
+    An object that only knows how to move itself (`.to`) is moved where it is used, and so are
+    sparse and nested tensors, for which torch has no `record_stream`: nobody could say which of
+    their memory another stream still reads.
     """
     moves = False
     for leaf in trees.leaves(batch):
         if hasattr(leaf, "record_stream") or hasattr(leaf, "__array__"):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
+            if isinstance(leaf, torch.Tensor) and not _is_dense_on_cpu(leaf):
                 return False
             moves = True
         elif callable(getattr(leaf, "to", None)):
             return False
     return moves
+
+
+def _is_dense_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def keep_on_device(source: Any, move: Callable[[Any], Any], free_bytes: Callable[[], int]) -> bool:

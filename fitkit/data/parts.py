@@ -94,7 +94,6 @@ class _LoaderPart(_Part):
         drop_last = bool(getattr(loader, "drop_last", False))
         dealt = self._dealt(self._drawn(loader, number), skip, drop_last=drop_last)
         mine = with_sampler(loader, Once(iter([chosen for chosen, _, _ in dealt])))
-        object.__setattr__(mine, "_iterator", None)  # workers that live on have other tasks
         return (
             Share(batch, count, total)
             for (_, count, total), batch in zip(dealt, iter(mine), strict=True)

@@ -24,6 +24,17 @@ def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Begin a pass, with the same draws of random numbers whether workers are new or live on.
+
+    torch draws a seed for workers where it starts them, and none where `persistent_workers=True`
+    keeps them: the order would hang on which process has begun them, and when.
+    """
+    if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
+        draw_as_iterating_does(loader)
+    return iter(loader)
+
+
 def sampler_name(loader: DataLoader[Any]) -> str:
     """Which of a loader's samplers decides on its batches."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -31,10 +42,11 @@ def sampler_name(loader: DataLoader[Any]) -> str:
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     """The loader with another sampler in the deciding one's place."""
-    # A shallow copy keeps the user's subclass, workers and attributes; a DataLoader refuses
-    # new samplers by its own __setattr__.
+    # A shallow copy keeps the user's subclass and attributes; a DataLoader refuses new samplers by
+    # its own __setattr__.
     other = copy.copy(loader)
     object.__setattr__(other, sampler_name(loader), sampler)
+    object.__setattr__(other, "_iterator", None)  # workers that live on follow the old sampler
     return other
 
 

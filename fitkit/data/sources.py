@@ -28,6 +28,7 @@ from fitkit.data.own_state import own_state_of
 from fitkit.data.samplers import (
     Once,
     draw_as_iterating_does,
+    iterate,
     sampler_name,
     tell_epoch,
     with_sampler,
@@ -90,14 +91,12 @@ class LoaderSource:
             draw_as_iterating_does(self.loader)
             return batches_by_index(self.loader, without_first(chosen, skip))
         if not skip:
-            return iter(self.loader)
+            return iterate(self.loader)
         if isinstance(self.loader.dataset, IterableDataset):
-            return without_first(iter(self.loader), skip)
+            return without_first(iterate(self.loader), skip)
         drawn = iter(getattr(self.loader, sampler_name(self.loader)))
         draw_as_iterating_does(self.loader)
-        rest = with_sampler(self.loader, Once(without_first(drawn, skip)))
-        object.__setattr__(rest, "_iterator", None)  # workers that live on have other tasks already
-        return iter(rest)
+        return iter(with_sampler(self.loader, Once(without_first(drawn, skip))))
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -128,8 +127,10 @@ class IterableSource:
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:
     """What is left of an iterator after `skip` entries, which are taken at once."""
+    missing = object()
     for _ in range(skip):
-        next(batches, None)
+        if next(batches, missing) is missing:
+            break
     return batches
 
 

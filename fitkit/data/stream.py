@@ -79,6 +79,26 @@ class Stream:
         if self._limit is None:
             self.place.batches = steps * self._ranks
 
+    def look(self) -> Any:
+        """A batch, which is given again when its turn comes; None where there is none.
+
+        Ranks:
+            Collective.
+        """
+        whole, own = whole_of(self.source), _own_state(self.source)
+        waiting = own.state(ends_pass=False) if own is not None and own.waits else None
+        drawn, rest = random_state(self.generators), None
+        if not whole.repeatable:
+            whole.iterable, rest = itertools.tee(whole.iterable)
+        batch = next(iter(self.source.batches(self.place.number)), None)
+        if batch is None and waiting is not None:  # the loader's own state is at its pass's end
+            batch = next(iter(self.source.batches(self.place.number)), None)
+        if rest is not None:
+            whole.iterable = rest
+        set_random_state(drawn, self.generators)
+        self.take_loader_state(waiting)
+        return batch
+
     def loader_state(self, *, ends_pass: bool) -> dict[str, Any] | None:
         """The state of a loader that keeps its own, read by one rank alone; None elsewhere.
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.checkpoint.atomic import replacing
+from fitkit.distributed.precision import plain_layers
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.example_batch import example_batch
 from fitkit.export.checking import check_file
@@ -130,7 +131,8 @@ def _evaluating(net: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in net.buffers()]
     compiled = [(module, module._compiled_call_impl) for module in net.modules()]
     gpus = {parameter.device.index for parameter in net.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices=sorted(gpus)), torch.no_grad():
+    random = torch.random.fork_rng(devices=sorted(gpus))
+    with random, torch.no_grad(), plain_layers(net):
         try:
             for module, _ in modes:
                 module.training = False

@@ -14,7 +14,7 @@ import torch
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses.guards import check_learns
-from fitkit.losses.loss import Loss, OwnLoss, resolve
+from fitkit.losses.loss import KnownLoss, Loss, OwnLoss, resolve
 from fitkit.outputs import SINGLE, LossHint, by_output, log_name, named_outputs
 from fitkit.trees import is_container
 
@@ -90,6 +90,17 @@ class CompiledLoss:
         if self._plan is None or len(self._plan.parts) < 2:
             return []
         return [_part_name(part) for part in self._plan.parts]
+
+    @property
+    def direct(self) -> Callable[[Any, Any], torch.Tensor] | None:
+        """The loss of a net with one output, for a tensor and its target; None before `check`, and
+        where there is more to it."""
+        return self._direct
+
+    @property
+    def is_known(self) -> bool:
+        """Whether fitkit knows the meaning of each loss, so that none keeps anything."""
+        return all(loss is None or isinstance(loss, KnownLoss) for loss in _each(self._losses))
 
     def hint(self, output: Hashable) -> LossHint:
         """What `output`'s loss tells; an empty hint where that isn't known, or not yet."""

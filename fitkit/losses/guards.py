@@ -247,11 +247,10 @@ def check_label_range(
             "takes them."
         )
     labels = target.to(torch.int64)
-    if ignore_index is not None:
-        labels = labels[labels != ignore_index]
-    if labels.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(labels))
+    low, high = _bounds(labels)
+    if ignore_index is not None and not (low >= 0 and high < classes):
+        # Only now: to choose the others takes fifteen times as long as the bounds.
+        low, high = _bounds(labels[labels != ignore_index])
     if low >= 0 and high < classes:
         return
     shift = " Labels that start at 1 need y - 1." if low == 1 and high == classes else ""
@@ -260,6 +259,14 @@ def check_label_range(
         f"{label} takes labels from 0 to {classes - 1}{ignored}, because the net gives {classes} "
         f"classes, but y reaches from {low} to {high}.{shift}"
     )
+
+
+def _bounds(labels: torch.Tensor) -> tuple[int, int]:
+    """The least and the greatest label; 0 for none."""
+    if labels.numel() == 0:
+        return 0, 0
+    low, high = torch.aminmax(labels)
+    return int(low), int(high)
 
 
 def count_classes(

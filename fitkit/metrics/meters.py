@@ -36,6 +36,11 @@ class Meters:
         """Whether there are any."""
         return bool(self._given)
 
+    @property
+    def are_known(self) -> bool:
+        """Whether none of them is code of the user's that sees each batch; after `start`."""
+        return not any(meters.sees_each for meters in self._started())
+
     def start(self, prediction: Any, target: Any, hint: Callable[[Any], LossHint]) -> None:
         """Build the metrics by the first batch; later calls do nothing.
 
@@ -70,6 +75,11 @@ class Meters:
         self._outputs = started
         if len(outputs) == 1:
             self._only = next(iter(started.values()), None)
+
+    @property
+    def update_of_one(self) -> Callable[[Tensor, Tensor, Tensor | None], None] | None:
+        """`update` for tensors, where the net has one output with metrics; after a first batch."""
+        return None if self._only is None else self._only.update_more
 
     def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
         """Add a batch; its gradients don't count.

@@ -43,12 +43,21 @@ class OutputMeters:
         self._pending = Pending(keeps=any(g.keeps_batches for g in self._joining.values()))
         self._is_first = True
 
+    @property
+    def sees_each(self) -> bool:
+        """Whether some metric sees each batch as it came."""
+        return bool(self._seeing_each)
+
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
         """Add a batch; its gradients don't count."""
         if self._is_first:
             with torch.no_grad():
                 self._update_first(prediction, target, weight)
-            return
+        else:
+            self.update_more(prediction, target, weight)
+
+    def update_more(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
+        """Add a batch that isn't the first."""
         if self._seeing_each:
             with torch.no_grad():
                 for gauge in self._seeing_each.values():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,25 +21,96 @@ LARGE = 2**15
 """Batches of more numbers don't wait: to copy them takes longer than what joining saves."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Place:
-    """Memory for a batch; used again and again, as a new tensor takes twice a copy's time.
+class _Block:
+    """Memory for several batches of one shape, in one piece: joined without being copied again.
+
+    It is used again and again, as a new tensor takes twice a copy's time.
 
     Attributes:
-        prediction, target: the memory; of one dimension where the batch's have none.
-        shape, target_shape, dtype, target_dtype: those of the batches that fit.
-        size: how many numbers there are.
-        kind: what batches that are joined have in common.
+        size: how many numbers one batch has.
+        kind: what blocks that are joined have in common.
+        room: how many batches it can hold.
+        used: how many it holds.
+        predictions, targets: each batch's memory; of one dimension where the batch's have none.
+        weights: each batch's weights; none where batches without weights fit.
     """
 
-    prediction: Tensor
-    target: Tensor
-    shape: torch.Size
-    target_shape: torch.Size
-    dtype: torch.dtype
-    target_dtype: torch.dtype
-    size: int
-    kind: tuple[Any, ...]
+    __slots__ = (
+        "_all_predictions",
+        "_all_targets",
+        "_dtype",
+        "_shape",
+        "_target_dtype",
+        "_target_shape",
+        "_weight_shape",
+        "kind",
+        "predictions",
+        "room",
+        "size",
+        "targets",
+        "used",
+        "weights",
+    )
+
+    def __init__(
+        self, prediction: Tensor, target: Tensor, weight: Tensor | None, room: int
+    ) -> None:
+        self._shape, self._target_shape = prediction.shape, target.shape
+        self._dtype, self._target_dtype = prediction.dtype, target.dtype
+        self._weight_shape = None if weight is None else weight.shape
+        self.weights: list[Tensor] = []
+        self.size = prediction.numel() + target.numel()
+        self.room, self.used = room, 0
+        with torch.inference_mode(False), torch.no_grad():
+            # What is made in inference mode can't be written to outside of it.
+            self._all_predictions = prediction.new_empty((room, *(prediction.shape or (1,))))
+            self._all_targets = target.new_empty(
+                (room, *(target.shape or (1,))), device=prediction.device
+            )
+            self.predictions = self._all_predictions.unbind()
+            self.targets = self._all_targets.unbind()
+        rows, target_rows = self._all_predictions, self._all_targets
+        kind = rows.ndim, rows.shape[2:], target_rows.ndim, target_rows.shape[2:]
+        self.kind = kind, None if weight is None else (weight.ndim, weight.shape[1:])
+
+    def fits(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+        """Whether a batch is of this block's shapes and types."""
+        return (
+            prediction.shape == self._shape
+            and target.shape == self._target_shape
+            and prediction.dtype is self._dtype
+            and target.dtype is self._target_dtype
+            and (None if weight is None else weight.shape) == self._weight_shape
+        )
+
+    def add(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+        """Copy a batch, where it fits and there is room.
+
+        Returns:
+            Whether that is so.
+        """
+        index = self.used
+        if index == self.room or not self.fits(prediction, target, weight):
+            return False
+        # Asking costs a tenth of detaching.
+        self.predictions[index].copy_(
+            prediction.detach() if prediction.requires_grad else prediction
+        )
+        self.targets[index].copy_(target.detach() if target.requires_grad else target)
+        if weight is not None:
+            self.weights.append(torch.atleast_1d(weight.detach()).clone())
+        self.used = index + 1
+        return True
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """The predictions and the targets of all batches: the block's own memory."""
+        used = self.used
+        return self._all_predictions[:used].flatten(0, 1), self._all_targets[:used].flatten(0, 1)
+
+    def clear(self) -> None:
+        """Forget all batches."""
+        self.used = 0
+        self.weights.clear()
 
 
 class Pending:
@@ -56,9 +126,8 @@ class Pending:
 
     def __init__(self, keeps: bool = False) -> None:
         self._keeps = keeps
-        self._places: list[_Place] = []
-        self._made = 0
-        self._weights: dict[int, Tensor] = {}
+        self._blocks: list[_Block] = []
+        self._spare: _Block | None = None
         self._waiting = 0
         self._elements = 0
         self._large: Parts | None = None
@@ -71,49 +140,34 @@ class Pending:
         """Let a batch wait, without its gradients.
 
         Returns:
-            Whether it is time to take them all, at once: the last may not be a copy.
+            Whether it is time to take them all, at once: the last may not be a copy, and the
+            memory of the others is that of the next.
         """
-        index = self._waiting
-        place = self._places[index] if index < self._made else None
-        if (
-            place is None
-            or prediction.shape != place.shape
-            or target.shape != place.target_shape
-            or prediction.dtype is not place.dtype
-            or target.dtype is not place.target_dtype
-        ):
+        block = self._blocks[-1] if self._blocks else None
+        if block is None or not block.add(prediction, target, weight):
             if prediction.numel() + target.numel() > LARGE:
                 self._large = prediction.detach(), target.detach(), weight
                 return True
-            place = self._make_place(index, prediction, target)
-        # Asking costs a tenth of detaching.
-        place.prediction.copy_(prediction.detach() if prediction.requires_grad else prediction)
-        place.target.copy_(target.detach() if target.requires_grad else target)
-        if weight is not None:
-            self._weights[index] = torch.atleast_1d(weight.detach()).clone()
-        self._waiting = index + 1
-        self._elements += place.size
+            block = self._next_block(prediction, target, weight)
+            block.add(prediction, target, weight)
+        self._waiting += 1
+        self._elements += block.size
         return self._waiting >= MOST_BATCHES or self._elements >= MOST_ELEMENTS
 
-    def _make_place(self, index: int, prediction: Tensor, target: Tensor) -> _Place:
-        """The place of this index, for batches like this one."""
-        with torch.inference_mode(False), torch.no_grad():
-            # What is made in inference mode can't be written to outside of it.
-            kept = torch.empty_like(torch.atleast_1d(prediction))
-            kept_target = torch.empty_like(torch.atleast_1d(target), device=kept.device)
-        place = _Place(
-            kept,
-            kept_target,
-            prediction.shape,
-            target.shape,
-            prediction.dtype,
-            target.dtype,
-            prediction.numel() + target.numel(),
-            (kept.ndim, kept.shape[1:], kept_target.ndim, kept_target.shape[1:]),
-        )
-        self._places[index : index + 1] = [place]
-        self._made = len(self._places)
-        return place
+    def _next_block(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> _Block:
+        """An empty block that fits a batch: twice as large as the last, if that was of its shape.
+
+        Batches whose shapes change from one to the next so take no more memory than their own.
+        """
+        last = self._blocks[-1] if self._blocks else None
+        block, self._spare = self._spare, None
+        if block is None or not block.fits(prediction, target, weight):
+            grows = last is not None and last.fits(prediction, target, weight)
+            most = -(-MOST_ELEMENTS // max(prediction.numel() + target.numel(), 1))
+            room = min(2 * last.room if last is not None and grows else 1, most, MOST_BATCHES)
+            block = _Block(prediction, target, weight, room)
+        self._blocks.append(block)
+        return block
 
     def take(self) -> Iterator[Batch]:
         """All that wait, as `joined`, and forget them."""
@@ -129,23 +183,24 @@ class Pending:
 
     def joined(self) -> Iterator[Batch]:
         """All that wait, joined where neighbours have the same shapes beyond dimension 0."""
-        for _, indices in itertools.groupby(range(self._waiting), self._kind):
-            chosen = list(indices)
-            places = [self._places[index] for index in chosen]
-            weights = [self._weights[index] for index in chosen if index in self._weights]
+        for _, neighbours in itertools.groupby(self._blocks, lambda block: block.kind):
+            blocks = list(neighbours)
+            predictions, targets = zip(*(block.joined() for block in blocks), strict=True)
+            weights = [weight for block in blocks for weight in block.weights]
             yield Batch(
-                torch.cat([place.prediction for place in places]),
-                torch.cat([place.target for place in places]),
-                torch.cat(weights) if weights else None,
+                self._one(predictions), self._one(targets), torch.cat(weights) if weights else None
             )
 
-    def _kind(self, index: int) -> tuple[Any, ...]:
-        """What neighbours must have in common to be joined."""
-        weight = self._weights.get(index)
-        return self._places[index].kind, None if weight is None else (weight.ndim, weight.shape[1:])
+    def _one(self, parts: tuple[Tensor, ...]) -> Tensor:
+        if len(parts) > 1:
+            return torch.cat(parts)
+        return parts[0].clone() if self._keeps else parts[0]
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget them; the largest block of the last shape is kept for what comes."""
+        if self._blocks:
+            self._spare = self._blocks[-1]
+            self._spare.clear()
+            self._blocks.clear()
         self._waiting = self._elements = 0
-        self._weights.clear()
         self._large = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,24 @@ import torch
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a net's forward takes."""
+    try:
+        if inspect.ismethod(forward):
+            found = _parameters(forward.__func__)
+            takes_self = found and found[0].kind in POSITIONAL
+            return list(found[1:] if takes_self else found)
+        return list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):  # TorchScript tells no signature: by position then
+        return [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """A function's parameters; looking them up takes 100 µs."""
+    return tuple(inspect.signature(function).parameters.values())
 
 
 class Caller:
@@ -23,10 +42,7 @@ class Caller:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        try:
-            parameters = list(inspect.signature(forward).parameters.values())
-        except (TypeError, ValueError):  # TorchScript tells no signature: by position then
-            parameters = [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
+        parameters = parameters_of(forward)
         kinds = [parameter.kind for parameter in parameters]
         self._spread = inspect.Parameter.VAR_POSITIONAL in kinds
         self._any_keyword = inspect.Parameter.VAR_KEYWORD in kinds

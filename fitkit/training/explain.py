@@ -26,6 +26,15 @@ CONTAINER_ERRORS = re.compile(
 )
 
 
+def raise_explained(
+    error: Exception, net: Callable[..., Any], x: Any, y: Any, name: str = "x"
+) -> None:
+    """Raise a clearer error in place of one that a batch caused; see `explained`."""
+    explanation = None if isinstance(error, FitkitError) else explained(error, net, x, y, name)
+    if explanation is not None:
+        raise explanation from error
+
+
 def explained(
     error: Exception, net: Callable[..., Any], x: Any, y: Any, name: str = "x"
 ) -> FitkitError | None:

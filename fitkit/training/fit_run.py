@@ -260,10 +260,12 @@ class FitRun:
         if resumes and not done:
             self._go_on_drawing()
         self.step.begin()
-        callbacks.call("on_epoch_begin", epoch, {})
+        begun = resumes and done > 0
+        with self.model.fit_state.settings_kept() if begun else contextlib.nullcontext():
+            callbacks.call("on_epoch_begin", epoch, {})
         self.epoch, self.logs = epoch, None
         self._follow_freezing()
-        if resumes and done:
+        if begun:
             self._go_on_drawing()
         batches = self.step.mover.fed(self.stream.epoch(done))
         group = self.compilation.steps_per_execution
@@ -296,13 +298,13 @@ class FitRun:
         """Learn which metrics there are, where an epoch was cut after its last batch."""
         if not isinstance(self.step, CompiledStep) or self.step.checked:
             return
-        drawn = random_state(self.stream.generators)
-        batch = next(iter(self.source.batches(self.stream.place.number)), None)
+        batch = self.stream.look()
         if batch is not None:
+            drawn = random_state(self.stream.generators)
             with modes_restored(self.model), torch.no_grad():
                 self.model.eval()
                 self.step.look(batch)
-        set_random_state(drawn, self.stream.generators)
+            set_random_state(drawn, self.stream.generators)
 
     def _go_on_drawing(self) -> None:
         """Draw random numbers as the training would have that was cut."""

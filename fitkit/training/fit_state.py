@@ -246,6 +246,21 @@ class FitState:
             for handle in handles:
                 handle.remove()
 
+    @contextlib.contextmanager
+    def settings_kept(self) -> Iterator[None]:
+        """Put the groups' settings back at the end of a block.
+
+        What callbacks do at an epoch's beginning was done before the epoch was cut; since then
+        the rates may have moved.
+        """
+        before = [
+            (group, {name: value for name, value in group.items() if name != "params"})
+            for group in self.groups
+        ]
+        yield
+        for group, settings in before:
+            group.update(settings)
+
     def set_rate(self, rate: float) -> None:
         """Change the rates and keep the optimizers' state; schedulers begin anew from there."""
         self.rate_factor = 1.0

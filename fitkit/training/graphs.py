@@ -22,6 +22,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.notices import warn
 from fitkit.optimizers import FUSED
 from fitkit.torch_errors import is_out_of_memory
+from fitkit.training.cuda_graphs import CudaGraphs
 from fitkit.training.updates import Updater
 
 WARM_UP = 3
@@ -59,34 +60,6 @@ class Recording:
     kind: list[Any]
     settings: list[Any]
     decisions: Any
-
-
-class CudaGraphs:
-    """Records and repeats work on a CUDA device.
-
-    Args:
-        device: where it is done.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device)
-
-    def warm_up(self, work: Callable[[], None]) -> None:
-        """Do work as it has to be done before it is recorded: beside the default stream."""
-        side, main = self._side, torch.cuda.current_stream(self._device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            work()
-        main.wait_stream(side)
-
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What repeats some work, and the memory of its results; nothing is computed yet."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (a loader's that pins memory) may allocate meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = work()
-        return graph.replay, results
 
 
 class Graphed:
@@ -137,7 +110,7 @@ class Graphed:
     def __call__(self, batch: Any, index: int) -> None:
         if self._is_off or self._updater.will_accumulate:
             self._usual(batch, index)
-        elif self._warm < WARM_UP:
+        elif self._warm < WARM_UP or self._net_changed():
             self._warm += 1
             self._graphs.warm_up(lambda: self._learn(batch, index))
         else:
@@ -151,7 +124,7 @@ class Graphed:
         opened = self._step.opened(batch)
         kind = _kind(opened)
         recording = self._recording
-        if recording is None or self._is_stale(recording):
+        if recording is None or self._rate_changed(recording):
             recording = self._recording = None  # its memory serves the next
             recording = self._recording = self._record(opened, kind)
         if recording is None or kind != recording.kind:
@@ -163,32 +136,49 @@ class Graphed:
         self._misfits = 0
         self._repeat(recording, opened)
 
-    def _is_stale(self, recording: Recording) -> bool:
-        """Whether something that the graph repeats was decided otherwise since."""
-        if self._has_doubt:
-            self._has_doubt = False
-            if recording.decisions != self._decisions():
-                return True
-        if self._optimizes and settings(self._updater.optimizer) != recording.settings:
-            self._rates_changed += 1
-            self._optimizes = self._rates_changed < MOST_RECORDINGS
-            return True
-        return False
+    def _net_changed(self) -> bool:
+        """Whether the net was decided otherwise than recorded; the recording is dropped then.
+
+        The next step is to be made as usual: parameters that learn from now on get their running
+        values in it, and libraries choose their kernels.
+        """
+        if self._recording is None or not self._has_doubt:
+            return False
+        self._has_doubt = False
+        if self._recording.decisions == self._decisions():
+            return False
+        self._recording = None
+        return True
+
+    def _rate_changed(self, recording: Recording) -> bool:
+        """Whether the optimizer's settings differ from those that the graph repeats."""
+        if not self._optimizes or settings(self._updater.optimizer) == recording.settings:
+            return False
+        self._rates_changed += 1
+        self._optimizes = self._rates_changed < MOST_RECORDINGS
+        return True
 
     def _record(self, opened: Any, kind: list[Any]) -> Recording | None:
         """Record a step; None where that failed."""
         if any(map(has_hooks, self._modules)):
             self._give_up("layers have hooks, which a graph wouldn't call")
             return None
+        optimizer = self._updater.optimizer
         inputs = [leaf.clone() for leaf in trees.tensors(opened)]
         static = _with_tensors(opened, inputs)
+        self._drop_gradients()  # an earlier recording's memory is free then
+        known = {parameter for parameter, state in optimizer.state.items() if state}
         try:
-            with capturable(self._updater.optimizer):
+            with capturable(optimizer):
                 replay, results = self._graphs.record(lambda: self._work(static))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self._give_up(f"recording failed ({str(error).splitlines()[0]})")
+            self._give_up(f"recording failed ({_first_line(error)})")
+            return None
+        finally:
+            made = forget_others(optimizer, known)
+        if made:
             return None
         self._owns_gradients, self._has_doubt = True, False
         gradients = [parameter.grad for parameter in self._parameters]
@@ -197,8 +187,7 @@ class Graphed:
 
     def _work(self, opened: tuple[Any, Any, Any]) -> tuple[Any, ...]:
         """What is recorded: a step's work on the device."""
-        for parameter in self._parameters:
-            parameter.grad = None  # so that the graph makes them, in memory of its own
+        self._drop_gradients()  # so that the graph makes them, in memory of its own
         prediction, loss, parts = self._step.compute(self._step.forward, *opened)
         self._updater.backward(loss)
         if self._optimizes:
@@ -206,10 +195,15 @@ class Graphed:
         parts = {name: part.detach() for name, part in parts.items()}
         return trees.map_leaves(_detached, prediction), loss.detach(), parts
 
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _repeat(self, recording: Recording, opened: tuple[Any, Any, Any]) -> None:
         step, updater = self._step, self._updater
         torch._foreach_copy_(recording.inputs, trees.tensors(opened), non_blocking=True)
-        if not self._owns_gradients:
+        # Where the optimizer steps outside, others may have taken them away meanwhile.
+        if not (self._owns_gradients and self._optimizes):
             for parameter, gradient in zip(self._parameters, recording.gradients, strict=True):
                 parameter.grad = gradient
             self._owns_gradients = True
@@ -230,8 +224,10 @@ class Graphed:
 
     def _decisions(self) -> Any:
         """What a graph repeats of the net: which parameters learn, where they are, which mode."""
+        buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
         return (
             [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters],
+            [buffer.data_ptr() for buffer in buffers],
             [module.training for module in self._modules],
         )
 
@@ -310,13 +306,40 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def settings(optimizer: Optimizer) -> list[Any]:
-    """What a recorded step repeats of an optimizer's groups; tensors by their identity."""
+    """What a recorded step repeats of an optimizer's groups.
+
+    Tensors on the device by their identity, as it reads them anew; those in main memory by value.
+    """
     return [
-        id(value) if isinstance(value, torch.Tensor) else value
+        _setting(value)
         for group in optimizer.param_groups
         for name, value in group.items()
         if name != "params"
     ]
+
+
+def _setting(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.tolist() if value.device.type == "cpu" else id(value)
+
+
+def forget_others(optimizer: Optimizer, known: set[Any]) -> bool:
+    """Drop the running values of parameters that had none before a recording.
+
+    Nothing was computed in it: these are unset memory, which each repetition would begin anew.
+
+    Args:
+        known: the parameters that had some.
+
+    Returns:
+        Whether there were any: the recording is of no use then.
+    """
+    states = optimizer.state.items()
+    others = [parameter for parameter, state in states if state and parameter not in known]
+    for parameter in others:
+        del optimizer.state[parameter]
+    return bool(others)
 
 
 @contextlib.contextmanager
@@ -330,6 +353,13 @@ def capturable(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group in groups:
             group["capturable"] = False
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error that others followed says first: after a forbidden call all calls fail."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _kind(opened: Any) -> list[Any]:

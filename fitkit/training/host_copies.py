@@ -32,8 +32,8 @@ class HostCopies:
 
     def add(self, output: Any) -> None:
         """Take a batch's output."""
-        if self._flying is None and isinstance(output, torch.Tensor) and not output.is_cuda:
-            self.outputs.append(output.cpu())
+        if isinstance(output, torch.Tensor) and output.is_cpu and self._flying is None:
+            self.outputs.append(output)
             return
         device = _gpu_of(output)
         if device is None:
@@ -79,8 +79,9 @@ def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 def _gpu_of(output: Any) -> torch.device | None:
     """The CUDA device that all of an output's tensors are on; None where that isn't so."""
-    if isinstance(output, torch.Tensor):
-        return output.device if output.is_cuda else None
-    devices = {tensor.device for tensor in tensors_in(output)}
+    tensors = list(tensors_in(output))
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
+        return None  # streams can't be told of their memory
+    devices = {tensor.device for tensor in tensors}
     device = devices.pop() if len(devices) == 1 else None
     return device if device is not None and device.type == "cuda" else None

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
-
 from fitkit import trees
 from fitkit.callbacks import CallbackList
 from fitkit.training.host_copies import HostCopies
+from fitkit.training.inferring import Inference
 from fitkit.training.learning import Learning
 from fitkit.training.logbook import LazyLogs
 from fitkit.training.runs import Step
@@ -75,11 +74,17 @@ def train_batches(
 
 
 def evaluate_batches(
-    batches: Iterator[Any], step: Step, callbacks: CallbackList, group: int = 1
+    batches: Iterator[Any],
+    step: Step,
+    callbacks: CallbackList,
+    inference: Inference,
+    group: int = 1,
 ) -> int:
     """Note losses and metrics of batches, without gradients.
 
     Args:
+        step: keeps the running values.
+        inference: makes the steps, and surrounds them.
         group: batches between two calls of the batch hooks.
 
     Returns:
@@ -90,14 +95,20 @@ def evaluate_batches(
     results = step.logbook.results
     index = -1
     waits = False
-    with torch.no_grad():
-        for index, batch in enumerate(batches):
+    with inference:
+        advance, rest = inference.first, inference.batches(batches)
+        for index, batch in enumerate(rest):
             if not waits:
                 for hook in begin:
                     hook(index, {})
-            step(batch, index)
+            advance(batch, index)
             if index == 0:
                 step.after_first()
+                advance = inference.settled(batch)
+                if not begin and not end:  # nobody listens
+                    for index, batch in enumerate(rest, 1):
+                        advance(batch, index)
+                    break
             waits = (index + 1) % group != 0
             if end and not waits:
                 logs = LazyLogs(results)
@@ -112,11 +123,15 @@ def evaluate_batches(
 
 
 def predict_batches(
-    batches: Iterator[Any], step: Callable[..., Any], callbacks: CallbackList, group: int = 1
+    batches: Iterator[Any],
+    callbacks: CallbackList,
+    inference: Inference,
+    group: int = 1,
 ) -> list[Any]:
     """The net's outputs for each batch, in order, on the CPU.
 
     Args:
+        inference: makes the steps, and surrounds them.
         group: batches between two calls of the batch hooks, which get these batches' outputs.
     """
     begin = callbacks.hooks("on_predict_batch_begin")
@@ -130,12 +145,19 @@ def predict_batches(
         for hook in end:
             hook(index, logs)
 
-    with torch.no_grad():
-        for index, batch in enumerate(batches):
+    with inference:
+        advance, rest = inference.first, inference.batches(batches)
+        for index, batch in enumerate(rest):
             if not waits:
                 for hook in begin:
                     hook(index, {})
-            copies.add(step(batch, index))
+            copies.add(advance(batch, index))
+            if index == 0:
+                advance = inference.settled(batch)
+                if not begin and not end:  # nobody listens
+                    for index, batch in enumerate(rest, 1):
+                        copies.add(advance(batch, index))
+                    break
             waits = (index + 1) % group != 0
             if end and not waits:
                 tell()

@@ -47,6 +47,10 @@ class Mover:
         """The batch on the device."""
         return self.move(batch)
 
+    def leaves(self, batch: Any) -> bool:
+        """Whether nothing is done to a batch, nor to others of the same tensors."""
+        return self._own is None and self.transfer(batch) is batch
+
     def fed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """A pass's batches; on a GPU copied there while it computes those before them."""
         streams = self._own_streams()

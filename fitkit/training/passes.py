@@ -17,6 +17,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.hooks import evaluation_stage
 from fitkit.notices import warn
 from fitkit.training.in_step import NOTHING, InStep
+from fitkit.training.inferring import inference_for
 from fitkit.training.jobs import PassJob
 from fitkit.training.loop import evaluate_batches, predict_batches
 from fitkit.training.memory_errors import memory_explained
@@ -75,16 +76,17 @@ def evaluate_source(
     Raises:
         ConfigurationError: there was no batch on any rank.
     """
-    shares = compilation.strategy.shares
+    shares, group = compilation.strategy.shares, compilation.steps_per_execution
     step.begin()
     with modes_restored(model), running(model, stage):
         model.eval()
         compilation.strategy.before_evaluation(model)
         callbacks.call("on_test_begin", {})
+        inference = inference_for(model, step, callbacks, "test", source)
         together = InStep(_first(source, steps, shares), compilation.strategy)
         try:
             fed = step.mover.fed(iter(together))
-            batches = evaluate_batches(fed, step, callbacks, compilation.steps_per_execution)
+            batches = evaluate_batches(fed, step, callbacks, inference, group)
         except BaseException:
             step.logbook.logged.finish()
             raise
@@ -126,9 +128,10 @@ def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
     with modes_restored(model), flags, as_told, closing(callbacks), running(model, stage):
         model.eval()
         callbacks.call("on_predict_begin", {})
+        inference = inference_for(model, step, callbacks, "predict", source)
         together = InStep(_first(source, job.steps, shares), strategy, muted=False)
         batches = step.mover.fed(iter(together))
-        outputs = together.own(predict_batches(batches, step, callbacks, group))
+        outputs = together.own(predict_batches(batches, callbacks, inference, group))
         callbacks.call("on_predict_end", {})
     everyone = shares.gather(outputs)
     # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fitkit.data.sharding import whole_of
-from fitkit.errors import ConfigurationError
+from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.random_states import random_state
 from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
 from fitkit.training.reduction import noted_by
@@ -90,7 +90,8 @@ def progress_of(run: FitRun) -> Progress:
         loader=run.stream.loader_state(ends_pass=new_pass),
         noted=[] if is_between else [*run.carried, *noted_by_share],
         history={"epoch": epochs, "history": values},
-        warm_up=None if run.warm_up is None else run.warm_up.state(),
+        # One that is over would set the rates anew, which a scheduler has changed since.
+        warm_up=None if run.warm_up is None or run.warm_up.is_over else run.warm_up.state(),
         callbacks=[
             {**_kind(callback), "state": callback.state_dict()}
             for callback in run.job.callback_list.callbacks
@@ -129,4 +130,16 @@ def restore(run: FitRun) -> None:
         kept = next((s for s in states if _kind(callback).items() <= s.items()), None)
         if kept is not None:
             states.remove(kept)
-            callback.load_state_dict(kept["state"])
+            _give_state(callback, kept["state"])
+
+
+def _give_state(callback: Callback, state: Any) -> None:
+    try:
+        callback.load_state_dict(state)
+    except Exception as error:
+        name = type(callback).__name__
+        raise CheckpointError(
+            f"{name} can't go on from its state in the checkpoint ({type(error).__name__}: "
+            f"{error}). Make it as it was, leave it out, or begin anew on the weights alone "
+            "(load_weights)."
+        ) from error

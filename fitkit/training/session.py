@@ -12,7 +12,7 @@ import torch
 from fitkit.data.transfer import Transfer
 from fitkit.distributed.strategies import Strategy
 from fitkit.hooks import overridden
-from fitkit.training.calling import Caller
+from fitkit.training.calling import Caller, parameters_of
 from fitkit.training.compilation import Compilation
 from fitkit.training.jit import compile_on_this_rank
 from fitkit.training.matmul_precision import matmul_precision
@@ -34,7 +34,7 @@ def caller_of(model: torch.nn.Module) -> Caller:
 
 def _spreads(forward: Any) -> bool:
     """Whether a forward takes anything and hands it on."""
-    kinds = {item.kind for item in inspect.signature(forward).parameters.values()}
+    kinds = {item.kind for item in parameters_of(forward)}
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fitkit.checkpoint as files
+from fitkit.arguments import describe
 from fitkit.callbacks import History
-from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, FitkitError
 from fitkit.notices import warn
 from fitkit.optimizers import load_state
 from fitkit.training.compilation import UNSET
 from fitkit.training.differences import is_plain, plain_options, warn_of_differences
 from fitkit.training.progress import Progress, copy_lists
+from fitkit.training.stored import check_progress, check_training
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -159,12 +161,14 @@ def load(
         training, kept = found.state.get("training"), found.state.get("progress")
         if not isinstance(training, dict) or not isinstance(kept, (dict, type(None))):
             raise CheckpointError(f"{name} lacks the training's state. Use load_weights.")
+        check_training(training, name)
         progress = None if kept is None else Progress.from_dict(kept, name)
+        if progress is not None:
+            check_progress(progress, name)
         weights = files.fitting_weights(found.weights, name, model.weights_module())
         restore = checked_training(model, training, name)
         agree(progress)
-        weights.assign()
-        restore()
+        _assign(model, weights, restore, name)
         warn_of_differences(model, name, found.state.get("compiled"), training)
     model.fit_state.progress = progress
     if progress is not None:
@@ -172,6 +176,43 @@ def load(
         model.history.epoch = list(progress.history["epoch"])
         model.history.history = copy_lists(progress.history["history"])
     return progress
+
+
+def _assign(
+    model: Model, weights: files.FittingWeights, restore: Callable[[], None], path: str
+) -> None:
+    """Give the model its weights and all else; the latter first, which may still turn out unfit.
+
+    Raises:
+        CheckpointError: an optimizer or a scheduler doesn't take its state; the model is as it
+            was.
+    """
+    state, places = model.fit_state, _places(model)
+    before, updates = state.snapshot(), state.updates
+    kept = [(each, each.state, each.param_groups) for each in state.optimizers]
+    try:
+        restore()
+        # The next run would do so, too late: float32 can't hold the digits of float64.
+        model.compilation.strategy.precision.convert(model)
+    except Exception as error:
+        for optimizer, entries, groups in kept:
+            optimizer.state, optimizer.param_groups = entries, groups
+        state.restore(before)
+        state.updates = updates
+        if isinstance(error, FitkitError):
+            raise
+        raise CheckpointError(
+            f"{path} has a state that an optimizer or a scheduler can't take "
+            f"({type(error).__name__}: {error}). Nothing was loaded; use another file, or "
+            "load_weights."
+        ) from error
+    weights.assign()
+    if _places(model) != places:
+        restore()  # Optimizers keep their state in the dtype and at the place of parameters.
+
+
+def _places(model: Model) -> list[tuple[torch.dtype, torch.device]]:
+    return [(parameter.dtype, parameter.device) for parameter in model.parameters()]
 
 
 def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
@@ -274,21 +315,30 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
         make: gives a model for a net.
 
     Raises:
+        ArgumentTypeError: `net` is no module.
         CheckpointError: optimizer, loss or metrics were objects, which no file can hold.
     """
+    if not isinstance(net, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"net={describe(net)} must be the torch.nn.Module whose weights the file has: a file "
+            "holds numbers and no classes."
+        )
     with files.open_checkpoint(path) as found:
         compiled = found.state.get("compiled")
     model = make(net)
-    if not isinstance(compiled, dict) or not isinstance(compiled.get("named"), dict):
-        raise CheckpointError(f"{os.fspath(path)} doesn't say how its model was compiled.")
-    objects = [name for name in compiled.get("objects", []) if name in NAMED]
+    named, others = _compiled(compiled)
+    if named is None:
+        raise CheckpointError(
+            f"{os.fspath(path)} doesn't say how its model was compiled. Write model = "
+            "fitkit.Model(net); model.compile(…) as it was; model.load(path)."
+        )
+    objects = [name for name in NAMED if name in others]
     if objects:
         raise CheckpointError(
             f"{os.fspath(path)} was saved by a model whose {', '.join(map(str, objects))} "
             "weren't given by name, and no file holds objects. Write model = fitkit.Model(net); "
             f"model.compile({', '.join(f'{name}=…' for name in objects)}); model.load(path)."
         )
-    named = {name: value for name, value in compiled["named"].items() if name in NAMED}
     try:
         model.compile(**named)
     except ConfigurationError as error:
@@ -297,6 +347,15 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
         ) from error
     load(model, path)
     return model
+
+
+def _compiled(compiled: object) -> tuple[dict[str, Any] | None, list[Any]]:
+    """`compile`'s arguments in a file, and the names of those that were objects."""
+    parts = compiled if isinstance(compiled, dict) else {}
+    named, objects = parts.get("named"), parts.get("objects", [])
+    if not isinstance(named, dict) or not isinstance(objects, list) or not is_plain(named):
+        return None, []
+    return {name: value for name, value in named.items() if name in NAMED}, objects
 
 
 def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:

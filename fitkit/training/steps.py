@@ -18,10 +18,10 @@ from fitkit.data.transfer import LABEL_KEYS
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.errors import ConfigurationError, FitkitError
+from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss
 from fitkit.training.calling import Caller
-from fitkit.training.explain import explained, shapes_of
+from fitkit.training.explain import raise_explained, shapes_of
 from fitkit.training.logbook import Logbook
 from fitkit.training.moving import Mover
 
@@ -68,6 +68,7 @@ class CompiledStep:
         self.mover = mover
         self._move = mover.move
         self._around, self._wide = precision.forward, precision.predictions
+        self._is_plain = precision.is_plain
         self._kind = mover.transfer.device.type
         self.synchronization: Synchronization | None = None
         self.loss = loss
@@ -80,6 +81,11 @@ class CompiledStep:
         self.samples = 0
         self.total = 0
         self._replicas = threading.Lock()
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the user has no code that a step calls, but the net's; after the first batch."""
+        return self.loss.is_known and (self.meters is None or self.meters.are_known)
 
     def begin(self) -> None:
         """Begin a new pass."""
@@ -111,6 +117,41 @@ class CompiledStep:
                 return loss
         self.note(prediction, loss.detach(), parts, y, weight)
         return loss
+
+    def settled(self, first: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """What does the same as a call, from an evaluation's second batch on: without what can't
+        change where all batches are rows of the same tensors.
+
+        Args:
+            first: the first batch.
+            otherwise: makes the steps of batches of other shapes, or all where much may change.
+        """
+        loss = self.loss.direct
+        update = None if self.meters is None else self.meters.update_of_one
+        is_pair = type(first) is tuple and len(first) == 2
+        if not is_pair or loss is None or not self._is_plain or not self.mover.leaves(first):
+            return otherwise
+        if self.class_weights is not None or (self.meters is not None and update is None):
+            return otherwise
+        forward, add, shape = self.forward, self.logbook.loss.add, first[0].shape
+
+        def step(batch: Any, index: int = 0) -> torch.Tensor:
+            x, y = batch
+            if x.shape != shape:
+                return otherwise(batch, index)
+            try:
+                prediction = forward(x)
+                value = loss(prediction, y)
+            except Exception as error:
+                self._explain(error, x, y)
+                raise
+            self.samples = self.total = samples = y.shape[0]
+            add(value.detach() if value.requires_grad else value, samples)
+            if update is not None:
+                update(prediction, y, None)
+            return value
+
+        return step
 
     def note(
         self,
@@ -189,14 +230,13 @@ class CompiledStep:
             loss, parts = self.loss(prediction, y, weight)
             if is_first:
                 self.loss.check_learns(loss)
-        except FitkitError:
-            raise
         except Exception as error:
-            explanation = explained(error, self.door.net, x, y, self.name)
-            if explanation is None:
-                raise
-            raise explanation from error
+            self._explain(error, x, y)
+            raise
         return prediction, loss, parts
+
+    def _explain(self, error: Exception, x: Any, y: Any) -> None:
+        raise_explained(error, self.door.net, x, y, self.name)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
@@ -247,12 +287,15 @@ class PredictStep:
         door, caller, mover, precision: as in `CompiledStep`.
     """
 
+    is_private = True
+
     def __init__(self, door: Door, caller: Caller, mover: Mover, precision: Precision) -> None:
         self.door = door
         self.forward = forward_of(door)
         self.caller = caller
         self.mover = mover
         self._around, self._wide = precision.forward, precision.predictions
+        self._is_plain = precision.is_plain
         self._kind = mover.transfer.device.type
         self.checked = False
 
@@ -264,18 +307,33 @@ class PredictStep:
         try:
             with self._around(self._kind):
                 outputs = self._wide(self.caller(self.forward, x))
-        except FitkitError:
-            raise
         except Exception as error:
-            explanation = explained(error, self.door.net, x, None)
-            if explanation is None:
-                raise
-            raise explanation from error
+            raise_explained(error, self.door.net, x, None)
+            raise
         if not self.checked:
             self.mover.transfer.settle()
             self.mover.transfer.put_back()
             self.checked = True
         return outputs
+
+    def settled(self, first: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """As `CompiledStep.settled`."""
+        is_tensor = type(first) is tuple and isinstance(first[0], torch.Tensor)
+        if not is_tensor or not self._is_plain or not self.mover.leaves(first):
+            return otherwise
+        forward, net, shape = self.forward, self.door.net, first[0].shape
+
+        def step(batch: Any, index: int = 0) -> Any:
+            x = batch[0]
+            if x.shape != shape:
+                return otherwise(batch, index)
+            try:
+                return forward(x)
+            except Exception as error:
+                raise_explained(error, net, x, None)
+                raise
+
+        return step
 
     def inside(self, model: Callable[..., Any], batch: Any) -> Any:
         """The outputs of a batch that is on the device, inside a `predict_step`."""
@@ -284,4 +342,19 @@ class PredictStep:
 
 def forward_of(door: Door) -> Callable[..., Any]:
     """How to call the net through a door; the net itself where nothing stands between."""
-    return door.net if type(door) is Door else partial(door, "")
+    if type(door) is not Door:
+        return partial(door, "")
+    model = door.net
+    if not getattr(model, "hands_on", False):
+        return model
+    parts = model._modules
+    before, after = model._forward_pre_hooks, model._forward_hooks
+    backward, backward_before = model._backward_hooks, model._backward_pre_hooks
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        if before or after or backward or backward_before:
+            return model(*inputs, **named)
+        net: Any = parts["net"]
+        return net(*inputs, **named)
+
+    return forward

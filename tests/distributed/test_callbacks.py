@@ -26,7 +26,6 @@ from fitkit.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.distributed.strategies import Strategy
 from fitkit.training import fit_run
 from fitkit.training.fit_state import FitState
@@ -35,12 +34,6 @@ pytestmark = pytest.mark.timeout(60)
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_worker_left():
-    yield
-    end_workers()
 
 
 def compiled(devices=2, net=None, rate=0.1, **arguments):

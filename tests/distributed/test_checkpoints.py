@@ -14,7 +14,6 @@ import torch
 
 import fitkit
 from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(240)
@@ -203,12 +202,6 @@ def children(pid):
 
 X = torch.arange(40.0)[:, None] / 40
 Y = X.clone()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_worker_left():
-    yield
-    end_workers()
 
 
 class Notes(torch.nn.Module):

@@ -216,7 +216,14 @@ except fitkit.ConfigurationError as error:
 """
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["a rank a device", "a rank a node"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(2, id="a rank a device"),
+        # Its parts are test_replicas.py's, in a rank, and ddp's, between ranks.
+        pytest.param(1, id="a rank a node", marks=pytest.mark.slow),
+    ],
+)
 def written(request, tmp_path_factory):
     """What two nodes wrote: the folder, and the number of ranks."""
     folder, per_node = tmp_path_factory.mktemp("nodes"), request.param

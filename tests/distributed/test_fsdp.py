@@ -1,6 +1,7 @@
 """`fsdp`: the numbers of one process, with parameters, gradients and states spread over ranks."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -10,19 +11,14 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.distributed.sharding.refusals import check_trains
+from fitkit.distributed.sharding.tensor_parallel import TensorParallel
 from fitkit.strategies import FSDPStrategy
 
 pytestmark = pytest.mark.timeout(150)
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1)).double()
 Y = torch.arange(48) % 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 class Block(nn.Module):
@@ -96,7 +92,7 @@ def fit(model, ranks, **options):
     return model.fit(X, Y, batch_size=12 // ranks, shuffle=False, verbose=0, **options)
 
 
-@pytest.mark.parametrize(("ranks", "wrap"), [(2, "blocks"), (3, 50), (2, nn.Linear)])
+@pytest.mark.parametrize(("ranks", "wrap"), [(3, 50), (2, "blocks"), (2, nn.Linear)])
 def test_weights_state_and_values_are_those_of_plain_pytorch(ranks, wrap):
     module, reference = still(net()), still(net())
     given = torch.optim.Adam(module.parameters(), 0.01)
@@ -262,20 +258,18 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_leaves_nothing(t
     def look(epoch, logs):
         import fitkit.checkpoint.shard_writer as writer
 
-        if model.global_rank == 1:
-            def full(*given):
-                raise OSError(28, "No space left")
+        def full(*given):
+            raise OSError(28, "No space left")
 
-            writer.write_tensors = full
-        with pytest.raises(fitkit.CheckpointError, match=r"rank 1 failed .*No space left"):
-            model.save(tmp_path / "a.dcp")
+        with pytest.MonkeyPatch.context() as patch:
+            if model.global_rank == 1:
+                patch.setattr(writer, "write_tensors", full)
+            with pytest.raises(fitkit.CheckpointError, match=r"rank 1 failed .*No space left"):
+                model.save(tmp_path / "a.dcp")
         logs["survived"] = 1.0
 
     note = fitkit.callbacks.LambdaCallback(on_epoch_end=look)
-    try:
-        assert fit(model, 2, callbacks=note).history["survived"] == [1.0]
-    finally:
-        end_workers()  # whose writer is broken
+    assert fit(model, 2, callbacks=note).history["survived"] == [1.0]
     assert not list(tmp_path.iterdir())
 
 
@@ -489,12 +483,26 @@ def test_ranks_that_compute_a_batch_together_make_what_one_process_makes(tmp_pat
     same(module, reference)
 
 
-@pytest.mark.parametrize(("plan", "message"), [
-    ({"7": "colwise"}, "names '7', which the net doesn't have"),
-    ({"0": "colwise"}, "its 7 outputs can't be divided equally among 2"),
-    ({"2": "rowwise"}, "only Linear and Embedding"),
+UNKEEPABLE = {
+    "uneven": ({"0": "colwise"}, "its 7 outputs can't be divided equally among 2"),
+    "absent": ({"7": "colwise"}, "names '7', which the net doesn't have"),
+    "other kind": ({"2": "rowwise"}, "only Linear and Embedding"),
+}
+
+
+@pytest.mark.parametrize("case", UNKEEPABLE)
+def test_the_reason_why_a_plan_cannot_be_kept_is_told(case):
+    """What the refusals below come from, without their processes."""
+    plan, message = UNKEEPABLE[case]
+    with pytest.raises(fitkit.ConfigurationError, match=message):
+        TensorParallel(net(), plan, types.SimpleNamespace(size=lambda: 2))
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=() if case == "uneven" else pytest.mark.slow) for case in UNKEEPABLE
 ])
-def test_plans_that_cannot_be_kept_are_refused(plan, message):
+def test_plans_that_cannot_be_kept_are_refused(case):
+    plan, message = UNKEEPABLE[case]
     model = fitkit.Model(net())
     before = copy.deepcopy(model.state_dict())
     model.compile("adam", "cross_entropy", **on(2, tensor_parallel=2, tensor_parallel_plan=plan))
@@ -597,21 +605,47 @@ class Several(fitkit.Model):
         return [torch.optim.SGD(self.net[n].parameters(), 0.1) for n in (1, 3)]
 
 
-@pytest.mark.parametrize(("make", "options", "message"), [
-    (lambda: ByHand(net()), {}, "automatic_optimization = False"),
-    (lambda: Several(net()), {}, "one optimizer, but there are 2"),
-    (lambda: fitkit.Model(net()), {"optimizer": "lbfgs"}, "LBFGS"),
-    (lambda: fitkit.Model(net().append(nn.PReLU().half())), {"optimizer": "sgd"}, "several dtypes"),
-    (lambda: fitkit.Model(net()), {"optimizer": "adafactor"}, "Adafactor can't update parts"),
-    (lambda: fitkit.Model(net()), {"jit_compile": True}, "torch.compile"),
+UNTRAINABLE = {
+    "own updates": (lambda: ByHand(net()), {}, "automatic_optimization = False"),
+    "two optimizers": (lambda: Several(net()), {}, "one optimizer, but there are 2"),
+    "lbfgs": (lambda: fitkit.Model(net()), {"optimizer": "lbfgs"}, "LBFGS"),
+    "dtypes": (
+        lambda: fitkit.Model(net().append(nn.PReLU().half())),
+        {"optimizer": "sgd"},
+        "several dtypes",
+    ),
+    "adafactor": (
+        lambda: fitkit.Model(net()),
+        {"optimizer": "adafactor"},
+        "Adafactor can't update parts",
+    ),
+    "compiled": (lambda: fitkit.Model(net()), {"jit_compile": True}, "torch.compile"),
+}
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=() if case == "compiled" else pytest.mark.slow)
+    for case in UNTRAINABLE
 ])
-def test_what_cannot_be_trained_so_is_refused(make, options, message):
+def test_what_cannot_be_trained_so_is_refused(case):
+    make, options, message = UNTRAINABLE[case]
     model = make()
     before = copy.deepcopy(model.state_dict())
     model.compile(**{"loss": "cross_entropy", **on(2), **options})
     with pytest.raises(fitkit.ConfigurationError, match=message):
         fit(model, 2)
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [case for case in UNTRAINABLE if case != "compiled"])
+def test_the_reason_why_something_cannot_be_trained_so_is_told(case):
+    """What the refusals above come from, without their processes."""
+    make, options, message = UNTRAINABLE[case]
+    model = make()
+    model.compile(**{"loss": "cross_entropy", "accelerator": "cpu", "devices": 1, **options})
+    optimizers = model.fit_state.optimizers_for(model, model.compilation)
+    with pytest.raises(fitkit.ConfigurationError, match=message):
+        check_trains(model, optimizers, "fsdp")
 
 
 @pytest.mark.parametrize("options", [

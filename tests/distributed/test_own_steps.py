@@ -7,18 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
 
 pytestmark = pytest.mark.timeout(90)
 
 X = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(50) % 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 def on(model, ranks):
@@ -59,7 +52,7 @@ class Classifier(fitkit.Model):
         self.log("val_rows", sum(outputs), reduce_fx="sum")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, 2])
 def test_one_process_and_several_give_the_same(ranks):
     models, logs = [Classifier(), Classifier()], []
     for model, count in zip(models, (1, ranks), strict=True):

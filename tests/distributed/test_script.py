@@ -199,5 +199,6 @@ def test_without_a_script_workers_take_part_and_it_is_said_once(start):
     assert "from standard input or the command line: worker processes" in err
 
 
-def test_a_test_runner_is_no_script():
+def test_a_test_runner_is_no_script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/pytest", "tests"])  # pytest-xdist has others
     assert what_runs_instead_of_a_script() == "pytest"

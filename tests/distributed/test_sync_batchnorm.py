@@ -176,26 +176,29 @@ def one_value(rank):
             return str(error)
 
 
-def be_a_rank(rank, size, folder):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
-    )
-    torch.save(compute(rank, size), f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def be_a_rank(rank, folder):
+    """Compute as one of three ranks, and then, unless it is the last, as one of two."""
+    for size in range(3, max(rank, 1), -1):
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store of {size}", rank=rank, world_size=size
+        )
+        torch.save(compute(rank, size), f"{folder}/{rank} of {size}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    folder, size = tmp_path_factory.mktemp("ranks"), request.param
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What three processes have written."""
+    folder = tmp_path_factory.mktemp("ranks")
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(size), str(folder)],
+            [sys.executable, __file__, str(rank), str(folder)],
             stderr=subprocess.PIPE, text=True, env=environment,
         )
-        for rank in range(size)
+        for rank in range(3)
     ]  # fmt: skip
     try:
         for process in started:
@@ -205,7 +208,12 @@ def ranks(request, tmp_path_factory):
         for process in started:
             process.kill()
             process.wait()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
+    return folder
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, folder):
+    return [torch.load(folder / f"{rank} of {request.param}.pt") for rank in range(request.param)]
 
 
 def assert_close(found, expected, tolerance=1e-6):
@@ -295,4 +303,4 @@ def test_a_layer_that_computes_otherwise_is_refused_by_its_name(layer, words):
 
 
 if __name__ == "__main__":
-    be_a_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    be_a_rank(int(sys.argv[1]), sys.argv[2])

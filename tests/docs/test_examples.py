@@ -66,6 +66,7 @@ def test_a_convolutional_net_beats_logistic_regression_on_mnist(tmp_path):
     assert accuracy > 96.5 and 88 < baseline < 92
 
 
+@pytest.mark.slow
 def test_vowels_of_uneven_length_tell_their_speakers(tmp_path):
     needs("aeon")
     printed = run("spoken_vowels.py", tmp_path)
@@ -80,6 +81,7 @@ def test_a_net_is_as_good_as_ridge_regression_on_diabetes(tmp_path):
     assert number(printed, "ridge R2") == pytest.approx(0.487, abs=0.005)
 
 
+@pytest.mark.slow
 def test_docstrings_tell_their_packages_better_than_to_naive_bayes(tmp_path):
     accuracy, mean, bayes, most_frequent = percentages(run("text_classification.py", tmp_path))
     assert accuracy > max(bayes, 60) and mean > 55 and most_frequent < 35
@@ -119,6 +121,7 @@ def test_a_training_that_was_killed_twice_ends_with_the_same_weights(tmp_path):
     assert int(done) <= int(all_steps) - 200
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(tmp_path):
     alone = run("two_processes.py", tmp_path, "--devices", "1")
     together = run("two_processes.py", tmp_path)
@@ -127,6 +130,7 @@ def test_two_processes_learn_what_one_learns(tmp_path):
     assert [float(x) for x in losses[0]] == pytest.approx([float(x) for x in losses[1]], abs=2e-4)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_outputs_say_what_the_kept_ones_say(monkeypatch):
     for package in ("nbclient", "nbformat", "ipykernel", "matplotlib"):
         needs(package)

@@ -77,10 +77,22 @@ def test_every_batch_arrives_whole_though_copies_run_beside_the_steps(kind):
     batches = [torch.full((64, 1000), float(i)) for i in range(60)]
     model = fitkit.Model(Sums())
     model.compile(loss="mse", accelerator="gpu", devices=1)
-    outputs = model.predict([(kind(batch),) for batch in batches], verbose=0)
+    outputs = model.predict(((kind(batch),) for batch in batches), verbose=0)
     weight, bias = (p.item() for p in model.net.layer.parameters())
     expected = np.repeat([i * 1000 * weight + bias for i in range(60)], 64)
     np.testing.assert_allclose(outputs[:, 0], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_sparse_and_nested_batches_arrive():
+    class Total(nn.Module):
+        def forward(self, x):
+            assert x.is_cuda
+            return x.to_dense().sum(1) if x.layout is torch.sparse_coo else x.sum(1)
+
+    model = fitkit.Model(Total())
+    model.compile(accelerator="gpu", devices=1)
+    batches = [(torch.eye(4).to_sparse(),), (torch.ones(4, 3),)]
+    np.testing.assert_allclose(model.predict(iter(batches), verbose=0), [1.0] * 4 + [3.0] * 4)
 
 
 def test_predictions_never_pile_up_on_the_device():

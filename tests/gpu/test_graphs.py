@@ -100,5 +100,45 @@ def test_a_step_that_reads_a_number_falls_back_with_a_notice():
     assert history["loss"][1] < history["loss"][0]
 
 
+def test_random_numbers_are_drawn_and_memory_is_used_again_after_a_recording_that_failed():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 5))
+
+        def forward(self, x):
+            return self.layers(x) * (1.0 if x.sum().item() > 0 else 0.5)
+
+    model = fitkit.Model(Reads())
+    model.compile("adam", "cross_entropy", accelerator="gpu", devices=1, cuda_graphs=True)
+    batches = [(X[:200], Y[:200])] * 8  # no arrays: each is copied beside what is computed
+    before = torch.cuda.current_stream()
+    with pytest.warns(UserWarning, match="recording failed"):
+        model.fit(batches, verbose=0)
+    assert torch.cuda.current_stream() == before
+    held = torch.cuda.memory_allocated()
+    model.compile(cuda_graphs=False)
+    model.fit(batches * 20, verbose=0)
+    assert torch.cuda.memory_allocated() <= held + 2**20
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_layer_that_learns_later_on_gets_running_values_of_its_own(optimizer, recordings):
+    class Thaw(fitkit.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.net[0].requires_grad_(epoch > 1)
+
+    found = trained(cuda_graphs=True, optimizer=optimizer, callbacks=[Thaw()])
+    assert len(recordings) == 2
+    assert_close(found, trained(cuda_graphs=False, optimizer=optimizer, callbacks=[Thaw()]))
+
+
+def test_steps_are_recorded_on_a_device_that_is_not_the_current_one(recordings):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    assert_close(trained(cuda_graphs=True, devices=[1]), trained(cuda_graphs=False, devices=[1]))
+    assert len(recordings) == 1 and torch.cuda.current_device() == 0
+
+
 def test_a_compiled_net_is_recorded_too():
     assert_close(trained(cuda_graphs=True, jit_compile=True), trained(cuda_graphs=False))

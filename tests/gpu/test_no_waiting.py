@@ -54,9 +54,19 @@ def arrays(samples=6400):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["arrays", "loader", "pinned loader"])
 def test_steps_with_metrics_and_the_progress_bar_never_wait(kind, arguments):
+    watched(kind, **arguments)
+
+
+@pytest.mark.xfail(reason="torchmetrics counts classes by torch.bincount, and selects by a mask")
+def test_metrics_of_each_class_never_wait():
+    watched("arrays", metrics=["f1"])
+
+
+def watched(kind, **arguments):
+    """Train with torch raising within steps at whatever waits."""
     model, strict = fitkit.Model(net()), Strict()
     model.compile(**{"optimizer": "adam", "loss": "cross_entropy", "accelerator": "gpu",
-                     "devices": 1, "metrics": ["accuracy", "f1"], **arguments})
+                     "devices": 1, "metrics": ["accuracy"], **arguments})
     x, y = arrays()
     if kind == "arrays":
         data, options = (x, y), {"batch_size": 32}

@@ -1,6 +1,8 @@
 """In which number types a net computes."""
 
 from fitkit.distributed.precision.base import Precision
+from fitkit.distributed.precision.float8 import Float8Mixed
+from fitkit.distributed.precision.float8_layers import plain_layers
 from fitkit.distributed.precision.full import FullPrecision
 from fitkit.distributed.precision.mixed import BFloat16Mixed, HalfMixed, MixedPrecision
 from fitkit.distributed.precision.own_dtypes import match_state
@@ -20,6 +22,7 @@ __all__ = [
     "BFloat16Mixed",
     "BFloat16Precision",
     "DoublePrecision",
+    "Float8Mixed",
     "FullPrecision",
     "HalfMixed",
     "HalfPrecision",
@@ -28,6 +31,7 @@ __all__ = [
     "Scaling",
     "TruePrecision",
     "match_state",
+    "plain_layers",
     "resolve_precision",
     "scaled_steps",
 ]

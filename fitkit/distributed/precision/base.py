@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fitkit.distributed.precision.float8_layers import make_plain
 from fitkit.distributed.precision.own_dtypes import give_back, own_dtype
 
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -28,6 +29,12 @@ class Precision:
     name = ""
     compute_dtype: torch.dtype | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing surrounds a forward, and outputs stay as they are."""
+        kind = type(self)
+        return kind.forward is Precision.forward and kind.predictions is Precision.predictions
+
     def check(self, device: torch.device) -> None:
         """Refuse a device that can't compute in this precision.
 
@@ -46,11 +53,13 @@ class Precision:
         """Give the module's parameters and buffers this precision's dtype, in place.
 
         Here: those that an earlier "-true" precision has cast get their own dtype back (what
-        it rounded off stays lost); all others stay as they are.
+        it rounded off stays lost), and layers that multiplied 8-bit floats are ordinary again; all
+        others stay as they are.
 
         Raises:
             ConfigurationError: a module that can't learn in this precision.
         """
+        make_plain(module)
         give_back(module)
 
     def input_dtype(self, module: torch.nn.Module) -> torch.dtype:

@@ -8,6 +8,7 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.distributed.precision.base import Precision
+from fitkit.distributed.precision.float8 import Float8Mixed
 from fitkit.distributed.precision.full import FullPrecision
 from fitkit.distributed.precision.mixed import BFloat16Mixed, HalfMixed
 from fitkit.distributed.precision.true import BFloat16Precision, DoublePrecision, HalfPrecision
@@ -21,9 +22,11 @@ PRECISIONS.add("16-mixed", HalfMixed, "16")
 PRECISIONS.add("bf16-mixed", BFloat16Mixed, "bf16")
 PRECISIONS.add("16-true", HalfPrecision)
 PRECISIONS.add("bf16-true", BFloat16Precision)
+# The last is Lightning's word for 8-bit floats, after the package that it takes for them.
+PRECISIONS.add("fp8-mixed", Float8Mixed, "fp8", "float8", "transformer-engine")
 
 EIGHT_BITS = ("8", "fp8", "float8", "int8", "transformerengine", "te")
-"""How words for 8-bit arithmetic begin or read, in `normalise`'s form."""
+"""How other words for 8-bit arithmetic begin or read, in `normalise`'s form."""
 
 
 def resolve_precision(precision: object) -> Precision:
@@ -50,10 +53,8 @@ def resolve_precision(precision: object) -> Precision:
     word = str(precision)
     if word not in PRECISIONS and _is_eight_bits(normalise(word)):
         raise ConfigurationError(
-            f"precision={precision!r} asks for 8-bit arithmetic, which this version of fitkit "
-            "doesn't have. It needs a CUDA device of compute capability 8.9 or later (RTX 40, "
-            "H100) and other layers in the net: exchange them yourself (torchao.float8."
-            "convert_to_float8_training(net)) and write precision='bf16-mixed'. fitkit has "
+            f"precision={precision!r} asks for 8-bit arithmetic of a kind that fitkit lacks. "
+            "Write 'fp8-mixed' for products of 8-bit floats beside weights in float32. Known: "
             f"{_known()}."
         )
     return PRECISIONS[word]()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fitkit.distributed.precision.base import Precision
+from fitkit.distributed.precision.float8_layers import make_plain
 from fitkit.distributed.precision.own_dtypes import cast
 from fitkit.distributed.precision.pairs import check_pair
 from fitkit.distributed.precision.predictions import widened
@@ -30,6 +31,7 @@ class TruePrecision(Precision):
         check_pair(self.name, self.dtype, device)
 
     def convert(self, module: torch.nn.Module) -> None:
+        make_plain(module)
         cast(module, self.dtype)
 
     def input_dtype(self, module: torch.nn.Module) -> torch.dtype:

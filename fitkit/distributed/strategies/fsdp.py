@@ -179,12 +179,22 @@ class FSDP(DDP):
         super().connect(devices, ids, precision, cluster)
         self._check_groups(self.world.size)
         self._check_offload()
-        if self.tensor_parallel > 1 and precision.name == "16-mixed":
-            raise ConfigurationError(
-                "precision='16-mixed' scales losses, which can't be undone in gradients that "
-                "tensor_parallel divides. Write precision='bf16-mixed' or '32-true'."
-            )
+        self._check_parallel(precision)
         return self
+
+    def _check_parallel(self, precision: Precision) -> None:
+        """Refuse precisions that layers can't have which several ranks compute together."""
+        reasons = {
+            "16-mixed": "scales losses, which can't be undone in gradients that tensor_parallel "
+            "divides",
+            "fp8-mixed": "needs layers whose sizes are multiples of 16, and tensor_parallel "
+            "divides them",
+        }
+        if self.tensor_parallel > 1 and precision.name in reasons:
+            raise ConfigurationError(
+                f"precision={precision.name!r} {reasons[precision.name]}. Write "
+                "precision='bf16-mixed' or '32-true'."
+            )
 
     def _check_offload(self) -> None:
         """Refuse to bring from main memory to main memory."""

@@ -329,9 +329,10 @@ def test_a_safetensors_file_crafted_as_the_format_says_is_read(tmp_path):
         ({"a": entry(), "__metadata__": {"x": 1}}, "metadata aren't texts"),
         ({"a": entry(), "__metadata__": {"fitkit.versions": "{}"}}, "match its digest"),
         ({"a": entry(), "__metadata__": {"fitkit.sha256": "0"}}, "match its digest"),
+        ({"a": entry(), "__metadata__": {"fitkit.sums": "0" * 64}}, "match its digest"),
         ({"a": entry("BOOL", (24,))}, "booleans other than 0 and 1"),
     ],
-    ids=range(23),
+    ids=range(24),
 )
 @pytest.mark.timeout(10)
 def test_a_safetensors_file_that_breaks_the_formats_rules_is_refused(tmp_path, header, reason):

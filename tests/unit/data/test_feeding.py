@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.data.arrays import ArraySource
-from fitkit.data.feeding import LEAD, fed, keep_on_device
+from fitkit.data.feeding import LEAD, fed, goes_aside, keep_on_device
 from fitkit.data.sharding import Share
 from fitkit.data.transfer import Transfer
 from fitkit.training import moving, session
@@ -137,6 +137,19 @@ def test_objects_that_cannot_tell_streams_are_left_to_the_step_and_others_go_asi
     assert first is batches[0]
     assert [event for event, aside in streams.events if aside].count("copy") == 3
     assert isinstance(others[1], Graph) and isinstance(others[2][0], torch.Tensor)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", ["sparse", "compressed", "nested", "jagged"])
+def test_tensors_whose_memory_streams_cannot_be_told_of_are_left_to_the_step(kind):
+    rows = [torch.ones(2), torch.ones(3)]
+    tensor = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "compressed": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor(rows),
+        "jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged),
+    }[kind]()  # fmt: skip
+    assert not goes_aside((torch.ones(3), tensor))
 
 
 def test_arrays_are_kept_on_the_device_only_where_they_take_a_small_part_of_it():

@@ -91,6 +91,7 @@ def assert_equal(net, other):
 @pytest.mark.parametrize(
     ("word", "name"),
     [(32, "32-true"), ("64", "64-true"), (64, "64-true"), (16, "16-mixed"), ("16", "16-mixed"),
+     *((word, "fp8-mixed") for word in ("fp8", "Float8", "FP8-mixed", "transformer-engine")),
      ("bf16", "bf16-mixed"), ("BF16-Mixed", "bf16-mixed"), (" 16-TRUE ", "16-true"),
      *((name, name) for name in NAMES)],
 )  # fmt: skip
@@ -110,8 +111,8 @@ def test_an_object_is_taken_as_it_is():
     ("word", "error", "text"),
     [("half", ConfigurationError, "'16-mixed'.*'64-true'.*'bf16-true'"),
      (24, ConfigurationError, "precision='24'"),
-     ("8", ConfigurationError, "doesn't have"), (8, ConfigurationError, "8-bit"),
-     ("fp8", ConfigurationError, "8-bit"),
+     ("8", ConfigurationError, "lacks"), (8, ConfigurationError, "'fp8-mixed'"),
+     ("int8", ConfigurationError, "8-bit"),
      ("transformer-engine-float16", ConfigurationError, "8-bit"),
      ("bf16-mixd", ConfigurationError, "Did you mean 'bf16-mixed'"),
      (torch.bfloat16, ArgumentTypeError, "bf16-mixed"), (16.0, ArgumentTypeError, "16.0"),

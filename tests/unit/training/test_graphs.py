@@ -1,5 +1,8 @@
 """Recorded steps, with a double that records on the CPU: what is repeated, and when anew."""
 
+import contextlib
+import itertools
+import types
 import warnings
 
 import pytest
@@ -8,16 +11,18 @@ from torch import nn
 
 import fitkit
 from fitkit.training import graphs, learning
+from fitkit.training.graphs import forget_others
 
 
 class Recorder:
     """Stands for CUDA graphs: recording makes the step, and the first repetition finds it made."""
 
     def __init__(self, device):
-        self.recorded = self.repeated = 0
+        self.recorded = self.repeated = self.warmed = 0
         Recorder.last = self
 
     def warm_up(self, work):
+        self.warmed += 1
         work()
 
     def record(self, work):
@@ -104,6 +109,111 @@ def test_a_layer_frozen_between_epochs_stays_as_it_is(recorder):
     plain = trained(cuda_graphs=False, callbacks=[Freeze()])
     assert_same(trained(cuda_graphs=True, callbacks=[Freeze()]), plain)
     assert recorder.last.recorded == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_a_layer_that_learns_later_on_makes_a_step_as_usual_before_it_is_recorded(
+    recorder, optimizer, monkeypatch
+):
+    class Thaw(fitkit.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.net[0].requires_grad_(epoch > 0)
+
+    made = []
+    monkeypatch.setattr(
+        graphs, "forget_others", lambda *given: made.append(forget_others(*given)) or made[-1]
+    )
+    plain = trained(cuda_graphs=False, optimizer=optimizer, callbacks=[Thaw()])
+    assert_same(trained(cuda_graphs=True, optimizer=optimizer, callbacks=[Thaw()]), plain)
+    assert made == [False, False]  # recorded twice, and no running values were made in it
+    assert (recorder.last.recorded, recorder.last.warmed) == (2, graphs.WARM_UP + 1)
+
+
+def test_running_values_that_a_recording_made_are_dropped_with_it():
+    old, new = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.Adam([old, new])
+    old.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.state[new]  # somebody looked: an empty entry is none
+    known = {parameter for parameter, state in optimizer.state.items() if state}
+    assert not forget_others(optimizer, known)
+    new.grad = torch.ones(2)
+    optimizer.step()
+    assert forget_others(optimizer, known)
+    assert set(optimizer.state) == {old} and optimizer.state[old]["step"] == 2
+
+
+def test_a_rate_kept_in_a_tensor_in_main_memory_is_seen_to_change():
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=rate, fused=True)
+    before = graphs.settings(optimizer)
+    assert graphs.settings(optimizer) == before
+    rate.fill_(0.2)  # as torch's schedulers do
+    assert graphs.settings(optimizer) != before
+
+
+class FakeCuda:
+    """What torch does with streams and recordings, as far as `CudaGraphs` relies on it."""
+
+    def __init__(self):
+        self.main = self.now = "main"
+        self.ended, self.recordings, self.streams = [], [], 0
+
+    def make_stream(self, device):
+        self.streams += 1
+        return types.SimpleNamespace(name=f"{device} {self.streams}", device_index=device.index)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        self.now = stream
+        try:
+            yield
+        except RuntimeError:  # torch's end of a recording fails then, too, before its stream goes
+            raise RuntimeError("operation failed due to a previous error") from None
+        self.recordings.append(pool)
+
+    def patched(self, monkeypatch):
+        handles = itertools.count()
+        for name, value in {
+            "Stream": self.make_stream, "stream": self.stream, "graph": self.graph,
+            "CUDAGraph": lambda: types.SimpleNamespace(replay=list),
+            "graph_pool_handle": lambda: next(handles), "current_stream": lambda device: self.now,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool",
+                            lambda *given: self.ended.append(given), raising=False)
+        monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+        return self
+
+
+def test_work_is_recorded_on_a_stream_of_the_devices_own(monkeypatch):
+    cuda = FakeCuda().patched(monkeypatch)
+    recorder = graphs.CudaGraphs(torch.device("cuda", 1))
+    replay, results = recorder.record(lambda: cuda.now.name)
+    assert results == "cuda:1 2" and cuda.now == cuda.main
+    assert replay() == [] and cuda.recordings == [0] and not cuda.ended
+
+
+def test_after_a_recording_that_failed_torch_is_as_it_was(monkeypatch):
+    cuda = FakeCuda().patched(monkeypatch)
+
+    def reads():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError) as caught:
+        graphs.CudaGraphs(torch.device("cuda", 1)).record(reads)
+    assert cuda.now == cuda.main  # not the stream that recorded
+    assert cuda.ended == [(1, 0)]  # the allocator waits for it no more
+    assert cuda.recordings == [1]  # one that ended well: random numbers can be drawn again
+    assert "not permitted" in graphs._first_line(caught.value)
 
 
 def test_gradients_that_are_accumulated_later_on_are(recorder):

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fitkit
 
 LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,
-         torch.ops.aten._unique2.default, torch.ops.aten.equal.default)  # fmt: skip
+         torch.ops.aten._unique2.default, torch.ops.aten.equal.default,
+         torch.ops.aten.bincount.default, torch.ops.aten.masked_select.default)  # fmt: skip
 """Operations whose result, or its shape, the host must know before it goes on."""
 
 
@@ -21,8 +22,15 @@ class Counting(TorchDispatchMode):
         self.looks = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.looks += function in LOOKS
+        self.looks += function in LOOKS or selects_by_mask(function, args)
         return function(*args, **(kwargs or {}))
+
+
+def selects_by_mask(function, args):
+    """Whether an operation's result is as long as a mask has True entries."""
+    if function is not torch.ops.aten.index.Tensor:
+        return False
+    return any(index is not None and index.dtype is torch.bool for index in args[1])
 
 
 class Own(fitkit.Model):
@@ -48,7 +56,14 @@ def test_the_counter_sees_a_look():
     with Counting() as mode:
         torch.ones(3).sum().item()
         bool(torch.ones(()))
-    assert mode.looks == 2
+        torch.bincount(torch.ones(3, dtype=torch.int64))
+        torch.ones(3)[torch.ones(3) > 0]
+    assert mode.looks == 4
+
+
+def test_batches_that_waited_for_their_metrics_are_counted_without_a_look():
+    more_than_a_bundle = [looks_in(steps, metrics=["accuracy"]) for steps in (150, 300)]
+    assert more_than_a_bundle[0] == more_than_a_bundle[1]
 
 
 @pytest.mark.parametrize("arguments", [

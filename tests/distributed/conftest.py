@@ -1,0 +1,21 @@
+"""Worker processes are started once for all modules here, and have gone at the end."""
+
+import os
+import subprocess
+import threading
+
+import pytest
+
+from fitkit.distributed.launchers.workers import end_workers
+
+
+@pytest.fixture(autouse=True, scope="session")
+def workers_end_with_the_tests():
+    """A worker costs some four seconds of imports; a test that breaks its own calls end_workers."""
+    yield
+    end_workers()
+    children = subprocess.run(
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True
+    ).stdout
+    assert "launchers.worker" not in children
+    assert [thread.name for thread in threading.enumerate() if "fitkit" in thread.name] == []

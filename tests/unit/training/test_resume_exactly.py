@@ -1,0 +1,161 @@
+"""Where a training that went on was not the one that was cut: each found by trying combinations."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import fitkit
+from fitkit.callbacks import Callback
+from fitkit.data.sources import without_first
+
+X = torch.randn(44, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(44) % 3
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+
+class Cut(Callback):
+    """Saves after a batch (None: after the epoch), and ends the run."""
+
+    comes_last = True
+
+    def __init__(self, path, epoch, batch):
+        self.path, self.moment = path, (epoch, batch)
+
+    def on_train_batch_end(self, batch, logs):
+        self.cut((self.model.current_epoch, batch))
+
+    def on_epoch_end(self, epoch, logs):
+        self.cut((epoch, None))
+
+    def cut(self, moment):
+        if moment == self.moment:
+            self.model.save(self.path)
+            raise KeyboardInterrupt
+
+
+def compiled(**options):
+    torch.manual_seed(1)
+    layers = nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)
+    model = fitkit.Model(nn.Sequential(*layers))
+    model.compile(**{"optimizer": "adam", "loss": "cross_entropy", "metrics": ["accuracy"],
+                     "accelerator": "cpu", **options})
+    return model
+
+
+def check_goes_on(tmp_path, data, moment, callbacks=list, **options):
+    """A cut training's weights, rates and history are those of one that wasn't cut."""
+    rest = {"epochs": 4, "verbose": 0}
+    whole, cut, again = (compiled(**options) for _ in range(3))
+    torch.manual_seed(2)
+    expected = whole.fit(**data(), **rest, callbacks=callbacks()).history
+    torch.manual_seed(2)
+    with pytest.raises(KeyboardInterrupt):
+        cut.fit(**data(), **rest, callbacks=[*callbacks(), Cut(tmp_path / "cut.h5", *moment)])
+    torch.manual_seed(3)
+    found = again.fit(
+        **data(), **rest, callbacks=callbacks(), resume_from=tmp_path / "cut.h5"
+    ).history
+    for name, wanted in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], wanted), name
+    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in expected.items()}
+    rates = [model.optimizer.param_groups[0]["lr"] for model in (again, whole)]
+    assert rates[0] == rates[1]
+
+
+def arrays():
+    return {"x": X, "y": Y, "batch_size": 8}
+
+
+@pytest.mark.parametrize("moment", [(1, None), (2, 1)], ids=["epoch's end", "mid-epoch"])
+def test_float64_weights_keep_all_their_digits(tmp_path, moment):
+    check_goes_on(tmp_path, arrays, moment, precision="64-true")
+
+
+@pytest.mark.parametrize("moment", [(1, None), (2, 1)], ids=["epoch's end", "mid-epoch"])
+def test_a_warm_up_that_is_over_leaves_the_scheduler_its_rates(tmp_path, moment):
+    check_goes_on(tmp_path, arrays, moment, warmup_epochs=1.4, lr_scheduler="cosine")
+
+
+class Halving(Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        for group in self.model.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+def test_what_a_callback_does_to_the_rates_at_an_epochs_beginning_is_not_done_twice(tmp_path):
+    check_goes_on(tmp_path, arrays, (1, 2), callbacks=lambda: [Halving()])
+
+
+@pytest.mark.parametrize("moment", [(1, None), (2, 1)], ids=["epoch's end", "mid-epoch"])
+def test_workers_that_live_on_change_no_order(tmp_path, moment):
+    def data():
+        own = torch.Generator().manual_seed(3)
+        options = {"num_workers": 1, "persistent_workers": True}
+        return {"x": DataLoader(Rows(), 8, shuffle=True, generator=own, **options),
+                "validation_data": DataLoader(Rows(), 16, **options)}
+
+    check_goes_on(tmp_path, data, moment)
+
+
+def test_workers_that_live_on_give_the_order_of_those_that_begin_anew():
+    def weights(**options):
+        model = compiled()
+        torch.manual_seed(2)
+        loader = DataLoader(Rows(), 8, shuffle=True, num_workers=1, **options)
+        model.fit(loader, epochs=3, verbose=0)
+        return model.net[0].weight
+
+    assert torch.equal(weights(persistent_workers=True), weights())
+
+
+def test_workers_begun_before_the_training_do_not_decide_on_a_ranks_batches():
+    from fitkit.data.samplers import Once, with_sampler
+
+    loader = DataLoader(TensorDataset(X, Y), 8, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    (batch,) = with_sampler(loader, Once(iter([[3, 5]])))
+    assert torch.equal(batch[0], X[[3, 5]])
+
+
+class Stepwise:
+    """Batches that are read on by their own state."""
+
+    def __init__(self):
+        self.done = 0
+
+    def __iter__(self):
+        while self.done < 6:
+            self.done += 1
+            yield X[self.done * 7 - 7 : self.done * 7], Y[self.done * 7 - 7 : self.done * 7]
+        self.done = 0
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+@pytest.mark.parametrize("moment", [(1, 3), (2, 3)], ids=["in a pass", "at a pass's end"])
+def test_a_cut_after_an_epochs_last_batch_loses_none_of_a_loader_with_a_state(tmp_path, moment):
+    check_goes_on(tmp_path, lambda: {"x": Stepwise(), "steps_per_epoch": 4}, moment)
+
+
+def test_a_cut_after_an_epochs_last_batch_loses_none_of_an_iterator(tmp_path):
+    batches = list(zip(X.split(2), Y.split(2), strict=True))
+    check_goes_on(tmp_path, lambda: {"x": iter(batches), "steps_per_epoch": 4}, (1, 3))
+
+
+def test_more_batches_to_leave_out_than_there_are_take_no_time():
+    assert list(without_first(iter([1, 2]), 1 << 60)) == []
+    assert next(without_first(itertools.count(), 3)) == 3
