@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +41,22 @@ def compile_net(model: Model, options: bool | dict[str, Any]) -> None:
 def compile_on_this_rank(model: Model, options: bool | dict[str, Any]) -> None:
     """Compile the net where it came from another process: modules travel uncompiled."""
     if options is not False and _target(model)._compiled_call_impl is None:
+        _name_globals(model)
         compile_net(model, options)
+
+
+def _name_globals(model: nn.Module) -> None:
+    """Have this process's `__main__` name what the net's own code refers to.
+
+    Classes of the user's script come to a worker with the globals that they use, but not in the
+    module where torch's compiler looks for them: there the worker's own program is.
+    """
+    main = vars(sys.modules["__main__"])
+    for kind in {type(module) for module in model.modules()}:
+        for function in filter(inspect.isfunction, vars(kind).values()):
+            if function.__module__ == "__main__" and function.__globals__ is not main:
+                used = function.__globals__.items()
+                main.update({name: value for name, value in used if not name.startswith("__")})
 
 
 def _target(model: Model) -> Any:

@@ -619,7 +619,11 @@ UNTRAINABLE = {
         {"optimizer": "adafactor"},
         "Adafactor can't update parts",
     ),
-    "compiled": (lambda: fitkit.Model(net()), {"jit_compile": True}, "torch.compile"),
+    "compiled": (
+        lambda: fitkit.Model(net()),
+        {"jit_compile": True, "strategy": FSDPStrategy(activation_checkpointing=True)},
+        "torch.compile",
+    ),
 }
 
 

@@ -9,13 +9,16 @@ from torch.optim import Optimizer
 from fitkit.errors import ConfigurationError
 
 
-def check_trains(module: nn.Module, optimizers: list[Optimizer], strategy: str) -> None:
+def check_trains(
+    module: nn.Module, optimizers: list[Optimizer], strategy: str, *, compiles: bool = False
+) -> None:
     """Refuse what can't be trained so.
 
     Args:
         module: the model.
         optimizers: its optimizers.
         strategy: the strategy's name, for messages.
+        compiles: whether the net may be compiled as a whole.
 
     Raises:
         ConfigurationError: with what to write instead.
@@ -43,16 +46,19 @@ def check_trains(module: nn.Module, optimizers: list[Optimizer], strategy: str) 
             f"rank has under strategy={strategy!r}. Write strategy='ddp_sharded', or take another "
             "optimizer."
         )
-    _check_modules(module, strategy)
+    _check_modules(module, strategy, compiles)
     _check_parameters(module, optimizers[0], strategy)
 
 
-def _check_modules(module: nn.Module, strategy: str) -> None:
+def _check_modules(module: nn.Module, strategy: str, compiles: bool) -> None:
     for name, part in module.named_modules():
-        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+        is_compiled = part._compiled_call_impl is not None
+        is_allowed = compiles and name in ("", "net")
+        if (is_compiled and not is_allowed) or "_orig_mod" in part._modules:
             raise ConfigurationError(
                 f"{name or 'The net'} is compiled by torch.compile, which strategy={strategy!r} "
-                "doesn't train in this version. Write jit_compile=False, or strategy='ddp'."
+                "doesn't train so: parts of a net, under DeepSpeed, or with "
+                "activation_checkpointing. Write jit_compile=False, or strategy='ddp'."
             )
 
 

@@ -260,7 +260,8 @@ class FSDP(DDP):
     def begin_training(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         if self.collectives.world_size == 1:
             return
-        check_trains(module, optimizers, self.name)
+        compiles = not self.activation_checkpointing
+        check_trains(module, optimizers, self.name, compiles=compiles)
         rank = self.collectives.rank
         router = RootRouter(module)
         shard = self._sharder(module)
