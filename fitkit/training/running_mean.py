@@ -34,7 +34,7 @@ class RunningMean:
     def add(self, value: torch.Tensor, samples: int) -> None:
         """Take a batch's mean over `samples` samples; `value` is a detached 0-d tensor."""
         self.last = value
-        if value.is_cpu and type(value) is torch.Tensor:
+        if is_at_hand(value):
             self._read += value.item() * samples
             self._count += samples
             return
@@ -64,3 +64,8 @@ class RunningMean:
         """The mean so far, read from the device; None before the first value."""
         total, count = self.sums()
         return total / count if count else None
+
+
+def is_at_hand(value: torch.Tensor) -> bool:
+    """Whether reading a number waits for nothing: it is in main memory, on this rank."""
+    return value.is_cpu and type(value) is torch.Tensor

@@ -33,6 +33,11 @@ def selects_by_mask(function, args):
     return any(index is not None and index.dtype is torch.bool for index in args[1])
 
 
+@pytest.fixture(autouse=True)
+def the_cpu_stands_for_a_device(monkeypatch):
+    monkeypatch.setattr("fitkit.training.running_mean.is_at_hand", lambda value: False)
+
+
 class Own(fitkit.Model):
     def training_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
