@@ -94,8 +94,9 @@ class Model(Hooks, Services, nn.Module):
     @property
     def hands_on(self) -> bool:
         """Whether a call gives what the net gives, and does nothing else; for `fit`'s own use."""
-        own = type(self).forward is not Model.forward or "forward" in vars(self)
-        return isinstance(self.net, nn.Module) and not own
+        kind = type(self)
+        is_ours = kind.forward is Model.forward and kind.__call__ is nn.Module.__call__
+        return is_ours and "forward" not in vars(self) and isinstance(self.net, nn.Module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the net gives; a subclass may define its own."""
@@ -179,7 +180,8 @@ class Model(Hooks, Services, nn.Module):
                 (or `"bf16"`), `"16-true"`, `"bf16-true"`, `"fp8-mixed"` (or `"fp8"`), or an object
                 of `fitkit.precisions`. Mixed ones keep float32 weights and compute in the
                 narrower type; 16-mixed scales the loss and leaves out updates whose
-                gradients aren't finite. "-true" ones cast the net itself, with the next run;
+                gradients aren't finite. "-true" ones cast the net itself, with the next run or
+                `load`;
                 compiled back it gets its own dtypes again, without the digits rounded off.
                 Losses and metrics are computed in float32 or more.
             accumulate_grad_batches: batches whose gradients make one update: their mean over
@@ -737,8 +739,9 @@ class Model(Hooks, Services, nn.Module):
         from fitkit.checkpoint import load_weights
 
         precision = self.compilation.strategy.precision
-        if precision.name == "64-true":
-            # First: the file's weights would lose digits in a module that is in float32 still.
+        widths = [p.dtype.itemsize for p in self.parameters() if p.is_floating_point()]
+        if widths and precision.input_dtype(self).itemsize > max(widths):
+            # First: the file's weights would lose digits in a module that is narrower still.
             precision.convert(self)
         return load_weights(path, self.weights_module(), strict=strict, skip_mismatch=skip_mismatch)
 

@@ -29,8 +29,8 @@ from fitkit.errors import CheckpointError
 UNFINISHED_SUFFIX = ".fitkit-unfinished"
 
 # At most 160 bytes of UTF-8, so that the name of an unfinished file stays below 255 bytes.
-_NAME_CHARACTERS = 40
-_UNFINISHED = re.compile(rf"\.(.+)\.[0-9a-f]{{12}}{re.escape(UNFINISHED_SUFFIX)}", re.DOTALL)
+NAME_CHARACTERS = 40
+UNFINISHED = re.compile(rf"\.(.+)\.[0-9a-f]{{12}}{re.escape(UNFINISHED_SUFFIX)}", re.DOTALL)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -77,7 +77,7 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
             f"{os.fspath(path)} can't be written: {_reason(error, target.parent, size_bytes)} "
             "Nothing was changed."
         ) from error
-    _flush_folder(target.parent)
+    flush_folder(target.parent)
 
 
 def _check_target(path: str | os.PathLike[str], target: Path) -> os.stat_result | None:
@@ -108,7 +108,7 @@ def _check_target(path: str | os.PathLike[str], target: Path) -> os.stat_result 
 
 def unfinished_name(name: str) -> str:
     """A name for what isn't `name` yet; `remove_abandoned` knows it."""
-    return f".{name[:_NAME_CHARACTERS]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
+    return f".{name[:NAME_CHARACTERS]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
 
 
 def remove_abandoned(folder: str | os.PathLike[str], name: str = "") -> None:
@@ -125,8 +125,8 @@ def remove_abandoned(folder: str | os.PathLike[str], name: str = "") -> None:
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            found = _UNFINISHED.fullmatch(entry.name)
-            if found and name[:_NAME_CHARACTERS] in ("", found[1]):
+            found = UNFINISHED.fullmatch(entry.name)
+            if found and name[:NAME_CHARACTERS] in ("", found[1]):
                 _remove_unless_locked(entry.path)
 
 
@@ -183,7 +183,7 @@ def _finish(file: BinaryIO, temporary: Path, existing: os.stat_result | None) ->
     os.fsync(file.fileno())
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     # The rename itself reaches the disk with its folder. Some systems (Windows, some network
     # file systems) can't, and the file is already in place: no reason to call the save failed.
     with contextlib.suppress(OSError):

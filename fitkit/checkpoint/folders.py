@@ -12,7 +12,6 @@ import ctypes
 import errno
 import os
 import re
-import secrets
 import shutil
 from pathlib import Path
 
@@ -22,7 +21,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from fitkit.checkpoint.atomic import (
-    UNFINISHED_SUFFIX,
+    NAME_CHARACTERS,
+    UNFINISHED,
+    flush_folder,
     remove_abandoned,
     replacing,
     unfinished_name,
@@ -35,8 +36,6 @@ INDEX = "index.h5"
 SHARD = re.compile(r"shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
 """What the other files of such a folder are called."""
 
-_UNFINISHED = re.compile(rf"\.(.+)\.[0-9a-f]{{12}}{re.escape(UNFINISHED_SUFFIX)}", re.DOTALL)
-_NAME_CHARACTERS = 40
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -128,7 +127,7 @@ def _others_in(folder: Path) -> list[str]:
 def _make_locked(target: Path) -> tuple[Path, int | None]:
     """A new folder beside `target`, and the descriptor that holds its lock."""
     while True:
-        place = _unfinished(target)
+        place = target.with_name(unfinished_name(target.name))
         place.mkdir()
         if fcntl is None:
             return place, None
@@ -144,16 +143,11 @@ def _make_locked(target: Path) -> tuple[Path, int | None]:
             os.close(descriptor)
 
 
-def _unfinished(target: Path) -> Path:
-    name = f".{target.name[:_NAME_CHARACTERS]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
-    return target.with_name(name)
-
-
 def _replace(new: Path, old: Path) -> None:
     """Let `new` have the name of `old`, and the other way round."""
     if _exchange(new, old):
         return
-    aside = _unfinished(old)
+    aside = old.with_name(unfinished_name(old.name))
     os.rename(old, aside)
     try:
         os.rename(new, old)
@@ -188,8 +182,8 @@ def _remove_abandoned(parent: Path, name: str) -> None:
         return
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
-            found = _UNFINISHED.fullmatch(entry.name)
-            if found and found[1] == name[:_NAME_CHARACTERS] and entry.is_dir():
+            found = UNFINISHED.fullmatch(entry.name)
+            if found and found[1] == name[:NAME_CHARACTERS] and entry.is_dir():
                 _remove_unless_locked(entry.path)
 
 
@@ -217,7 +211,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     others = _others_in(target)
     if others:
         raise OSError(errno.ENOTEMPTY, f"it has other things in it ({others[0]})")
-    aside = _unfinished(target)
+    aside = target.with_name(unfinished_name(target.name))
     os.rename(target, aside)
     shutil.rmtree(aside)
 
@@ -238,15 +232,23 @@ def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) 
             raise
         folder.finish()
         return
-    place = Path(os.path.realpath(twin))
+    source, place = os.path.realpath(path), Path(os.path.realpath(twin))
     remove_abandoned(place.parent, place.name)
     beside = place.with_name(unfinished_name(place.name))
+    is_protected = place.exists() and not os.access(place, os.W_OK)
     try:
-        os.link(path, beside)
-        os.replace(beside, place)
-    except OSError:  # a file system without links
-        with open(path, "rb") as source, replacing(twin, os.path.getsize(path)) as file:
-            shutil.copyfileobj(source, file)
+        os.link(source, beside)
+    except OSError:
+        has_links = False  # the file system may have none
+    else:
+        has_links = True
+    try:
+        if has_links and not is_protected:
+            os.replace(beside, place)
+            flush_folder(place.parent)
+        else:
+            with open(source, "rb") as old, replacing(twin, os.path.getsize(source)) as file:
+                shutil.copyfileobj(old, file)
     finally:
         # Still there where both names were one file's already: then nothing is renamed.
         beside.unlink(missing_ok=True)

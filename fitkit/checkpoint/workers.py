@@ -49,6 +49,8 @@ class Workers(Generic[Result]):
             try:
                 future = self._pool.submit(work)
             except RuntimeError:  # no thread can be started, as while the interpreter ends
+                # Those that run finish what waits; this piece may be among it, and is done twice.
+                self._pool.shutdown()
                 self._pool = None
             else:
                 self._results.append(future)

@@ -31,6 +31,7 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
     keeps them: the order would hang on which process has begun them, and when.
     """
     if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
+        iter(getattr(loader, sampler_name(loader)))  # torch begins twice there
         draw_as_iterating_does(loader)
     return iter(loader)
 

@@ -94,8 +94,11 @@ class LoaderSource:
             return iterate(self.loader)
         if isinstance(self.loader.dataset, IterableDataset):
             return without_first(iterate(self.loader), skip)
-        drawn = iter(getattr(self.loader, sampler_name(self.loader)))
+        sampler = getattr(self.loader, sampler_name(self.loader))
+        drawn = iter(sampler)
         draw_as_iterating_does(self.loader)
+        if self.loader.num_workers:
+            drawn = iter(sampler)  # as torch does where it starts workers
         return iter(with_sampler(self.loader, Once(without_first(drawn, skip))))
 
     @property

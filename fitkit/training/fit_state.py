@@ -253,13 +253,10 @@ class FitState:
         What callbacks do at an epoch's beginning was done before the epoch was cut; since then
         the rates may have moved.
         """
-        before = [
-            (group, {name: value for name, value in group.items() if name != "params"})
-            for group in self.groups
-        ]
+        before = self._settings()
         yield
-        for group, settings in before:
-            group.update(settings)
+        for group, settings in zip(self.groups, before, strict=True):
+            put_back(group, settings)
 
     def set_rate(self, rate: float) -> None:
         """Change the rates and keep the optimizers' state; schedulers begin anew from there."""
@@ -282,9 +279,19 @@ class FitState:
 
     def snapshot(self) -> tuple[Any, ...]:
         """What `restore` needs: the objects, and the groups' settings."""
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
         objects = {name: getattr(self, name) for name in KEPT}
-        return objects, settings
+        return objects, self._settings()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """The groups' settings; rates in tensors are changed in place, and so are copied."""
+        return [
+            {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in self.groups
+        ]
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Put the objects and the groups' settings back."""
@@ -293,7 +300,18 @@ class FitState:
         for group, before in zip(self.groups, settings, strict=True):
             for key in set(group) - set(before) - {"params"}:
                 del group[key]
-            group.update(before)
+            put_back(group, before)
+
+
+def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Give an optimizer's group its settings back; a tensor stays the object that it is."""
+    for name, value in settings.items():
+        own = group.get(name)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                own.copy_(value)
+        else:
+            group[name] = value
 
 
 KEPT = (

@@ -52,7 +52,7 @@ def _name_globals(model: nn.Module) -> None:
     module where torch's compiler looks for them: there the worker's own program is.
     """
     main = vars(sys.modules["__main__"])
-    for kind in {type(module) for module in model.modules()}:
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
         for function in filter(inspect.isfunction, vars(kind).values()):
             if function.__module__ == "__main__" and function.__globals__ is not main:
                 used = function.__globals__.items()

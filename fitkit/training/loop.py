@@ -84,7 +84,7 @@ def evaluate_batches(
 
     Args:
         step: keeps the running values.
-        inference: makes the steps, and surrounds them.
+        inference: surrounds the steps, and says what makes them from the second on.
         group: batches between two calls of the batch hooks.
 
     Returns:
@@ -96,8 +96,8 @@ def evaluate_batches(
     index = -1
     waits = False
     with inference:
-        advance, rest = inference.first, inference.batches(batches)
-        for index, batch in enumerate(rest):
+        advance: Callable[..., Any] = step
+        for index, batch in enumerate(inference.batches(batches)):
             if not waits:
                 for hook in begin:
                     hook(index, {})
@@ -105,10 +105,6 @@ def evaluate_batches(
             if index == 0:
                 step.after_first()
                 advance = inference.settled(batch)
-                if not begin and not end:  # nobody listens
-                    for index, batch in enumerate(rest, 1):
-                        advance(batch, index)
-                    break
             waits = (index + 1) % group != 0
             if end and not waits:
                 logs = LazyLogs(results)
@@ -124,6 +120,7 @@ def evaluate_batches(
 
 def predict_batches(
     batches: Iterator[Any],
+    step: Callable[..., Any],
     callbacks: CallbackList,
     inference: Inference,
     group: int = 1,
@@ -131,7 +128,7 @@ def predict_batches(
     """The net's outputs for each batch, in order, on the CPU.
 
     Args:
-        inference: makes the steps, and surrounds them.
+        inference: surrounds the steps, and says what makes them from the second on.
         group: batches between two calls of the batch hooks, which get these batches' outputs.
     """
     begin = callbacks.hooks("on_predict_batch_begin")
@@ -146,18 +143,14 @@ def predict_batches(
             hook(index, logs)
 
     with inference:
-        advance, rest = inference.first, inference.batches(batches)
-        for index, batch in enumerate(rest):
+        advance = step
+        for index, batch in enumerate(inference.batches(batches)):
             if not waits:
                 for hook in begin:
                     hook(index, {})
             copies.add(advance(batch, index))
             if index == 0:
                 advance = inference.settled(batch)
-                if not begin and not end:  # nobody listens
-                    for index, batch in enumerate(rest, 1):
-                        copies.add(advance(batch, index))
-                    break
             waits = (index + 1) % group != 0
             if end and not waits:
                 tell()

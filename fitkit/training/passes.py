@@ -131,7 +131,7 @@ def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
         inference = inference_for(model, step, callbacks, "predict", source)
         together = InStep(_first(source, job.steps, shares), strategy, muted=False)
         batches = step.mover.fed(iter(together))
-        outputs = together.own(predict_batches(batches, callbacks, inference, group))
+        outputs = together.own(predict_batches(batches, step, callbacks, inference, group))
         callbacks.call("on_predict_end", {})
     everyone = shares.gather(outputs)
     # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.

@@ -58,7 +58,7 @@ class WarmUp:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"done": self._done, "targets": list(self._targets)}
+        return {"done": self._done, "targets": [float(target) for target in self._targets]}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -190,15 +191,23 @@ def _assign(
     state, places = model.fit_state, _places(model)
     before, updates = state.snapshot(), state.updates
     kept = [(each, each.state, each.param_groups) for each in state.optimizers]
+    plans = [(p, copy.deepcopy(p.scheduler.state_dict()), p.passed) for p in state.schedulers]
+
+    def put_back() -> None:
+        for optimizer, entries, groups in kept:
+            optimizer.state, optimizer.param_groups = entries, groups
+        for plan, its_state, passed in plans:
+            plan.scheduler.load_state_dict(its_state)
+            plan.passed = passed
+        state.restore(before)
+        state.updates = updates
+
     try:
         restore()
         # The next run would do so, too late: float32 can't hold the digits of float64.
         model.compilation.strategy.precision.convert(model)
     except Exception as error:
-        for optimizer, entries, groups in kept:
-            optimizer.state, optimizer.param_groups = entries, groups
-        state.restore(before)
-        state.updates = updates
+        put_back()
         if isinstance(error, FitkitError):
             raise
         raise CheckpointError(
@@ -206,9 +215,13 @@ def _assign(
             f"({type(error).__name__}: {error}). Nothing was loaded; use another file, or "
             "load_weights."
         ) from error
-    weights.assign()
-    if _places(model) != places:
-        restore()  # Optimizers keep their state in the dtype and at the place of parameters.
+    try:
+        weights.assign()
+        if _places(model) != places:
+            restore()  # Optimizers keep their state in the dtype and at the place of parameters.
+    except BaseException:  # a module's own loading code may raise anything
+        put_back()
+        raise
 
 
 def _places(model: Model) -> list[tuple[torch.dtype, torch.device]]:

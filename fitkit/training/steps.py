@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
 from fitkit.data.batches import samples_in, unpack
@@ -118,27 +119,24 @@ class CompiledStep:
         self.note(prediction, loss.detach(), parts, y, weight)
         return loss
 
-    def settled(self, first: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    def settled(self, first: Any) -> Callable[..., Any]:
         """What does the same as a call, from an evaluation's second batch on: without what can't
         change where all batches are rows of the same tensors.
 
         Args:
             first: the first batch.
-            otherwise: makes the steps of batches of other shapes, or all where much may change.
         """
         loss = self.loss.direct
         update = None if self.meters is None else self.meters.update_of_one
         is_pair = type(first) is tuple and len(first) == 2
         if not is_pair or loss is None or not self._is_plain or not self.mover.leaves(first):
-            return otherwise
+            return self
         if self.class_weights is not None or (self.meters is not None and update is None):
-            return otherwise
-        forward, add, shape = self.forward, self.logbook.loss.add, first[0].shape
+            return self
+        forward, add = self.forward, self.logbook.loss.add
 
         def step(batch: Any, index: int = 0) -> torch.Tensor:
             x, y = batch
-            if x.shape != shape:
-                return otherwise(batch, index)
             try:
                 prediction = forward(x)
                 value = loss(prediction, y)
@@ -316,17 +314,15 @@ class PredictStep:
             self.checked = True
         return outputs
 
-    def settled(self, first: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    def settled(self, first: Any) -> Callable[..., Any]:
         """As `CompiledStep.settled`."""
         is_tensor = type(first) is tuple and isinstance(first[0], torch.Tensor)
         if not is_tensor or not self._is_plain or not self.mover.leaves(first):
-            return otherwise
-        forward, net, shape = self.forward, self.door.net, first[0].shape
+            return self
+        forward, net = self.forward, self.door.net
 
         def step(batch: Any, index: int = 0) -> Any:
             x = batch[0]
-            if x.shape != shape:
-                return otherwise(batch, index)
             try:
                 return forward(x)
             except Exception as error:
@@ -352,7 +348,7 @@ def forward_of(door: Door) -> Callable[..., Any]:
     backward, backward_before = model._backward_hooks, model._backward_pre_hooks
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        if before or after or backward or backward_before:
+        if before or after or backward or backward_before or _has_any_global_hook():
             return model(*inputs, **named)
         net: Any = parts["net"]
         return net(*inputs, **named)

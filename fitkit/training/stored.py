@@ -35,7 +35,8 @@ def check_training(training: dict[str, Any], path: str) -> None:
             if not isinstance(options, dict) or not is_plain(options):
                 raise ValueError("an optimizer's options aren't plain data")
         for entry in _dicts("schedulers", training.get("schedulers", [])):
-            _has("schedulers", entry, {"class": str, "state": dict, "passed": int})
+            _has("schedulers", entry, {"class": str, "state": dict})
+            _check_count("passed", entry.get("passed", 0))
         for entry in _dicts("scalings", training.get("scalings", [])):
             _has("scalings", entry, {"scaler": dict, "overcounted": int})
             if not all(_is_number(value) for value in entry["scaler"].values()):
@@ -73,7 +74,8 @@ def check_progress(progress: Progress, path: str) -> None:
             _has("loader", progress.loader, {"state": object})
         if progress.warm_up is not None:
             _has("warm_up", progress.warm_up, {"done": int, "targets": list})
-            if not all(map(_is_number, progress.warm_up["targets"])):
+            targets = progress.warm_up["targets"]
+            if not all(_is_number(t) or isinstance(t, torch.Tensor) for t in targets):
                 raise ValueError("a rate to warm up to isn't a number")
         if progress.data is not None and not isinstance(progress.data, dict):
             raise ValueError("data isn't a dict")
@@ -115,12 +117,17 @@ def _check_random_state(state: Any) -> None:
         random.Random().setstate((version, tuple(numbers), gauss))
         np.random.RandomState().set_state(state["numpy"])
         for own in (state["torch"], *state["own"]):
-            torch.Generator().set_state(own)
+            if not _is_of_a_gpu(own):
+                torch.Generator().set_state(own)
     except Exception as error:  # each library raises what it likes
         raise ValueError(f"a random state can't be one ({error})") from error
-    for own in state.get("cuda") or []:
-        if not isinstance(own, torch.Tensor) or own.dtype is not torch.uint8:
-            raise ValueError("a random state of a GPU isn't bytes")
+    if not all(map(_is_of_a_gpu, state.get("cuda") or [])):
+        raise ValueError("a random state of a GPU isn't 16 bytes")
+
+
+def _is_of_a_gpu(state: Any) -> bool:
+    """Whether a state has the form of a CUDA generator's: a seed and an offset."""
+    return isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.numel() == 16
 
 
 def _dicts(name: str, value: Any) -> list[dict[str, Any]]:

@@ -46,15 +46,19 @@ def check_trains(
             f"rank has under strategy={strategy!r}. Write strategy='ddp_sharded', or take another "
             "optimizer."
         )
-    _check_modules(module, strategy, compiles)
+    _check_modules(module, strategy, compiles=compiles)
     _check_parameters(module, optimizers[0], strategy)
 
 
-def _check_modules(module: nn.Module, strategy: str, compiles: bool) -> None:
+def _check_modules(module: nn.Module, strategy: str, *, compiles: bool) -> None:
     for name, part in module.named_modules():
-        is_compiled = part._compiled_call_impl is not None
-        is_allowed = compiles and name in ("", "net")
-        if (is_compiled and not is_allowed) or "_orig_mod" in part._modules:
+        if "_orig_mod" in part._modules:
+            raise ConfigurationError(
+                f"{name or 'The net'} is what torch.compile returned, whose parts "
+                f"strategy={strategy!r} can't spread. Give fitkit the module itself, and write "
+                "jit_compile=True."
+            )
+        if part._compiled_call_impl is not None and not (compiles and name in ("", "net")):
             raise ConfigurationError(
                 f"{name or 'The net'} is compiled by torch.compile, which strategy={strategy!r} "
                 "doesn't train so: parts of a net, under DeepSpeed, or with "

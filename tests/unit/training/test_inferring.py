@@ -2,7 +2,6 @@
 
 import contextlib
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,50 +9,53 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fitkit
 
+X, Y = torch.randn(20, 3), torch.randint(2, (20,))
 
-class Telling(nn.Module):
-    """Notes in which mode each batch was computed."""
 
+@pytest.fixture
+def modes(monkeypatch):
+    """In which mode each call of a linear layer was made."""
+    found, forward = [], nn.Linear.forward
+
+    def telling(layer, x):
+        found.append(torch.is_inference_mode_enabled())
+        return forward(layer, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", telling)
+    return found
+
+
+class Own(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 2)
-        self.modes = []
 
     def forward(self, x):
-        self.modes.append(torch.is_inference_mode_enabled())
         return self.layer(x)
 
 
-def compiled(net, **options):
+def hooked():
+    net = nn.Sequential(nn.Linear(3, 2))
+    net[0].register_forward_hook(lambda module, args, output: None)
+    return net
+
+
+def compiled(net=None, kind=fitkit.Model, **options):
     torch.manual_seed(0)
-    model = fitkit.Model(net)
+    model = kind(nn.Sequential(nn.Linear(3, 2)) if net is None else net)
     options = {"loss": "cross_entropy", "metrics": ["accuracy"], **options}
     model.compile("sgd", **options, accelerator="cpu")
     return model
 
 
-X, Y = torch.randn(20, 3), torch.randint(2, (20,))
-
-
-def modes_of(verb, *data, net=None, **options):
-    model = compiled(Telling() if net is None else net, **options.pop("compile", {}))
-    given = {"verbose": 0, "batch_size": 4, **options}
-    if isinstance(data[0], DataLoader):
-        del given["batch_size"]
-    getattr(model, verb)(*data, **given)
-    return model.net.modes
-
-
 @pytest.mark.parametrize(("verb", "data"), [("evaluate", (X, Y)), ("predict", (X,))])
-def test_all_batches_but_the_first_are_computed_in_inference_mode(verb, data):
-    assert modes_of(verb, *data) == [False, True, True, True, True]
+def test_all_batches_but_the_first_are_computed_in_inference_mode(verb, data, modes):
+    getattr(compiled(), verb)(*data, batch_size=4, verbose=0)
+    assert modes == [False, True, True, True, True]
+    assert not torch.is_inference_mode_enabled()
 
 
-def test_batches_of_other_shapes_are_not():
-    assert modes_of("predict", X[:18]) == [False, True, True, True, False]
-
-
-def test_a_loader_makes_its_batches_outside():
+def test_a_loader_makes_its_batches_outside(modes):
     made = []
 
     class Rows(Dataset):
@@ -64,12 +66,9 @@ def test_a_loader_makes_its_batches_outside():
             made.append(torch.is_inference_mode_enabled())
             return X[index] * 1, Y[index]
 
-    assert modes_of("evaluate", DataLoader(Rows(), 4)) == [False, True, True]
+    compiled().evaluate(DataLoader(Rows(), 4), verbose=0)
+    assert modes == [False, True, True]
     assert made == [False] * 12
-
-
-def listening(hook):
-    return fitkit.callbacks.LambdaCallback(**{hook: lambda *args: None})
 
 
 class OwnStep(fitkit.Model):
@@ -77,99 +76,71 @@ class OwnStep(fitkit.Model):
         return super().validation_step(batch)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"callbacks": listening("on_test_batch_end")},
-        {"compile": {"loss": lambda prediction, target: prediction.square().mean()}},
-        {"compile": {"metrics": [lambda prediction, target: prediction.mean()]}},
-    ],
-    ids=["callback", "loss", "metric"],
-)
-def test_not_where_code_of_the_users_gets_what_steps_make(options):
-    assert not any(modes_of("evaluate", X, Y, **options))
+class OwnTransfer(fitkit.Model):
+    moved = 0
+
+    def transfer_batch_to_device(self, batch, device):
+        self.moved += 1
+        return batch
 
 
-def test_a_models_own_transfer_is_called_for_each_batch():
-    class Own(fitkit.Model):
-        moved = 0
+class OwnCall(fitkit.Model):
+    def __call__(self, x):
+        return super().__call__(x) * 2
 
-        def transfer_batch_to_device(self, batch, device):
-            self.moved += 1
-            return batch
 
-    model = Own(Telling())
-    model.compile(loss="cross_entropy", accelerator="cpu")
+NOTICED = {
+    "net": {"net": Own},
+    "hook": {"net": hooked},
+    "step": {"kind": OwnStep},
+    "transfer": {"kind": OwnTransfer},
+    "call": {"kind": OwnCall},
+    "loss": {"loss": lambda prediction, target: prediction.square().mean()},
+    "metric": {"metrics": [lambda prediction, target: prediction.mean()]},
+    "compiled": {"jit_compile": {"backend": "eager"}},
+}
+
+
+@pytest.mark.parametrize("case", NOTICED)
+def test_not_where_code_of_the_users_gets_what_steps_make(case, modes):
+    options = dict(NOTICED[case])
+    net = options.pop("net", None)
+    model = compiled(None if net is None else net(), **options)
     model.evaluate(X, Y, batch_size=4, verbose=0)
-    model.predict(X, batch_size=4, verbose=0)
-    assert model.moved == 10 and not any(model.net.modes)
+    assert modes and not any(modes)
+    assert getattr(model, "moved", 5) == 5
 
 
-def test_not_with_hooks_in_the_net_or_steps_of_the_models_own():
-    net = Telling()
-    net.layer.register_forward_hook(lambda module, args, output: None)
-    assert not any(modes_of("predict", X, net=net))
-    model = OwnStep(Telling())
-    model.compile(loss="cross_entropy", accelerator="cpu")
-    model.evaluate(X, Y, verbose=0)
-    assert not any(model.net.modes)
+def test_not_where_a_callback_acts_at_each_batch(modes):
+    listening = fitkit.callbacks.LambdaCallback(on_test_batch_end=lambda *args: None)
+    compiled().evaluate(X, Y, batch_size=4, verbose=0, callbacks=listening)
+    assert not any(modes)
 
 
-def test_a_net_that_computes_gradients_still_can():
-    class Force(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.energy = nn.Linear(3, 1)
-
-        @torch.enable_grad()
-        def forward(self, x):
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.energy(x).square().sum(), x)[0]
-
-    net = Force()
-    weight, bias = net.energy.weight, net.energy.bias
-    expected = 2 * (X @ weight.T + bias) @ weight
-    found = compiled(net, loss="mse", metrics=None).predict(X, batch_size=4, verbose=0)
-    np.testing.assert_allclose(found, expected.detach(), rtol=1e-5)
+def test_not_under_hooks_of_all_modules(modes):
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        compiled().predict(X, batch_size=4, verbose=0)
+    finally:
+        handle.remove()
+    assert not any(modes)
 
 
-class Keeping(nn.Module):
-    """Keeps what it has computed, as caches do, and uses it in the next call."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.register_buffer("mean", torch.zeros(2))
-        self.last = None
-        self.kept = {}
-
-    def forward(self, x):
-        output = self.layer(x)
-        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
-        if self.last is not None:
-            output = output * self.last.sigmoid().mean() + self.kept["outputs"][0].mean()
-        self.last, self.kept["outputs"] = output.detach(), [output.detach()]
-        return output * self.mean
-
-
-def test_what_a_net_keeps_can_be_trained_with_afterwards():
-    model = compiled(Keeping())
-    model.evaluate(X, Y, batch_size=4, verbose=0)
-    kept = [model.net.mean, model.net.last, model.net.kept["outputs"][0]]
-    assert not any(tensor.is_inference() for tensor in kept)
-    model.fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), verbose=0)
+def test_a_models_own_call_is_made():
+    model = compiled(kind=OwnCall)
+    expected = 2 * model.net(X)
+    torch.testing.assert_close(torch.as_tensor(model.predict(X, verbose=0)), expected.detach())
 
 
 @pytest.mark.parametrize("size", [4, 20])
 def test_predictions_can_be_trained_with(size):
-    found = compiled(nn.Linear(3, 2)).predict(X, batch_size=size, verbose=0)
-    tensor = torch.as_tensor(found)
+    tensor = torch.as_tensor(compiled().predict(X, batch_size=size, verbose=0))
     assert not tensor.is_inference()
     (tensor * nn.Parameter(torch.ones(2))).sum().backward()
 
 
 def test_hooks_on_the_model_itself_are_called_also_when_they_come_late():
-    model, seen = compiled(nn.Linear(3, 2)), []
+    model, seen = compiled(), []
 
     class Registers(fitkit.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -191,22 +162,70 @@ def test_an_error_in_a_later_batch_is_explained_and_leaves_the_mode():
     assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
 
 
-def test_the_numbers_are_those_of_a_plain_loop():
-    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
-    model = compiled(net)
-    loader = DataLoader(TensorDataset(X[:18], Y[:18]), 4)
-    for data in ((X[:18], Y[:18]), (loader,)):
-        options = {} if len(data) == 1 else {"batch_size": 4}
-        found = model.evaluate(*data, verbose=0, return_dict=True, **options)
-        with torch.no_grad(), _evaluating(net):
-            outputs = net(X[:18])
-            loss = nn.functional.cross_entropy(outputs, Y[:18]).item()
-        assert found["loss"] == pytest.approx(loss, rel=1e-6)
-        assert found["accuracy"] == (outputs.argmax(1) == Y[:18]).double().mean().item()
+class Again:
+    """An iterator that begins anew whenever it is asked for one."""
+
+    def __iter__(self):
+        self.count = 0
+        return self
+
+    def __next__(self):
+        if self.count == 3:
+            raise StopIteration
+        self.count += 1
+        return X[:4] * self.count
+
+
+def test_an_iterator_that_begins_anew_is_asked_once():
+    assert len(compiled(hooked()).predict(Again(), verbose=0)) == 12
 
 
 @contextlib.contextmanager
-def _evaluating(net):
+def evaluating(net):
     net.eval()
     yield
     net.train()
+
+
+NETS = {
+    "torch's": lambda: nn.Sequential(
+        nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2)
+    ),
+    "own": Own,
+}
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_the_numbers_are_those_of_a_plain_loop(kind):
+    net = NETS[kind]()
+    model = compiled(net)
+    with torch.no_grad(), evaluating(net):
+        outputs = net(X[:18])
+        loss = nn.functional.cross_entropy(outputs, Y[:18]).item()
+    for data in ((X[:18], Y[:18]), (DataLoader(TensorDataset(X[:18], Y[:18]), 4),)):
+        options = {} if len(data) == 1 else {"batch_size": 4}
+        found = model.evaluate(*data, verbose=0, return_dict=True, **options)
+        assert found["loss"] == pytest.approx(loss, rel=1e-6)
+        assert found["accuracy"] == (outputs.argmax(1) == Y[:18]).double().mean().item()
+    torch.testing.assert_close(
+        torch.as_tensor(model.predict(X[:18], batch_size=4, verbose=0)), outputs
+    )
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x):
+        return self.encoder(x, src_key_padding_mask=x[..., 0] > 0.5).sum(1)
+
+
+def test_all_batches_take_torchs_fast_path_for_evaluation():
+    net, x = Masked(), torch.randn(12, 5, 8)
+    model = compiled(net, loss="mse", metrics=None)
+    with torch.no_grad(), evaluating(net):
+        expected = net(x)
+    found = torch.as_tensor(model.predict(x, batch_size=4, verbose=0))
+    torch.testing.assert_close(found, expected)

@@ -159,3 +159,86 @@ def test_a_cut_after_an_epochs_last_batch_loses_none_of_an_iterator(tmp_path):
 def test_more_batches_to_leave_out_than_there_are_take_no_time():
     assert list(without_first(iter([1, 2]), 1 << 60)) == []
     assert next(without_first(itertools.count(), 3)) == 3
+
+
+class Refusing(nn.Module):
+    """Takes its own extra state back at most once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.refuses = False
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def get_extra_state(self):
+        return {"some": 1}
+
+    def set_extra_state(self, state):
+        if self.refuses:
+            raise OSError("not again")
+
+
+def test_a_module_that_refuses_its_state_leaves_the_training_as_it_was(tmp_path):
+    x, y = torch.randn(16, 4), torch.arange(16) % 3
+    model = fitkit.Model(Refusing())
+    model.compile("adam", "cross_entropy", accelerator="cpu", lr_scheduler="cosine")
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    model.save(tmp_path / "a.h5")
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    model.net.refuses = True
+    optimizer = model.fit_state.optimizers[0]
+    before = (
+        model.fit_state.updates,
+        optimizer.state_dict()["state"][0]["step"].item(),
+        [plan.scheduler.last_epoch for plan in model.fit_state.schedulers],
+        optimizer.param_groups[0]["lr"],
+    )
+    with pytest.raises(OSError, match="not again"):
+        model.load(tmp_path / "a.h5")
+    assert before == (
+        model.fit_state.updates,
+        optimizer.state_dict()["state"][0]["step"].item(),
+        [plan.scheduler.last_epoch for plan in model.fit_state.schedulers],
+        optimizer.param_groups[0]["lr"],
+    )
+
+
+def test_weights_of_a_file_keep_their_digits_in_a_net_that_was_narrower(tmp_path):
+    wide = nn.Linear(4, 3)
+    fitkit.Model(wide).save_weights(tmp_path / "w.h5")
+    model = fitkit.Model(nn.Linear(4, 3))
+    model.compile("sgd", "cross_entropy", precision="bf16-true", accelerator="cpu")
+    model.predict(torch.randn(2, 4), verbose=0)
+    model.compile(precision="32-true")
+    model.load_weights(tmp_path / "w.h5")
+    assert torch.equal(model.net.weight, wide.weight)
+
+
+class Eager:
+    """A batch sampler that draws its order as soon as it is asked for an iterator."""
+
+    def __init__(self, samples, size):
+        self.samples, self.size = samples, size
+
+    def __iter__(self):
+        return iter(torch.randperm(self.samples).split(self.size))
+
+    def __len__(self):
+        return -(-self.samples // self.size)
+
+
+@pytest.mark.timeout(60)
+def test_an_order_that_is_drawn_at_once_goes_on_with_workers_too():
+    from fitkit.data.sources import make_source
+
+    def source():
+        data = TensorDataset(torch.arange(12))
+        return make_source(DataLoader(data, batch_sampler=Eager(12, 3), num_workers=1))
+
+    torch.manual_seed(3)
+    whole = [batch[0].tolist() for batch in source().batches(0)]
+    torch.manual_seed(3)
+    rest = [batch[0].tolist() for batch in source().batches(0, skip=2)]
+    assert rest == whole[2:]
