@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from fitkit import trees
 from fitkit.arguments import check_count, describe
 from fitkit.data.batches import samples_of, unpack
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.resolve import named_strategy
@@ -179,7 +180,7 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     """What one real step on one device holds."""
     strategy = model.compilation.strategy
     alone = SingleDevice().connect(
-        (strategy.device,), strategy.device_ids[:1], copy.copy(strategy.precision)
+        Assignment((strategy.device,), strategy.device_ids[:1], copy.copy(strategy.precision))
     )
     with untouched(model):
         model.compilation = dataclasses.replace(model.compilation, strategy=alone)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch
 
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.numbering import Numbering
+from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class HDF5Weights:
         if self.extra.keys() & self._numbers.keys():
             raise _refused(path, "one name stands for a tensor and for other data")
         self._reader = reader
-        self._read: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._tied = TiedTensors()
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name; reads none of them."""
@@ -97,10 +97,7 @@ class HDF5Weights:
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
         number = self._numbers[name]
-        tensor = self._read.get(number)
-        if tensor is None:
-            tensor = self._read[number] = self._reader.read(number)
-        return tensor
+        return self._tied.get(number, lambda: self._reader.read(number))
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype."""

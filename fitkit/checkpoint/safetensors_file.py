@@ -14,7 +14,6 @@ import json
 import math
 import os
 import stat
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -36,6 +35,7 @@ from fitkit.checkpoint.header import damaged, unreadable
 from fitkit.checkpoint.interrupts import HeldInterrupts
 from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.stored_arrays import StoredArrays
+from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class SafeTensorsWeights:
             if name not in header and name != "format" and kept in header:
                 self._entries[name] = self._entries[kept]
         self._arrays = StoredArrays(file, state)
-        self._read: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._tied = TiedTensors()
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name."""
@@ -226,11 +226,8 @@ class SafeTensorsWeights:
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
         entry = self._entries[name]
-        tensor = self._read.get(id(entry))
-        if tensor is None:
-            with unreadable(self._path):
-                tensor = self._read[id(entry)] = self._arrays.read(*entry)
-        return tensor
+        with unreadable(self._path):
+            return self._tied.get(id(entry), lambda: self._arrays.read(*entry))
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype."""

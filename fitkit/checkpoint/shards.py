@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fitkit.checkpoint.dtypes import LARGEST_RANK, dtype_named
 from fitkit.checkpoint.folders import INDEX, SHARD
 from fitkit.checkpoint.header import damaged
 from fitkit.checkpoint.safetensors_file import SafeTensors, SafeTensorsWeights
+from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError
 
 SHARDING = "DCP_SHARDING_INFO"
@@ -167,7 +167,7 @@ class FolderWeights:
                 raise ValueError("its versions aren't numbers")
             for place in self._places.values():
                 self._numbers.check(place)
-        self._read: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+        self._tied = TiedTensors()
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name; reads none of them."""
@@ -176,10 +176,7 @@ class FolderWeights:
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
         place = self._places[name]
-        tensor = self._read.get(place)
-        if tensor is None:
-            tensor = self._read[place] = self._numbers.read(place)
-        return tensor
+        return self._tied.get(place, lambda: self._numbers.read(place))
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype."""

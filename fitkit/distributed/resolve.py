@@ -8,6 +8,7 @@ from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.distributed.agreement import check_agreement
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.cluster import Cluster, detect
 from fitkit.distributed.launch_variables import Environment
 from fitkit.distributed.launchers.script_ranks import check_script_size, is_script_rank
@@ -67,7 +68,7 @@ def resolve_strategy(
             chosen.check_launch(cluster, asked, num_nodes)
         ids = ids if replicates else ids[: cluster.local_world_size]
     placed = tuple(device_for(kind, index) for index in ids)
-    return chosen.connect(placed, ids, resolve_precision(precision), cluster)
+    return chosen.connect(Assignment(placed, ids, resolve_precision(precision), cluster))
 
 
 def _kind_for(chosen: Strategy | None, accelerator: Any, machine: Machine) -> tuple[str, Machine]:

@@ -198,7 +198,7 @@ class FitState:
             plan.passed = entry.get("passed", 0)
         # Making a scheduler has set the rates anew.
         for group, kept in zip(self.groups, groups, strict=True):
-            group.update(kept)
+            put_back(group, kept)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -253,7 +253,7 @@ class FitState:
         What callbacks do at an epoch's beginning was done before the epoch was cut; since then
         the rates may have moved.
         """
-        before = self._settings()
+        before = self.settings()
         yield
         for group, settings in zip(self.groups, before, strict=True):
             put_back(group, settings)
@@ -280,9 +280,9 @@ class FitState:
     def snapshot(self) -> tuple[Any, ...]:
         """What `restore` needs: the objects, and the groups' settings."""
         objects = {name: getattr(self, name) for name in KEPT}
-        return objects, self._settings()
+        return objects, self.settings()
 
-    def _settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> list[dict[str, Any]]:
         """The groups' settings; rates in tensors are changed in place, and so are copied."""
         return [
             {

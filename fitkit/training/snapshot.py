@@ -193,7 +193,7 @@ def _assign(
     kept = [(each, each.state, each.param_groups) for each in state.optimizers]
     plans = [(p, copy.deepcopy(p.scheduler.state_dict()), p.passed) for p in state.schedulers]
 
-    def put_back() -> None:
+    def undo() -> None:
         for optimizer, entries, groups in kept:
             optimizer.state, optimizer.param_groups = entries, groups
         for plan, its_state, passed in plans:
@@ -207,7 +207,7 @@ def _assign(
         # The next run would do so, too late: float32 can't hold the digits of float64.
         model.compilation.strategy.precision.convert(model)
     except Exception as error:
-        put_back()
+        undo()
         if isinstance(error, FitkitError):
             raise
         raise CheckpointError(
@@ -220,7 +220,7 @@ def _assign(
         if _places(model) != places:
             restore()  # Optimizers keep their state in the dtype and at the place of parameters.
     except BaseException:  # a module's own loading code may raise anything
-        put_back()
+        undo()
         raise
 
 
@@ -265,10 +265,7 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
         for optimizer, entry in zip(optimizers, stored, strict=True):
             load_state(optimizer, entry["state"])
         state.stored_schedulers = list(training.get("schedulers", []))
-        state.stored_groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in state.groups
-        ]
+        state.stored_groups = state.settings()
         if state.schedulers:
             state.restore_schedulers()
         _restore_counters(state, training)

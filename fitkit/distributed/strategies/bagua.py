@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.exchange import EXCHANGES, Exchange, GroupPeers
 from fitkit.distributed.exchange.settlement import (
@@ -18,7 +18,6 @@ from fitkit.distributed.exchange.settlement import (
     average_states,
     average_tensors,
 )
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
@@ -74,15 +73,9 @@ class Bagua(DDP):
             state.pop(name, None)
         return state
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
-        super().connect(devices, ids, precision, cluster)
-        self.exchange.check(self.world.size, precision, self.device)
+    def connect(self, assignment: Assignment) -> Strategy:
+        super().connect(assignment)
+        self.exchange.check(self.world.size, assignment.precision, self.device)
         return self
 
     def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from fitkit.distributed.agreement import check_agreement, check_one_process
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.costs import Costs, Sizes, whole
@@ -73,30 +74,20 @@ class Strategy:
         self.launcher: Launcher = InlineLauncher()
         self.reads_on_rank_zero = False
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
+    def connect(self, assignment: Assignment) -> Strategy:
         """Take the devices that this run has; returns self.
 
         Args:
-            devices: of this node's ranks, in rank order.
-            ids: their indices.
-            precision: the number types of the run.
-            cluster: this process's place among the ranks that a launcher started; None where
-                the strategy starts them itself.
+            assignment: what `compile` was given comes to, for this process.
 
         Raises:
             ConfigurationError: devices that this strategy can't use.
         """
-        for device in devices:
-            precision.check(device)
-        self.devices = devices
-        self.device_ids = ids
-        self.precision = precision
+        for device in assignment.devices:
+            assignment.precision.check(device)
+        self.devices = assignment.devices
+        self.device_ids = assignment.ids
+        self.precision = assignment.precision
         return self
 
     def device_count(self) -> int | None:

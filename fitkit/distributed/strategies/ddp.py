@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import Solo
 from fitkit.distributed.costs import Costs, Sizes, all_reduce, whole
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
@@ -25,7 +25,6 @@ from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import Door, StepRouter
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave
@@ -109,15 +108,10 @@ class DDP(Strategy):
         )
         return state
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
-        super().connect(devices, ids, precision, cluster)
-        self.world = World(0, len(devices)) if cluster is None else World.of(cluster)
+    def connect(self, assignment: Assignment) -> Strategy:
+        super().connect(assignment)
+        cluster = assignment.cluster
+        self.world = World(0, len(self.devices)) if cluster is None else World.of(cluster)
         self.reads_on_rank_zero = False
         if self.world.size == 1:
             self.launcher = InlineLauncher()

@@ -9,13 +9,13 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from fitkit.distributed.agreement import check_agreement
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, NodeShares
 from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.node_rows import Node, NodeDoor
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.replicas import Replicas
 from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
@@ -62,14 +62,9 @@ class DDP2(DDP):
         each = cluster.local_world_size if devices is None else devices
         check_agreement(cluster, 1 if once else each, num_nodes)
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
-        Strategy.connect(self, devices, ids, precision, cluster)
+    def connect(self, assignment: Assignment) -> Strategy:
+        Strategy.connect(self, assignment)
+        cluster = assignment.cluster
         self.world = World() if cluster is None else World.of(cluster)
         self._warned: set[str] = set()
         self._divides = cluster is not None and cluster.world_size > cluster.num_nodes

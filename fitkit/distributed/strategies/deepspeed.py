@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
 from fitkit.distributed.engines.deepspeed_config import bucket_of, check_stage, read_config
 from fitkit.distributed.engines.deepspeed_package import check_deepspeed, forget_groups
 from fitkit.distributed.engines.zero_training import ZeroTraining
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import Door
 from fitkit.distributed.sharding.refusals import check_trains
 from fitkit.distributed.strategies.base import Strategy
@@ -67,21 +66,16 @@ class DeepSpeed(DDP):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_training": None}
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
+    def connect(self, assignment: Assignment) -> Strategy:
         check_deepspeed()
-        if precision.name in ("16-mixed", "16-true", "64-true"):
+        name = assignment.precision.name
+        if name in ("16-mixed", "16-true", "64-true"):
             raise ConfigurationError(
-                f"precision={precision.name!r} can't be kept under strategy='deepspeed', whose "
+                f"precision={name!r} can't be kept under strategy='deepspeed', whose "
                 "updates are made in float32 without scaled losses. Write '32-true', 'bf16-mixed' "
                 "or 'bf16-true', or strategy='ddp_sharded'."
             )
-        return super().connect(devices, ids, precision, cluster)
+        return super().connect(assignment)
 
     @property
     def evaluates_in_step(self) -> bool:

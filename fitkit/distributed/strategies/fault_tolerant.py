@@ -12,10 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_count, check_number, describe
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes, all_reduce, whole
 from fitkit.distributed.engines.replica_group import ReplicaGroup, check_torchft
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies.base import Strategy, Training
 from fitkit.errors import ArgumentTypeError, ConfigurationError, WorkerError
 
@@ -80,17 +79,12 @@ class FaultTolerant(Strategy):
 
     # ------------------------------------------------------------------ who takes part
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
+    def connect(self, assignment: Assignment) -> Strategy:
         check_torchft()
-        if len(devices) != 1:
+        count, precision = len(assignment.devices), assignment.precision
+        if count != 1:
             raise ConfigurationError(
-                f"strategy='fault_tolerant' has one device in a process, but {len(devices)} were "
+                f"strategy='fault_tolerant' has one device in a process, but {count} were "
                 f"asked for. {HOW}"
             )
         if precision.name in ("16-mixed", "16-true"):
@@ -109,7 +103,7 @@ class FaultTolerant(Strategy):
                 f"min_replicas={self.min_replicas} is more than NUM_REPLICA_GROUPS="
                 f"{self._part[1]}: no update would ever be made."
             )
-        return super().connect(devices, ids, precision, cluster)
+        return super().connect(assignment)
 
     def _address(self) -> str | None:
         return self.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE") or None

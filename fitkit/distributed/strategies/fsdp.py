@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import Collectives, NodeShares
 from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.meta_tensors import Unfilled
@@ -169,17 +169,11 @@ class FSDP(DDP):
 
     # ------------------------------------------------------------------ the ranks
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
-        super().connect(devices, ids, precision, cluster)
+    def connect(self, assignment: Assignment) -> Strategy:
+        super().connect(assignment)
         self._check_groups(self.world.size)
         self._check_offload()
-        self._check_parallel(precision)
+        self._check_parallel(assignment.precision)
         return self
 
     def _check_parallel(self, precision: Precision) -> None:

@@ -13,14 +13,13 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.engines.horovod_gradients import (
     HorovodGradients,
     broadcast_state,
     check_horovod,
     join_horovod,
 )
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
@@ -68,26 +67,21 @@ class Horovod(DDP):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_hvd": None, "_optimizer": None, "_gradients": None}
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
+    def connect(self, assignment: Assignment) -> Strategy:
         if self.engine == "horovod":
             check_horovod()
-            if cluster is None and len(devices) > 1:
+            count = len(assignment.devices)
+            if assignment.cluster is None and count > 1:
                 raise ConfigurationError(
                     f"Horovod's engine works in ranks that its launcher starts. Start the script "
-                    f"with horovodrun -np {len(devices)} python …, or write strategy='horovod'."
+                    f"with horovodrun -np {count} python …, or write strategy='horovod'."
                 )
-            if precision.name == "bf16-true":
+            if assignment.precision.name == "bf16-true":
                 raise ConfigurationError(
                     "precision='bf16-true' can't be kept with Horovod's engine, which sends no "
                     "bfloat16. Write 'bf16-mixed', or strategy='horovod'."
                 )
-        return super().connect(devices, ids, precision, cluster)
+        return super().connect(assignment)
 
     def join(self, store: Store | None = None) -> None:
         super().join(store)

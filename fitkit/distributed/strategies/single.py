@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.precision import Precision
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.errors import ConfigurationError
 
@@ -15,16 +12,11 @@ class SingleDevice(Strategy):
 
     name = "single_device"
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
-        if len(devices) != 1:
+    def connect(self, assignment: Assignment) -> Strategy:
+        count = len(assignment.devices)
+        if count != 1:
             raise ConfigurationError(
-                f"strategy='single_device' has one device, but {len(devices)} were asked for. "
+                f"strategy='single_device' has one device, but {count} were asked for. "
                 "Write devices=1 (or one index, like devices=[0]), or strategy='ddp_spawn'."
             )
-        return super().connect(devices, ids, precision, cluster)
+        return super().connect(assignment)

@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.engines.host_group import HostGroup
 from fitkit.distributed.engines.xla_adapters import Adapter, adapter_of
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
@@ -70,20 +69,15 @@ class XLA(DDP):
     def device_count(self) -> int:
         return self.adapter.count()
 
-    def connect(
-        self,
-        devices: tuple[torch.device, ...],
-        ids: tuple[int, ...],
-        precision: Precision,
-        cluster: Cluster | None = None,
-    ) -> Strategy:
+    def connect(self, assignment: Assignment) -> Strategy:
+        ids = assignment.ids
         if ids != tuple(range(len(ids))):
             raise ConfigurationError(
                 f"devices={list(ids)!r} chooses among XLA devices, which processes get in their "
                 f"order. Write devices={len(ids)}."
             )
-        super().connect(devices, ids, precision, cluster)
-        if cluster is None:
+        super().connect(assignment)
+        if assignment.cluster is None:
             self.adapter.launch(self.world.size)
         return self
 
