@@ -97,6 +97,21 @@ class CompiledLoss:
         where there is more to it."""
         return self._direct
 
+    def of_each(self, targets: list[Any]) -> Callable[[Any, Any], torch.Tensor] | None:
+        """What gives each sample's loss (N,), where the mean over any samples is made of these.
+
+        Args:
+            targets: all that there will be, as far as they are known.
+
+        Returns:
+            None before `check`, and where there is, or may be, more to it than such a mean.
+        """
+        only = None if self._plan is None or self._direct is None else self._plan.parts[0].loss
+        if not isinstance(only, KnownLoss) or not targets:
+            return None
+        tensors = all(isinstance(target, torch.Tensor) for target in targets)
+        return only.of_each if tensors and all(map(only.counts_all, targets)) else None
+
     @property
     def is_known(self) -> bool:
         """Whether fitkit knows the meaning of each loss, so that none keeps anything."""

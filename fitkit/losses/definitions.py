@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-import torch
-
-from fitkit.losses.functions import LossFunction
+from fitkit.losses.functions import CountedLabels, LossFunction
 from fitkit.losses.targets import Match
 from fitkit.outputs import LossHint
 
@@ -41,4 +38,4 @@ class Definition:
     clips: bool = False
     signs: bool = False
     ignore_index: int | None = None
-    counted: Callable[[torch.Tensor], torch.Tensor] | None = None
+    counted: CountedLabels | None = None

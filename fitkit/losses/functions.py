@@ -59,6 +59,11 @@ class CountedLabels:
         self._ignore_index = ignore_index
         self._module = module
 
+    def counts_all(self, target: torch.Tensor) -> bool:
+        """Whether each label counts, and counts 1; read from the device."""
+        weighs = getattr(self._module, "weight", None) is not None
+        return not weighs and not bool((target == self._ignore_index).any())
+
     def __call__(self, target: torch.Tensor) -> torch.Tensor:
         """The sum of the labels' weights, without dimensions. Shapes: int64 (N, ...)."""
         counts = target != self._ignore_index

@@ -125,6 +125,15 @@ class KnownLoss(Loss):
             return weighted_mean(values, weight)
         return weighted_mean(values, weight, self._counted(target))
 
+    def of_each(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Each sample's loss (N,), whose mean is the loss where `counts_all`."""
+        values = self.per_sample(prediction, target)
+        return values if values.ndim == 1 else values.flatten(1).mean(1)
+
+    def counts_all(self, target: torch.Tensor) -> bool:
+        """Whether each of these targets counts alike: none is ignored, classes weigh the same."""
+        return self._counted is None or self._counted.counts_all(target)
+
     def check(self, prediction: Any, target: Any) -> None:
         guards.check_tensors(self.label, prediction, target)
         guards.check_shapes(self._definition, self.label, prediction, target)

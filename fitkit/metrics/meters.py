@@ -77,9 +77,14 @@ class Meters:
             self._only = next(iter(started.values()), None)
 
     @property
-    def update_of_one(self) -> Callable[[Tensor, Tensor, Tensor | None], None] | None:
-        """`update` for tensors, where the net has one output with metrics; after a first batch."""
-        return None if self._only is None else self._only.update_more
+    def of_one(self) -> OutputMeters | None:
+        """Those of the net's one output; None before a first batch, and where it has several."""
+        return self._only
+
+    def settle(self) -> None:
+        """Count the batches that wait, now that no more come."""
+        for meters in self._started():
+            meters.settle()
 
     def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
         """Add a batch; its gradients don't count.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.metrics.catalogue import NAMES
-from fitkit.metrics.gauges import Batch, Call, Mean
+from fitkit.metrics.gauges import Batch, Call, Mean, Totals
 from fitkit.metrics.given import Entry
 from fitkit.metrics.merging import State, load_merged, state_of
 from fitkit.metrics.pending import Pending
+from fitkit.metrics.readings import AsGiven
 from fitkit.metrics.task import FirstBatch
 from fitkit.metrics.wrapped import Each, Joined, is_torchmetric, share_states, wrap_object
 from fitkit.trees import leaves, sample_count
@@ -41,6 +42,7 @@ class OutputMeters:
         self._seeing_each = {n: g for n, g in self.gauges.items() if isinstance(g, (Call, Each))}
         self._needs_weight = any(g.weighted for g in self._joining.values())
         self._pending = Pending(keeps=any(g.keeps_batches for g in self._joining.values()))
+        self._aside: list[Mean] = []
         self._is_first = True
 
     @property
@@ -81,10 +83,33 @@ class OutputMeters:
                         joined.update(batch)
         self._is_first = False
 
+    def also(self, values: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> Totals:
+        """Let a mean be made of later batches that isn't among the results; until `reset`.
+
+        Args:
+            values: gives one value a sample (N,).
+            device: where they are.
+
+        Returns:
+            Its sums, which are whole once the batches that wait are counted (`up_to_date`).
+        """
+        self.settle()
+        gauge = Mean(AsGiven(), values, device)
+        self._aside.append(gauge)
+        return gauge.totals
+
+    def settle(self) -> None:
+        """Count the batches that wait."""
+        if self._pending:
+            self._add(self._pending.take())
+
+    def _gauges_of_joined(self) -> list[Mean | Joined]:
+        return [*self._joining.values(), *self._aside]
+
     def _add(self, batches: Iterable[Batch]) -> None:
         with _changeable():
             for batch in batches:
-                for gauge in self._joining.values():
+                for gauge in self._gauges_of_joined():
                     gauge.update(batch)
 
     @contextlib.contextmanager
@@ -95,7 +120,7 @@ class OutputMeters:
         not depend on who reads values when, as a progress bar does by the clock. So reading
         changes nothing, but where it can't matter.
         """
-        gauges = self._joining.values()
+        gauges = self._gauges_of_joined()
         if not self._pending:
             yield
         elif all(gauge.is_exact for gauge in gauges):
@@ -135,6 +160,7 @@ class OutputMeters:
     def reset(self) -> None:
         """Forget all samples."""
         self._pending.clear()
+        self._aside.clear()
         with _changeable():
             for gauge in self.gauges.values():
                 gauge.reset()

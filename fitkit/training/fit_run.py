@@ -356,7 +356,11 @@ class FitRun:
         assert self.held_out is not None
         if self.validation is None:
             self.validation = step_for(
-                self.model, self.compilation, "validation", name="validation_data"
+                self.model,
+                self.compilation,
+                "validation",
+                all_targets=[self.held_out.target],
+                name="validation_data",
             )
             self.validation[1].mover.keep(self.held_out)
         stage, step = self.validation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 FOLD_EVERY = 128
@@ -17,7 +19,7 @@ class RunningMean:
     that no cache holds (9 % of a small net's time).
     """
 
-    __slots__ = ("_count", "_counts", "_read", "_sum", "_values", "last")
+    __slots__ = ("_count", "_counts", "_elsewhere", "_read", "_sum", "_values", "last")
 
     def __init__(self) -> None:
         self.reset()
@@ -30,6 +32,15 @@ class RunningMean:
         self._sum: torch.Tensor | None = None
         self._read = 0.0
         self._count = 0
+        self._elsewhere: Callable[[], tuple[float, int]] | None = None
+
+    def also(self, sums: Callable[[], tuple[float, int]]) -> None:
+        """Count what is summed up elsewhere, too, until `reset`.
+
+        Args:
+            sums: gives the sum over the samples there, and their number.
+        """
+        self._elsewhere = sums
 
     def add(self, value: torch.Tensor, samples: int) -> None:
         """Take a batch's mean over `samples` samples; `value` is a detached 0-d tensor."""
@@ -58,7 +69,11 @@ class RunningMean:
     def sums(self) -> tuple[float, int]:
         """The sum over the samples so far, read from the device, and their number."""
         self._fold()
-        return self._read + (0.0 if self._sum is None else self._sum.item()), self._count
+        total, count = self._read + (0.0 if self._sum is None else self._sum.item()), self._count
+        if self._elsewhere is not None:
+            more, samples = self._elsewhere()
+            total, count = total + more, count + samples
+        return total, count
 
     def result(self) -> float | None:
         """The mean so far, read from the device; None before the first value."""

@@ -21,6 +21,7 @@ from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss
+from fitkit.metrics.output import OutputMeters
 from fitkit.training.calling import Caller
 from fitkit.training.explain import raise_explained, shapes_of
 from fitkit.training.logbook import Logbook
@@ -93,7 +94,9 @@ class CompiledStep:
         self.logbook.reset()
 
     def finish(self) -> None:
-        """End the pass; nothing is left to do."""
+        """End the pass: the metrics count the batches that wait."""
+        if self.meters is not None:
+            self.meters.settle()
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
@@ -127,27 +130,57 @@ class CompiledStep:
             first: the first batch.
         """
         loss = self.loss.direct
-        update = None if self.meters is None else self.meters.update_of_one
+        meters = None if self.meters is None else self.meters.of_one
         is_pair = type(first) is tuple and len(first) == 2
         if not is_pair or loss is None or not self._is_plain or not self.mover.leaves(first):
             return self
-        if self.class_weights is not None or (self.meters is not None and update is None):
+        if self.class_weights is not None:
             return self
+        if self.meters is not None:
+            return self if meters is None else self._with_meters(loss, meters)
         forward, add = self.forward, self.logbook.loss.add
 
-        def step(batch: Any, index: int = 0) -> torch.Tensor:
+        def step(batch: Any, index: int = 0) -> None:
             x, y = batch
             try:
-                prediction = forward(x)
-                value = loss(prediction, y)
+                value = loss(forward(x), y)
             except Exception as error:
                 self._explain(error, x, y)
                 raise
             self.samples = self.total = samples = y.shape[0]
             add(value.detach() if value.requires_grad else value, samples)
-            if update is not None:
-                update(prediction, y, None)
-            return value
+
+        return step
+
+    def _with_meters(
+        self, loss: Callable[[Any, Any], torch.Tensor], meters: OutputMeters
+    ) -> Callable[..., Any]:
+        """A settled step with metrics. Where the loss is a mean over samples, it is computed of
+        many batches at once, with the metrics: in float64, of each sample's in float32."""
+        forward, add, update = self.forward, self.logbook.loss.add, meters.update_more
+        of_each = self.loss.of_each(self.all_targets)
+        if of_each is not None:
+            totals = meters.also(of_each, self.mover.transfer.device)
+
+            def sums() -> tuple[float, int]:
+                with meters.up_to_date():
+                    total, samples = totals.summed().tolist()
+                return total, int(samples)
+
+            self.logbook.loss.also(sums)
+
+        def step(batch: Any, index: int = 0) -> None:
+            x, y = batch
+            try:
+                prediction = forward(x)
+                value = None if of_each is not None else loss(prediction, y)
+            except Exception as error:
+                self._explain(error, x, y)
+                raise
+            self.samples = self.total = samples = y.shape[0]
+            if value is not None:
+                add(value.detach() if value.requires_grad else value, samples)
+            update(prediction, y, None)
 
         return step
 

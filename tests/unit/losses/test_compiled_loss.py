@@ -277,6 +277,7 @@ def test_sample_weights_of_one_change_no_loss(loss, positions):
     prediction = torch.randn(6, 3, *positions).log_softmax(1)
     target = torch.randint(3, (6, *positions))
     target[0] = getattr(loss, "ignore_index", -100 if loss == "cross_entropy" else 1)
+    target[1] = 1  # counts, or there were nothing to divide by
     compiled = CompiledLoss(loss)
     expected = compiled(prediction, target)[0].item()
     for shape in {(6,), (6, *positions)}:

@@ -1,0 +1,137 @@
+"""evaluate computes losses of many batches at once: they are still the mean over the batches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fitkit
+
+SAMPLES, BATCH = 75, 8  # a last batch of 3
+LABELS = torch.arange(SAMPLES) % 3
+SOME_IGNORED = torch.where(torch.arange(SAMPLES) % 20 == 19, -100, LABELS)
+ONE_HOT = F.one_hot(LABELS, 3)
+VALUES = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1))
+INPUTS = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+
+
+CASES = {
+    "cross_entropy": ("cross_entropy", F.cross_entropy, LABELS),
+    "ignored labels": ("cross_entropy", F.cross_entropy, SOME_IGNORED),
+    "one label that doesn't count": (
+        nn.CrossEntropyLoss(ignore_index=1),
+        lambda p, y: F.cross_entropy(p, y, ignore_index=1),
+        LABELS,
+    ),
+    "weights of classes": (
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0])),
+        lambda p, y: F.cross_entropy(p, y, weight=torch.tensor([1.0, 2.0, 4.0]).double()),
+        LABELS,
+    ),
+    "smoothed labels": (
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        lambda p, y: F.cross_entropy(p, y, label_smoothing=0.1),
+        LABELS,
+    ),
+    "one-hot": ("cross_entropy", lambda p, y: F.cross_entropy(p, y.double()), ONE_HOT),
+    "mse": ("mse", lambda p, y: F.mse_loss(p, y.double()), VALUES),
+    "kl_div": (
+        nn.KLDivLoss(reduction="batchmean"),
+        lambda p, y: F.kl_div(p, y.double(), reduction="batchmean"),
+        VALUES.softmax(1),
+    ),
+    "bce_with_logits": (
+        "bce_with_logits",
+        lambda p, y: F.binary_cross_entropy_with_logits(p, y.double()),
+        ONE_HOT.float(),
+    ),
+    "a function of one's own": (
+        lambda p, y: (p - y).abs().amax(),
+        lambda p, y: (p - y.double()).abs().amax(),
+        VALUES,
+    ),
+}
+
+
+def model_for(loss, metrics):
+    torch.manual_seed(0)
+    model = fitkit.Model(nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)))
+    model.compile("sgd", loss, metrics=metrics, accelerator="cpu")
+    return model
+
+
+def mean_of_batches(model, function, target):
+    """Over batches, weighed by their samples, in float64."""
+    net = model.net.double()
+    total = sum(
+        function(net(x.double()), y).item() * len(y)
+        for x, y in zip(INPUTS.split(BATCH), target.split(BATCH), strict=True)
+    )
+    model.net.float()
+    return total / SAMPLES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_is_the_mean_of_the_batches_losses(case):
+    loss, function, target = CASES[case]
+    model = model_for(loss, [lambda p, y: p.mean(), "mse"] if target.ndim > 1 else ["accuracy"])
+    expected = mean_of_batches(model, function, target)
+    for _ in range(2):
+        values = model.evaluate(INPUTS, target, batch_size=BATCH, verbose=0, return_dict=True)
+        assert values["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_positions_within_samples_count_alike():
+    x, y = torch.randn(20, 5, 4), torch.randint(3, (20, 6))
+
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 18)
+
+        def forward(self, x):
+            return self.layer(x).mean(1).reshape(-1, 3, 6)
+
+    torch.manual_seed(0)
+    model = fitkit.Model(Sequences())
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], accelerator="cpu")
+    found = model.evaluate(x, y, batch_size=3, verbose=0, return_dict=True)["loss"]
+    assert found == pytest.approx(F.cross_entropy(model.net(x), y).item(), rel=1e-6)
+
+
+def test_who_reads_values_meanwhile_changes_no_bit():
+    class Reads(fitkit.callbacks.Callback):
+        def __init__(self):
+            self.losses = []
+
+        def on_test_batch_end(self, batch, logs):
+            self.losses.append(logs["loss"])
+
+    model, reads = model_for("cross_entropy", ["accuracy"]), Reads()
+    unread = model.evaluate(INPUTS, LABELS, batch_size=BATCH, verbose=0)
+    read = model.evaluate(INPUTS, LABELS, batch_size=BATCH, verbose=0, callbacks=[reads])
+    assert read == unread
+    with torch.no_grad():
+        running = [
+            F.cross_entropy(model.net(INPUTS[:end]), LABELS[:end]).item()
+            for end in [*range(BATCH, SAMPLES, BATCH), SAMPLES]
+        ]
+    assert reads.losses == pytest.approx(running, rel=1e-5)
+
+
+def test_each_epochs_validation_begins_anew():
+    """The second pass's first batch waits with the others, and counts once."""
+    model = model_for("cross_entropy", ["accuracy"])
+    losses = []
+
+    class Judge(fitkit.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs):
+            model.net.eval()
+            with torch.no_grad():
+                losses.append(F.cross_entropy(model.net(INPUTS), LABELS).item())
+
+    data = INPUTS, LABELS
+    history = model.fit(
+        *data, batch_size=BATCH, epochs=3, validation_data=data, callbacks=[Judge()], verbose=0
+    )
+    assert history.history["val_loss"] == pytest.approx(losses, rel=1e-5)
