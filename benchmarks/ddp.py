@@ -1,11 +1,12 @@
-"""DDP on two gloo processes: a step of fit against the raw loop under torchrun.
+"""DDP on two gloo processes: a step of fit against the raw loop, both under torchrun.
 
     python -m benchmarks ddp
     python -m benchmarks.ddp --profile      # where the time of fit goes on rank 0
 
-Both sides train the same small convolutional net on the same data, in turns (A B, B A, …), each in
-processes of its own with one thread. The first epoch isn't counted. CPU time is that of rank 0's
-process with all its threads, and is to be trusted where other programs run.
+Both train the same small convolutional net on the same data in the same two processes, an epoch
+each in turns (A B, B A, …), with one thread: so what else the machine does, and how a process's
+memory happens to lie, meets both alike. The first epoch isn't counted, nor what a call of `fit`
+does before and after its epoch. CPU time is that of rank 0's process with all its threads.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ import pstats
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
+import fitkit
 from benchmarks.measuring import Row, Seconds, Spread, in_turns, row_of
 
-STEPS, BATCH, EPOCHS = 100, 64, 3
+STEPS, BATCH = 50, 64
+EPOCHS_A_PAIR = 5
 EXCHANGES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
 ROOT = Path(__file__).parents[1]
 
@@ -50,132 +56,136 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(count, 1, 28, 28), torch.randint(0, 10, (count,)))
 
 
-def raw() -> dict[str, float]:
-    """The hand-written loop; torchrun starts it on each rank."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data.distributed import DistributedSampler
-
-    dist.init_process_group("gloo")
+def raw_loop() -> Callable[[], Seconds]:
+    """An epoch of the hand-written loop."""
     net = DistributedDataParallel(small_net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     dataset = data()
     loader = DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))
-    seconds, cpu = [], []
-    for _ in range(EPOCHS):
-        started, total = (time.perf_counter(), time.process_time()), torch.zeros(())
+
+    def epoch() -> Seconds:
+        dist.barrier()
+        started, total = now(), torch.zeros(())
         for x, y in loader:
             optimizer.zero_grad(set_to_none=True)
             loss = nn.functional.cross_entropy(net(x), y)
             loss.backward()
             optimizer.step()
             total += loss.detach()
-        seconds.append(time.perf_counter() - started[0])
-        cpu.append(time.process_time() - started[1])
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    return per_step(seconds, cpu) if rank == 0 else {}
+        return since(started)
+
+    return epoch
 
 
-def per_step(seconds: list[float], cpu: list[float]) -> dict[str, float]:
-    """Microseconds of a step in the best epoch but the first."""
-    return {"wall": min(seconds[1:]) / STEPS * 1e6, "cpu": min(cpu[1:]) / STEPS * 1e6}
+class Watch(fitkit.callbacks.Callback):
+    """Measures an epoch, and the exchanges in it that Python code asks for; DDP's own are C++'s."""
 
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.found = Seconds(0.0, 0.0)
+        for name in EXCHANGES:
+            setattr(dist, name, self._counting(getattr(dist, name)))
 
-def with_fitkit(profile: bool = False) -> dict[str, float]:
-    """The same by fit, from a plain script."""
-    import fitkit
-
-    seconds: list[float] = []
-    cpu: list[float] = []
-    began = [0.0, 0.0]
-    exchanges = counted_exchanges()
-    counts: list[int] = []
-
-    def begin(epoch: int, logs: object) -> None:
-        exchanges[0] = 0
-        began[:] = [time.perf_counter(), time.process_time()]
-
-    def end(epoch: int, logs: object) -> None:
-        seconds.append(time.perf_counter() - began[0])
-        cpu.append(time.process_time() - began[1])
-        counts.append(exchanges[0])
-
-    model = fitkit.Model(small_net())
-    model.compile("sgd", "cross_entropy", learning_rate=0.01, accelerator="cpu", devices=2)
-    loader = DataLoader(data(), batch_size=BATCH, shuffle=True)
-    watch = fitkit.callbacks.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
-    model.fit(loader, epochs=EPOCHS, verbose=0, callbacks=watch)
-    if profile:
-        with cProfile.Profile() as profiler:
-            model.fit(loader, epochs=EPOCHS, verbose=0)
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    return {**per_step(seconds, cpu), "exchanges": counts[-1]}
-
-
-def counted_exchanges() -> list[int]:
-    """A list whose entry counts the exchanges that Python code asks for; DDP's own are C++'s."""
-    import torch.distributed as dist
-
-    count = [0]
-
-    def counting(exchange: Any) -> Any:
+    def _counting(self, exchange: Any) -> Any:
         def counted(*arguments: Any, **options: Any) -> Any:
-            count[0] += 1
+            self.exchanges += 1
             return exchange(*arguments, **options)
 
         return counted
 
-    for name in EXCHANGES:
-        setattr(dist, name, counting(getattr(dist, name)))
-    return count
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        dist.barrier()
+        self.exchanges, self._started = 0, now()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found = since(self._started)
 
 
-def run(side: str) -> dict[str, float]:
-    """One run of a side in fresh processes; what its rank 0 measured."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def with_fitkit(watch: Watch, profile: bool = False) -> Callable[[], Seconds]:
+    """An epoch of the same by fit."""
+    model = fitkit.Model(small_net())
+    model.compile(
+        "sgd", "cross_entropy", learning_rate=0.01, accelerator="cpu", devices=2, strategy="ddp"
+    )
+    loader = DataLoader(data(), batch_size=BATCH, shuffle=True)
+
+    def epoch() -> Seconds:
+        model.fit(loader, verbose=0, callbacks=watch)
+        return watch.found
+
+    epoch()
+    if profile:
+        with cProfile.Profile() as profiler:
+            epoch()
+        if dist.get_rank() == 0:
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    return epoch
+
+
+def now() -> Seconds:
+    """The clock and this process's CPU time."""
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+def since(started: Seconds) -> Seconds:
+    """What has passed on both, per step."""
+    ended = now()
+    return Seconds((ended.wall - started.wall) / STEPS, (ended.cpu - started.cpu) / STEPS)
+
+
+def side_by_side(pairs: int, profile: bool) -> None:
+    """On each rank: epochs of both in turns. Rank 0 prints what it measured, as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    watch, raw = Watch(), raw_loop()
+    fit = with_fitkit(watch, profile)
+    raw()
+    found = in_turns(raw, fit, pairs)
+    if dist.get_rank() == 0:
+        times = [[(each.wall, each.cpu) for each in pair] for pair in found]
+        print(json.dumps({"pairs": times, "exchanges": watch.exchanges}))
+    dist.destroy_process_group()
+
+
+def run(*options: str) -> str:
+    """What rank 0 prints of a run under torchrun."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, *(launcher if side == "raw" else []), __file__, "--side", side]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         __file__, *options],
+        capture_output=True, text=True, timeout=1200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )  # fmt: skip
     if done.returncode:
         sys.exit(done.stderr)
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    return done.stdout
 
 
 def rows(pairs: int) -> Iterator[Row]:
     """The raw loop's and fit's."""
-    answers: dict[str, dict[str, float]] = {}
-
-    def seconds(side: str) -> Seconds:
-        answers[side] = run(side)
-        return Seconds(answers[side]["wall"], answers[side]["cpu"])
-
-    found = in_turns(lambda: seconds("raw"), lambda: seconds("fitkit"), pairs)
+    told = json.loads(run("--pairs", str(pairs * EPOCHS_A_PAIR)).strip().splitlines()[-1])
+    found = [(Seconds(*raw), Seconds(*fit)) for raw, fit in told["pairs"]]
     names: dict[str, Any] = {"scenario": "ddp", "task": "2 processes, CNN, batches of 64"}
     yield Row(
         **names,
-        contender="torchrun",
-        wall=Spread.of([raw.wall for raw, _ in found]),
-        cpu=Spread.of([raw.cpu for raw, _ in found]),
+        contender="raw loop",
+        wall=Spread.of([raw.wall * 1e6 for raw, _ in found]),
+        cpu=Spread.of([raw.cpu * 1e6 for raw, _ in found]),
     )
-    row = row_of(found, 1.0, **names, contender="fitkit", reference="torchrun")
-    row.note = f"{answers['fitkit']['exchanges']:.0f} exchanges but DDP's in {STEPS} steps"
+    row = row_of(found, 1e6, **names, contender="fitkit", reference="raw loop")
+    row.note = f"{told['exchanges']:.0f} exchanges but DDP's in an epoch of {STEPS} steps"
     yield row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--side", choices=["raw", "fitkit"], help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--profile", action="store_true", help="profile fit")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    found = raw() if arguments.side == "raw" else with_fitkit(profile=arguments.profile)
-    if found:
-        print(json.dumps(found))
+    if arguments.pairs is None:
+        print(run("--pairs", "1", *(["--profile"] if arguments.profile else [])))
+    else:
+        side_by_side(arguments.pairs, arguments.profile)
 
 
 if __name__ == "__main__":

@@ -106,11 +106,13 @@ def metrics(length: Length) -> Iterator[Row]:
 def options(length: Length) -> Iterator[Row]:
     """What options of `compile` gain that change last bits: each beside the same without it."""
     image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
-    small = Task("20 layers of width 32", net="deep 20", samples=length.of(6400))
+    linear = Task("20 linear layers of width 32", net="deep 20", samples=length.of(6400))
+    blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
     for task, name, given in (
         (image, "memory_format='channels_last'", {"memory_format": "channels_last"}),
         (image, "jit_compile=True", {"jit_compile": True}),
-        (small, "jit_compile=True", {"jit_compile": True}),
+        (linear, "jit_compile=True", {"jit_compile": True}),
+        (blocks, "jit_compile=True", {"jit_compile": True}),
     ):
         changed = dataclasses.replace(task, name=f"{task.name}, {name}", options=given)
         with closing(Side("fitkit", task)) as base, closing(Side("fitkit", changed)) as side:

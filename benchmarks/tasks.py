@@ -19,7 +19,8 @@ class Task:
     Attributes:
         name: in tables.
         verb: `"train"`, `"evaluate"` or `"predict"`: one pass over the data a run.
-        net: `"mlp 32 64 10"` (widths), `"deep 50"` (linear layers of width 32) or `"cnn"`.
+        net: `"mlp 32 64 10"` (widths), `"deep 50"` (linear layers of width 32), `"blocks 6"` (of a
+            linear layer of width 64, a normalisation and an activation written out) or `"cnn"`.
         samples, batch: of the data.
         source: `"loader"` (a shuffling `DataLoader` of a plain `TensorDataset`) or `"arrays"`
             (NumPy arrays, for whoever takes them).
@@ -55,6 +56,14 @@ class Task:
         return 1e-3 if self.optimizer == "adam" else 1e-2
 
 
+class WrittenOut(nn.Module):
+    """GELU by its formula: seven operations, for which compilers make one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The values' own shape."""
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))
+
+
 def net_of(task: Task) -> nn.Sequential:
     """The task's net, the same weights each time."""
     torch.manual_seed(0)
@@ -67,6 +76,13 @@ def net_of(task: Task) -> nn.Sequential:
     if kind == "deep":
         hidden = [nn.Linear(32, 32) for _ in range(int(numbers[0]) - 1)]
         return nn.Sequential(*hidden, nn.Linear(32, 10))
+    if kind == "blocks":
+        blocks = [
+            layer
+            for _ in range(int(numbers[0]))
+            for layer in (nn.Linear(64, 64), nn.LayerNorm(64), WrittenOut())
+        ]
+        return nn.Sequential(*blocks, nn.Linear(64, 10))
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
@@ -77,7 +93,8 @@ def net_of(task: Task) -> nn.Sequential:
 def data_of(task: Task) -> tuple[Tensor, Tensor]:
     """Seeded data that can be learned: the class is the largest of ten random projections."""
     kind, *numbers = task.net.split()
-    features = {"mlp": int(numbers[0]) if numbers else 0, "deep": 32, "cnn": 3 * 32 * 32}[kind]
+    width = int(numbers[0]) if kind == "mlp" else 0
+    features = {"mlp": width, "deep": 32, "blocks": 64, "cnn": 3 * 32 * 32}[kind]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(task.samples, features, generator=generator)
     y = (x @ torch.randn(features, 10, generator=generator)).argmax(1)

@@ -17,6 +17,8 @@ MOST_BATCHES = 64
 """So many batches are joined at most; an update of torchmetrics then costs 2 µs a batch, not 80."""
 MOST_ELEMENTS = 2**16
 """So many numbers wait at most, predictions and targets: 0.25 MB in float32, which caches hold."""
+GROWTH = 8
+"""A block is so many times as large as the one before: few blocks are joined, and copied for it."""
 LARGE = 2**15
 """Batches of more numbers don't wait: to copy them takes longer than what joining saves."""
 
@@ -155,7 +157,7 @@ class Pending:
         return self._waiting >= MOST_BATCHES or self._elements >= MOST_ELEMENTS
 
     def _next_block(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> _Block:
-        """An empty block that fits a batch: twice as large as the last, if that was of its shape.
+        """An empty block that fits a batch: larger than the last, if that was of its shape.
 
         Batches whose shapes change from one to the next so take no more memory than their own.
         """
@@ -164,7 +166,7 @@ class Pending:
         if block is None or not block.fits(prediction, target, weight):
             grows = last is not None and last.fits(prediction, target, weight)
             most = -(-MOST_ELEMENTS // max(prediction.numel() + target.numel(), 1))
-            room = min(2 * last.room if last is not None and grows else 1, most, MOST_BATCHES)
+            room = min(GROWTH * last.room if last is not None and grows else 1, most, MOST_BATCHES)
             block = _Block(prediction, target, weight, room)
         self._blocks.append(block)
         return block
