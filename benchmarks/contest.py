@@ -7,14 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import Row, Seconds, in_turns, row_of
-from benchmarks.tasks import Task
+import torch
+from torch import nn
+
+from benchmarks.measuring import Row, Seconds, in_turns, row_of, timed
+from benchmarks.side import calls_a_step
+from benchmarks.tasks import Task, data_of, net_of
+from benchmarks.with_fitkit import runner
 
 ROOT = Path(__file__).parents[1]
 PEERS_PYTHON = Path(os.environ.get("PEERS_PYTHON", ROOT / ".venv-peers" / "bin" / "python"))
@@ -167,3 +172,29 @@ def against(scenario: str, base: Side, side: Side, pairs: int) -> Row:
     other = "" if side.torch == base.torch else f"with torch {side.torch}"
     note = ", ".join(filter(None, [side.fault, other]))
     return row_of(found, 1e6 / side.task.steps, **names, calls=side.calls, note=note)
+
+
+def in_one_process(scenario: str, base: Task, task: Task, pairs: int) -> Row:
+    """fitkit's figures in a task beside those in another of as many steps, in this process.
+
+    For differences of a few microseconds: two processes' memory lies differently, which alone
+    makes steps differ by a twentieth.
+    """
+    (reference, _), (run, net) = (_run_here(each) for each in (base, task))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = in_turns(partial(timed, reference), partial(timed, run), pairs)
+    finally:
+        torch.set_num_threads(threads)
+    calls = calls_a_step(run, net)
+    names: dict[str, Any] = {"scenario": scenario, "task": task.name, "reference": base.name}
+    return row_of(found, 1e6 / task.steps, **names, contender="fitkit", calls=calls)
+
+
+def _run_here(task: Task) -> tuple[Callable[[], Any], nn.Module]:
+    """fitkit's run of a task, after a first one; and its net."""
+    net, (x, y) = net_of(task), data_of(task)
+    run = runner(task, net, x, y)
+    run()
+    return run, net

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from benchmarks import checkpoints, ddp, footprint
-from benchmarks.contest import OURS, Side, against, contest, peers_there
+from benchmarks.contest import OURS, Side, against, contest, in_one_process, peers_there
 from benchmarks.measuring import Row
 from benchmarks.tasks import Task
 
@@ -32,6 +32,11 @@ class Length:
     def everybody(self) -> tuple[str, ...]:
         """The contenders."""
         return (*OURS, *peers_there()) if self.peers else OURS
+
+    @property
+    def many(self) -> int:
+        """Pairs where a run takes a tenth of a second: no longer than starting the processes."""
+        return 5 * self.pairs
 
     def of(self, samples: int) -> int:
         """So many samples, or fewer for a rough look."""
@@ -89,7 +94,7 @@ def inference(length: Length) -> Iterator[Row]:
                 batch=batch,
                 source="arrays",
             )
-            yield from contest("inference", task, length.everybody, "tuned", length.pairs)
+            yield from contest("inference", task, length.everybody, "tuned", length.many)
 
 
 def metrics(length: Length) -> Iterator[Row]:
@@ -98,9 +103,8 @@ def metrics(length: Length) -> Iterator[Row]:
     none = dataclasses.replace(one, name="no metrics", metrics=())
     three = dataclasses.replace(one, name="three metrics", metrics=("accuracy", "f1", "recall"))
     for fewer, more in ((none, one), (one, three)):
-        with closing(Side("fitkit", fewer)) as base, closing(Side("fitkit", more)) as side:
-            yield against("metrics", base, side, length.pairs)
-    yield from contest("metrics", three, OURS, "careful", length.pairs)
+        yield in_one_process("metrics", fewer, more, length.many)
+    yield from contest("metrics", three, OURS, "careful", length.many)
 
 
 def options(length: Length) -> Iterator[Row]:
@@ -139,7 +143,7 @@ def scaling(length: Length) -> Iterator[Row]:
         ),
     ]
     for task in tasks:
-        yield from contest("scaling", task, ("fitkit",), "tuned", length.pairs, with_itself=False)
+        yield from contest("scaling", task, ("fitkit",), "tuned", length.many, with_itself=False)
 
 
 SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
