@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def small_net() -> nn.Module:
-    """A convolutional net of about 40 thousand parameters."""
+    """A convolutional net of about 20 thousand parameters."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
