@@ -110,7 +110,7 @@ class CompiledLoss:
         if not isinstance(only, KnownLoss) or not targets:
             return None
         tensors = all(isinstance(target, torch.Tensor) for target in targets)
-        return only.of_each if tensors and all(map(only.counts_all, targets)) else None
+        return only.of_each if tensors and all(map(only.joins, targets)) else None
 
     @property
     def is_known(self) -> bool:

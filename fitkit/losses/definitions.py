@@ -26,6 +26,8 @@ class Definition:
         signs: labels are -1 and 1.
         ignore_index: a label that isn't a class and doesn't count, where the loss has one.
         counted: what the mean over class indices divides by, where that isn't their number.
+        joins: whether a sample's value depends on that sample alone, so that several batches may be
+            computed as one.
     """
 
     mean: LossFunction
@@ -39,3 +41,4 @@ class Definition:
     signs: bool = False
     ignore_index: int | None = None
     counted: CountedLabels | None = None
+    joins: bool = True

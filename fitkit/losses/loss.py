@@ -126,12 +126,16 @@ class KnownLoss(Loss):
         return weighted_mean(values, weight, self._counted(target))
 
     def of_each(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Each sample's loss (N,), whose mean is the loss where `counts_all`."""
+        """Each sample's loss (N,), whose mean is the loss where `joins`."""
         values = self.per_sample(prediction, target)
         return values if values.ndim == 1 else values.flatten(1).mean(1)
 
-    def counts_all(self, target: torch.Tensor) -> bool:
-        """Whether each of these targets counts alike: none is ignored, classes weigh the same."""
+    def joins(self, target: torch.Tensor) -> bool:
+        """Whether the loss is the mean of `of_each`, whichever of these targets come together:
+        none is ignored, and no weights of the loss's own may be meant for a batch's places."""
+        weighs = self._module is not None and any(True for _ in self._module.buffers())
+        if weighs or not self._definition.joins:
+            return False
         return self._counted is None or self._counted.counts_all(target)
 
     def check(self, prediction: Any, target: Any) -> None:

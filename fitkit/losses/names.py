@@ -86,6 +86,7 @@ def _torch(
     twin: str | None = None,
     signs: bool = False,
     ignore_index: int | None = None,
+    joins: bool = True,
 ) -> Definition:
     definition = Definition(
         function,
@@ -97,6 +98,7 @@ def _torch(
         signs=signs,
         ignore_index=ignore_index,
         counted=None if ignore_index is None else CountedLabels(ignore_index),
+        joins=joins,
     )
     TORCH_FUNCTIONS[function] = definition
     return LOSSES.add(name, definition, *aliases)
@@ -111,6 +113,7 @@ def _keras(
     twin: str | None = None,
     rows_sum_to_one: bool = False,
     shares: bool = False,
+    joins: bool = True,
 ) -> Definition:
     definition = Definition(
         MeanOf(function),
@@ -121,6 +124,7 @@ def _keras(
         rows_sum_to_one=rows_sum_to_one,
         shares=shares,
         clips=True,
+        joins=joins,
     )
     return LOSSES.add(name, definition, *aliases)
 
@@ -167,6 +171,7 @@ _torch(
 _torch(
     "multilabel_soft_margin", "multilabel_soft_margin_loss",
     function=F.multilabel_soft_margin_loss, hint=BINARY_LOGITS, twin="bce",
+    joins=False,  # predictions of one dimension are one sample to it
 )  # fmt: skip
 _torch(
     "hinge_embedding", "hinge_embedding_loss",
@@ -222,8 +227,9 @@ _keras(
     function=functions.kl_divergence, match=targets.vectors, hint=KERAS_PROBABILITIES,
 )  # fmt: skip
 _keras("poisson", function=functions.poisson)
-_keras("hinge", function=functions.hinge, hint=UNKNOWN)
-_keras("squared_hinge", function=functions.squared_hinge, hint=UNKNOWN)
+# A batch's labels say together whether they are 0 and 1 or -1 and 1.
+_keras("hinge", function=functions.hinge, hint=UNKNOWN, joins=False)
+_keras("squared_hinge", function=functions.squared_hinge, hint=UNKNOWN, joins=False)
 _keras(
     "categorical_hinge",
     function=functions.categorical_hinge, match=targets.vectors, hint=KERAS_LOGITS, shares=True,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,6 +81,14 @@ class Meters:
     def of_one(self) -> OutputMeters | None:
         """Those of the net's one output; None before a first batch, and where it has several."""
         return self._only
+
+    @contextlib.contextmanager
+    def up_to_date(self) -> Iterator[None]:
+        """Meanwhile all values count the batches that wait, which are joined once for them."""
+        with contextlib.ExitStack() as stack:
+            for meters in self._started():
+                stack.enter_context(meters.up_to_date())
+            yield
 
     def settle(self) -> None:
         """Count the batches that wait, now that no more come."""

@@ -43,6 +43,7 @@ class OutputMeters:
         self._needs_weight = any(g.weighted for g in self._joining.values())
         self._pending = Pending(keeps=any(g.keeps_batches for g in self._joining.values()))
         self._aside: list[Mean] = []
+        self._is_up_to_date = False
         self._is_first = True
 
     @property
@@ -64,7 +65,7 @@ class OutputMeters:
             with torch.no_grad():
                 for gauge in self._seeing_each.values():
                     gauge.see(prediction, target, weight, sample_count(prediction))
-        if self._joining and self._pending.add(
+        if (self._joining or self._aside) and self._pending.add(
             prediction, target, weight if self._needs_weight else None
         ):
             self._add(self._pending.take())
@@ -103,13 +104,13 @@ class OutputMeters:
         if self._pending:
             self._add(self._pending.take())
 
-    def _gauges_of_joined(self) -> list[Mean | Joined]:
+    def _joined_gauges(self) -> list[Mean | Joined]:
         return [*self._joining.values(), *self._aside]
 
     def _add(self, batches: Iterable[Batch]) -> None:
         with _changeable():
             for batch in batches:
-                for gauge in self._gauges_of_joined():
+                for gauge in self._joined_gauges():
                     gauge.update(batch)
 
     @contextlib.contextmanager
@@ -120,18 +121,20 @@ class OutputMeters:
         not depend on who reads values when, as a progress bar does by the clock. So reading
         changes nothing, but where it can't matter.
         """
-        gauges = self._gauges_of_joined()
-        if not self._pending:
+        gauges = self._joined_gauges()
+        if not self._pending or self._is_up_to_date:
             yield
         elif all(gauge.is_exact for gauge in gauges):
             self._add(self._pending.take())
             yield
         else:
             ways_back = [gauge.bookmark() for gauge in gauges]
+            self._is_up_to_date = True
             try:
                 self._add(self._pending.joined())
                 yield
             finally:
+                self._is_up_to_date = False
                 for back in ways_back:
                     back()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fitkit.metrics.output import OutputMeters
 from fitkit.training.logged import Logged
 from fitkit.training.running_mean import RunningMean
 
@@ -34,6 +35,28 @@ class Logbook:
         for name, value in parts.items():
             self.parts.setdefault(name, RunningMean()).add(value.detach(), samples)
 
+    def join_loss(
+        self,
+        values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        meters: OutputMeters,
+        device: torch.device,
+    ) -> None:
+        """Let the loss of the pass's later batches be computed of many at once, with the metrics.
+
+        Args:
+            values: gives each sample's loss (N,), to be summed in float64.
+            meters: with which batches wait.
+            device: where they are.
+        """
+        totals = meters.also(values, device)
+
+        def sums() -> tuple[float, int]:
+            with meters.up_to_date():
+                total, samples = totals.summed().tolist()
+            return total, int(samples)
+
+        self.loss.also(sums)
+
     def reset(self) -> None:
         """Begin a new pass."""
         self.loss.reset()
@@ -52,13 +75,14 @@ class Logbook:
 
     def results(self) -> dict[str, Any]:
         """All running values as Python floats: the loss, its parts, the metrics, the logged."""
-        found = {"loss": self.loss.result()}
-        found.update({name: part.result() for name, part in self.parts.items()})
-        return {
-            **{name: value for name, value in found.items() if value is not None},
-            **self.meters.results(),
-            **self.logged.results(),
-        }
+        with self.meters.up_to_date():
+            found = {"loss": self.loss.result()}
+            found.update({name: part.result() for name, part in self.parts.items()})
+            return {
+                **{name: value for name, value in found.items() if value is not None},
+                **self.meters.results(),
+                **self.logged.results(),
+            }
 
 
 class LazyLogs(MutableMapping[str, Any]):

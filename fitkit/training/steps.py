@@ -21,7 +21,6 @@ from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss
-from fitkit.metrics.output import OutputMeters
 from fitkit.training.calling import Caller
 from fitkit.training.explain import raise_explained, shapes_of
 from fitkit.training.logbook import Logbook
@@ -43,7 +42,7 @@ class CompiledStep:
         logbook: where losses and metrics are noted.
         class_weights: weights by label; training only.
         all_targets: all targets of in-memory data (several data sets': a list), whose labels
-            are checked at the first batch.
+            are checked at the first batch, and decide whether an evaluation's losses are joined.
         name: how the user called the data, for messages.
 
     Attributes:
@@ -123,8 +122,9 @@ class CompiledStep:
         return loss
 
     def settled(self, first: Any) -> Callable[..., Any]:
-        """What does the same as a call, from an evaluation's second batch on: without what can't
-        change where all batches are rows of the same tensors.
+        """What notes the same as a call, from an evaluation's second batch on: without what can't
+        change where all batches are rows of the same tensors. It gives nothing; the loss may be
+        computed later, of many batches (`Logbook.join_loss`).
 
         Args:
             first: the first batch.
@@ -134,53 +134,33 @@ class CompiledStep:
         is_pair = type(first) is tuple and len(first) == 2
         if not is_pair or loss is None or not self._is_plain or not self.mover.leaves(first):
             return self
-        if self.class_weights is not None:
+        if self.class_weights is not None or (self.meters is not None and meters is None):
             return self
-        if self.meters is not None:
-            return self if meters is None else self._with_meters(loss, meters)
         forward, add = self.forward, self.logbook.loss.add
+        update = None if meters is None else meters.update_more
+        of_each = None if meters is None else self.loss.of_each(self.all_targets)
+        if of_each is not None and meters is not None:
+            self.logbook.join_loss(of_each, meters, self.mover.transfer.device)
+
+        shape: Any = None
 
         def step(batch: Any, index: int = 0) -> None:
-            x, y = batch
-            try:
-                value = loss(forward(x), y)
-            except Exception as error:
-                self._explain(error, x, y)
-                raise
-            self.samples = self.total = samples = y.shape[0]
-            add(value.detach() if value.requires_grad else value, samples)
-
-        return step
-
-    def _with_meters(
-        self, loss: Callable[[Any, Any], torch.Tensor], meters: OutputMeters
-    ) -> Callable[..., Any]:
-        """A settled step with metrics. Where the loss is a mean over samples, it is computed of
-        many batches at once, with the metrics: in float64, of each sample's in float32."""
-        forward, add, update = self.forward, self.logbook.loss.add, meters.update_more
-        of_each = self.loss.of_each(self.all_targets)
-        if of_each is not None:
-            totals = meters.also(of_each, self.mover.transfer.device)
-
-            def sums() -> tuple[float, int]:
-                with meters.up_to_date():
-                    total, samples = totals.summed().tolist()
-                return total, int(samples)
-
-            self.logbook.loss.also(sums)
-
-        def step(batch: Any, index: int = 0) -> None:
+            nonlocal shape
             x, y = batch
             try:
                 prediction = forward(x)
-                value = None if of_each is not None else loss(prediction, y)
+                # A prediction of another shape: what doesn't fit shall fail by itself, before
+                # it is joined with others.
+                if of_each is None or prediction.shape != shape:
+                    value, shape = loss(prediction, y), prediction.shape
             except Exception as error:
                 self._explain(error, x, y)
                 raise
             self.samples = self.total = samples = y.shape[0]
-            if value is not None:
+            if of_each is None:
                 add(value.detach() if value.requires_grad else value, samples)
-            update(prediction, y, None)
+            if update is not None:
+                update(prediction, y, None)
 
         return step
 

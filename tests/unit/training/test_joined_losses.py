@@ -135,3 +135,63 @@ def test_each_epochs_validation_begins_anew():
         *data, batch_size=BATCH, epochs=3, validation_data=data, callbacks=[Judge()], verbose=0
     )
     assert history.history["val_loss"] == pytest.approx(losses, rel=1e-5)
+
+
+def loss_of(net, loss, x, y, metrics=("mse",)):
+    """The loss that evaluate gives."""
+    model = fitkit.Model(net)
+    model.compile("sgd", loss, metrics=list(metrics), accelerator="cpu")
+    return model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)["loss"]
+
+
+def test_metrics_that_see_each_batch_alone():
+    def distance(prediction, target):
+        return (prediction - target).abs().mean()
+
+    model = model_for("mse", [distance])
+    found = model.evaluate(INPUTS, VALUES, batch_size=BATCH, verbose=0, return_dict=True)
+    with torch.no_grad():
+        assert found["loss"] == pytest.approx(F.mse_loss(model.net(INPUTS), VALUES).item())
+    data = {"x": INPUTS, "y": VALUES, "validation_data": (INPUTS, VALUES)}
+    history = model.fit(**data, batch_size=BATCH, epochs=2, verbose=0).history
+    with torch.no_grad():
+        expected = F.mse_loss(model.net.eval()(INPUTS), VALUES).item()
+    assert history["val_loss"][-1] == pytest.approx(expected)
+
+
+def test_weights_for_the_places_of_a_batch():
+    weight = torch.rand(BATCH, 1)
+    x, y, net = torch.randn(9 * BATCH, 4), torch.ones(9 * BATCH, 3), nn.Linear(4, 3)
+    found = loss_of(net, nn.BCEWithLogitsLoss(weight=weight), x, y)
+    expected = F.binary_cross_entropy_with_logits(net(x), y, weight=weight.repeat(9, 1))
+    assert found == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
+def test_labels_that_a_batch_reads_together(loss):
+    y = (torch.arange(9 * BATCH) // 24 - 1.0).reshape(-1, 1)  # batches of -1, of 0, of 1
+    x, net = torch.randn(9 * BATCH, 4), nn.Linear(4, 1)
+    signs = torch.tensor([-1.0, -1.0, 1.0]).repeat_interleave(24).reshape(-1, 1)
+    values = F.relu(1 - signs * net(x)) ** (2 if loss == "squared_hinge" else 1)
+    assert loss_of(net, loss, x, y) == pytest.approx(values.mean().item())
+
+
+def test_a_loss_to_which_one_dimension_is_one_sample():
+    x, y = torch.randn(20, 4), torch.arange(20) % 2
+    net = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    found = loss_of(net, "multilabel_soft_margin", x, y)
+    assert found == pytest.approx(F.multilabel_soft_margin_loss(net(x), y.float()).item())
+
+
+def test_rows_that_two_batches_mix_up_are_refused():
+    class Shifts(nn.Linear):
+        def forward(self, x):
+            rows = super().forward(x)
+            calls.append(len(x))
+            if len(calls) == 3:
+                return rows[1:]
+            return torch.cat([rows[:1], rows]) if len(calls) == 5 else rows
+
+    calls = []
+    with pytest.raises(fitkit.ConfigurationError, match=r"\(7, 3\)"):
+        loss_of(Shifts(4, 3), "mse", INPUTS[:64], VALUES[:64])
