@@ -19,6 +19,8 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 ENGINES := .venv-engines
 ARGS  ?=
+# Two processes test side by side, a file each; ARGS="-n 0" has one, which a debugger needs.
+TWO   := -n 2 --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -34,10 +36,10 @@ demo: $(STAMP)
 	@$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest $(TWO) -m "not slow" $(ARGS)
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 test-cluster: $(STAMP)
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
