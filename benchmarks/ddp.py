@@ -4,9 +4,11 @@
     python -m benchmarks.ddp --profile      # where the time of fit goes on rank 0
 
 Both train the same small convolutional net on the same data in the same two processes, an epoch
-each in turns (A B, B A, …), with one thread: so what else the machine does, and how a process's
-memory happens to lie, meets both alike. The first epoch isn't counted, nor what a call of `fit`
-does before and after its epoch. CPU time is that of rank 0's process with all its threads.
+each in turns (A B, B A, …), with one thread: so what else the machine does meets both alike. How a
+process's memory happens to lie may favour one of them by some hundredths for as long as it lives.
+So five pairs of epochs are all that two processes make; then others follow, in every second of
+which `fit` has its net and data first. The first epoch isn't counted, nor what a call of `fit` does
+before and after its epoch. CPU time is that of rank 0's process with all its threads.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import fitkit
 from benchmarks.measuring import Row, Seconds, Spread, in_turns, row_of
 
 STEPS, BATCH = 50, 64
-EPOCHS_A_PAIR = 5
+PAIRS_A_LAUNCH = 5
 EXCHANGES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
 ROOT = Path(__file__).parents[1]
 
@@ -133,12 +135,15 @@ def since(started: Seconds) -> Seconds:
     return Seconds((ended.wall - started.wall) / STEPS, (ended.cpu - started.cpu) / STEPS)
 
 
-def side_by_side(pairs: int, profile: bool) -> None:
+def side_by_side(pairs: int, profile: bool, fit_first: bool) -> None:
     """On each rank: epochs of both in turns. Rank 0 prints what it measured, as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    watch, raw = Watch(), raw_loop()
-    fit = with_fitkit(watch, profile)
+    watch = Watch()
+    if fit_first:
+        fit, raw = with_fitkit(watch, profile), raw_loop()
+    else:
+        raw, fit = raw_loop(), with_fitkit(watch, profile)
     raw()
     found = in_turns(raw, fit, pairs)
     if dist.get_rank() == 0:
@@ -163,8 +168,12 @@ def run(*options: str) -> str:
 
 def rows(pairs: int) -> Iterator[Row]:
     """The raw loop's and fit's."""
-    told = json.loads(run("--pairs", str(pairs * EPOCHS_A_PAIR)).strip().splitlines()[-1])
-    found = [(Seconds(*raw), Seconds(*fit)) for raw, fit in told["pairs"]]
+    found, exchanges = [], 0
+    for number in range(pairs):
+        order = ["--fit-first"] if number % 2 else []
+        told = json.loads(run("--pairs", str(PAIRS_A_LAUNCH), *order).strip().splitlines()[-1])
+        found += [(Seconds(*raw), Seconds(*fit)) for raw, fit in told["pairs"]]
+        exchanges = max(exchanges, told["exchanges"])
     names: dict[str, Any] = {"scenario": "ddp", "task": "2 processes, CNN, batches of 64"}
     yield Row(
         **names,
@@ -173,19 +182,20 @@ def rows(pairs: int) -> Iterator[Row]:
         cpu=Spread.of([raw.cpu * 1e6 for raw, _ in found]),
     )
     row = row_of(found, 1e6, **names, contender="fitkit", reference="raw loop")
-    row.note = f"{told['exchanges']:.0f} exchanges but DDP's in an epoch of {STEPS} steps"
+    row.note = f"{exchanges} exchanges but DDP's in an epoch of {STEPS} steps"
     yield row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--fit-first", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--profile", action="store_true", help="profile fit")
     arguments = parser.parse_args()
     if arguments.pairs is None:
         print(run("--pairs", "1", *(["--profile"] if arguments.profile else [])))
     else:
-        side_by_side(arguments.pairs, arguments.profile)
+        side_by_side(arguments.pairs, arguments.profile, arguments.fit_first)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from benchmarks.measuring import Row, Seconds, Spread, in_turns, row_of
+from benchmarks.measuring import Row, Spread
 
-IMPORT = """
-import resource, sys, json, time
-began = time.perf_counter()
-import {module}
-wall = time.perf_counter() - began
-usage = resource.getrusage(resource.RUSAGE_SELF)
-# Not ru_maxrss, which begins with what the process held that started this one.
-lines = open("/proc/self/status").read().splitlines()
-memory = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-print(json.dumps([wall, usage.ru_utime + usage.ru_stime, memory / 1024]))
+IMPORTS = """
+import importlib, json, time
+
+def peak_memory():
+    # Not ru_maxrss, which begins with what the process held that started this one.
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+found = {}
+for module in ("torch", "fitkit"):
+    began = time.perf_counter(), time.process_time()
+    importlib.import_module(module)
+    took = time.perf_counter() - began[0], time.process_time() - began[1]
+    found[module] = [*took, peak_memory()]
+print(json.dumps(found))
 """
 
 CALLS = """
@@ -46,40 +51,26 @@ print(json.dumps(found))
 
 
 def rows(pairs: int) -> Iterator[Row]:
-    """Importing against importing torch alone, and the cost of a call of one step."""
-    memory: dict[str, list[float]] = {}
-
-    def imported(module: str) -> Seconds:
-        wall, cpu, megabytes = json.loads(_python(IMPORT.format(module=module)))
-        memory.setdefault(module, []).append(megabytes)
-        return Seconds(wall, cpu)
-
-    imported("fitkit")  # so that byte code and the system's cache are there
-    found = in_turns(lambda: imported("torch"), lambda: imported("fitkit"), pairs)
-    yield Row(
-        "footprint",
-        "import",
-        "torch",
-        unit="s",
-        wall=Spread.of([torch.wall for torch, _ in found]),
-        cpu=Spread.of([torch.cpu for torch, _ in found]),
-    )
-    yield row_of(
-        found,
-        1.0,
-        scenario="footprint",
-        task="import",
-        contender="fitkit",
-        reference="torch",
-        unit="s",
-    )
-    for module, megabytes in memory.items():
+    """Importing torch, then fitkit in the same process; and the cost of a call of one step."""
+    _python(IMPORTS)  # so that byte code and the system's cache are there
+    found = [json.loads(_python(IMPORTS)) for _ in range(pairs)]
+    for module, label in (("torch", "torch"), ("fitkit", "fitkit, torch being there")):
+        walls, cpus, _ = zip(*(run[module] for run in found), strict=True)
+        yield Row(
+            "footprint",
+            "import",
+            label,
+            unit="ms",
+            wall=Spread.of([seconds * 1e3 for seconds in walls]),
+            cpu=Spread.of([seconds * 1e3 for seconds in cpus]),
+        )
+    for module in ("torch", "fitkit"):
         yield Row(
             "footprint",
             "memory after import",
             module,
             unit="MiB",
-            wall=Spread.of(megabytes),
+            wall=Spread.of([run[module][2] for run in found]),
         )
     calls = json.loads(_python(CALLS))
     for verb, seconds in calls.items():

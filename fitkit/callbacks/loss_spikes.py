@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
+
+import numpy as np
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.base import Callback, Logs
@@ -116,13 +117,14 @@ class DetectLossSpike(Callback):
             return True
         if len(self._before) < self.window // 2:
             return False
-        median = statistics.median(self._before)
-        deviation = statistics.median(abs(value - median) for value in self._before)
+        before = np.array(self._before)
+        median = float(np.median(before))
+        deviation = float(np.median(np.abs(before - median)))
         spread = max(NORMAL * deviation, LEAST_SPREAD * abs(median))
         return loss - median > self.threshold * spread
 
     def _act(self, rank: int, batch: int, loss: float) -> None:
-        usual = statistics.median(self._before) if self._before else math.nan
+        usual = float(np.median(self._before)) if self._before else math.nan
         where = f"epoch {self._epoch + 1}, batch {batch}, rank {rank}"
         finding = f"The loss jumped to {loss:.4g} ({where}); around {usual:.4g} was usual."
         if self.action == "raise":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -168,7 +169,7 @@ def take(tree: Any, start: int, stop: int) -> Any:
     return trees.map_leaves(lambda leaf: None if leaf is None else leaf[start:stop], tree)
 
 
-VIEWS = 64
+VIEWS = 256
 """So many batches' views are made at once."""
 
 
@@ -212,13 +213,16 @@ class ArraySource:
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
         if self._flat:
-            # Views of many batches are made at once: that takes half the time.
-            for start in range(skip * size, samples, VIEWS * size):
-                views = [tensor[start : start + VIEWS * size].split(size) for tensor in self.batch]
-                yield from zip(*views, strict=True)
-            return
-        for start in range(skip * size, samples, size):
-            yield take(self.batch, start, start + size)
+            starts = range(skip * size, samples, VIEWS * size)
+            return itertools.chain.from_iterable(map(self._views, starts))
+        starts = range(skip * size, samples, size)
+        return (take(self.batch, start, start + size) for start in starts)
+
+    def _views(self, start: int) -> Iterator[Any]:
+        """Many batches' views, made at once: that takes half the time."""
+        size = self.batch_size or 1
+        views = [tensor[start : start + VIEWS * size].split(size) for tensor in self.batch]
+        return zip(*views, strict=True)
 
     def _near(self, chosen: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Batches' indices where the data are, sent there at once."""

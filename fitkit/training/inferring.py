@@ -77,7 +77,7 @@ class Inference:
             return self._inside if self._allowed else step
         if self._allowed:
             self._enter()
-        return step.settled(first)
+        return step.settled(first, alone=self._allowed)
 
     def _inside(self, batch: Any, index: int) -> Any:
         self._enter()

@@ -121,13 +121,14 @@ class CompiledStep:
         self.note(prediction, loss.detach(), parts, y, weight)
         return loss
 
-    def settled(self, first: Any) -> Callable[..., Any]:
+    def settled(self, first: Any, *, alone: bool) -> Callable[..., Any]:
         """What notes the same as a call, from an evaluation's second batch on: without what can't
         change where all batches are rows of the same tensors. It gives nothing; the loss may be
         computed later, of many batches (`Logbook.join_loss`).
 
         Args:
             first: the first batch.
+            alone: whether only torch's layers and fitkit's own code run (`may_infer`).
         """
         loss = self.loss.direct
         meters = None if self.meters is None else self.meters.of_one
@@ -136,7 +137,7 @@ class CompiledStep:
             return self
         if self.class_weights is not None or (self.meters is not None and meters is None):
             return self
-        forward, add = self.forward, self.logbook.loss.add
+        forward, add = bare(self.door) if alone else self.forward, self.logbook.loss.add
         update = None if meters is None else meters.update_more
         of_each = None if meters is None else self.loss.of_each(self.all_targets)
         if of_each is not None and meters is not None:
@@ -327,12 +328,12 @@ class PredictStep:
             self.checked = True
         return outputs
 
-    def settled(self, first: Any) -> Callable[..., Any]:
+    def settled(self, first: Any, *, alone: bool) -> Callable[..., Any]:
         """As `CompiledStep.settled`."""
         is_tensor = type(first) is tuple and isinstance(first[0], torch.Tensor)
         if not is_tensor or not self._is_plain or not self.mover.leaves(first):
             return self
-        forward, net = self.forward, self.door.net
+        forward, net = bare(self.door) if alone else self.forward, self.door.net
 
         def step(batch: Any, index: int = 0) -> Any:
             x = batch[0]
@@ -367,3 +368,10 @@ def forward_of(door: Door) -> Callable[..., Any]:
         return net(*inputs, **named)
 
     return forward
+
+
+def bare(door: Door) -> Callable[..., Any]:
+    """The net behind a plain door, where nobody has hooks on the model that hands on to it."""
+    model: Any = door.net
+    net: Callable[..., Any] = model.net if getattr(model, "hands_on", False) else model
+    return net

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fitkit
+from fitkit.losses.loss import resolve
 
 SAMPLES, BATCH = 75, 8  # a last batch of 3
 LABELS = torch.arange(SAMPLES) % 3
@@ -195,3 +196,17 @@ def test_rows_that_two_batches_mix_up_are_refused():
     calls = []
     with pytest.raises(fitkit.ConfigurationError, match=r"\(7, 3\)"):
         loss_of(Shifts(4, 3), "mse", INPUTS[:64], VALUES[:64])
+
+
+@pytest.mark.parametrize("classes", [2, 10, 15, 16, 40])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_few_classes_give_the_same_as_many(classes, smoothing):
+    torch.manual_seed(0)
+    scores = 30 * torch.randn(500, classes)  # some losses are tiny beside their scores
+    labels = torch.randint(0, classes, (500,))
+    loss = resolve(nn.CrossEntropyLoss(label_smoothing=smoothing))
+    expected = F.cross_entropy(scores.double(), labels, reduction="none", label_smoothing=smoothing)
+    found = loss.of_each(scores, labels)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    plain = F.cross_entropy(scores, labels, reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(found, plain, rtol=3e-7, atol=1e-6)
