@@ -262,13 +262,18 @@ def rows(rounds: int, layers: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         module = net(layers)
         count = sum(parameter.numel() for parameter in module.parameters())
-        for verb, ways in (("save", SAVES), ("load", LOADS)):
-            seconds, computed = measure(ways, Path(folder), module, rounds)
+        tasks = (
+            ("save {}", SAVES, False),
+            ("load {}, in the system's cache", LOADS, False),
+            ("load {}, from the disk", LOADS, True),
+        )
+        for task, ways, cold in tasks:
+            seconds, computed = measure(ways, Path(folder), module, rounds, cold=cold)
             reference = seconds["safetensors"]
             for name, values in seconds.items():
                 yield Row(
                     "checkpoint",
-                    f"{verb} {count / 1e6:.0f} M parameters",
+                    task.format(f"{count / 1e6:.0f} M parameters"),
                     name,
                     "safetensors",
                     "ms",
