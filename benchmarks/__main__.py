@@ -1,6 +1,6 @@
 """The benchmarks' command.
 
-python -m benchmarks                     # all scenarios: about half an hour
+python -m benchmarks                     # all scenarios: about three quarters of an hour
 python -m benchmarks step arrays --quick # two of them, roughly
 python -m benchmarks --json results.json --markdown results.md
 """

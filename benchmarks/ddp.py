@@ -6,7 +6,7 @@
 Both train the same small convolutional net on the same data in the same two processes, an epoch
 each in turns (A B, B A, …), with one thread: so what else the machine does meets both alike. How a
 process's memory happens to lie may favour one of them by some hundredths for as long as it lives.
-So five pairs of epochs are all that two processes make; then others follow, in every second of
+So six pairs of epochs are all that two processes make; then others follow, in every second of
 which `fit` has its net and data first. The first epoch isn't counted, nor what a call of `fit` does
 before and after its epoch. CPU time is that of rank 0's process with all its threads.
 """
@@ -36,7 +36,7 @@ import fitkit
 from benchmarks.measuring import Row, Seconds, Spread, in_turns, row_of
 
 STEPS, BATCH = 50, 64
-PAIRS_A_LAUNCH = 5
+PAIRS_A_LAUNCH = 6
 EXCHANGES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
 ROOT = Path(__file__).parents[1]
 
@@ -166,10 +166,10 @@ def run(*options: str) -> str:
     return done.stdout
 
 
-def rows(pairs: int) -> Iterator[Row]:
+def rows(launches: int) -> Iterator[Row]:
     """The raw loop's and fit's."""
     found, exchanges = [], 0
-    for number in range(pairs):
+    for number in range(launches):
         order = ["--fit-first"] if number % 2 else []
         told = json.loads(run("--pairs", str(PAIRS_A_LAUNCH), *order).strip().splitlines()[-1])
         found += [(Seconds(*raw), Seconds(*fit)) for raw, fit in told["pairs"]]

@@ -54,12 +54,12 @@ def rows(pairs: int) -> Iterator[Row]:
     """Importing torch, then fitkit in the same process; and the cost of a call of one step."""
     _python(IMPORTS)  # so that byte code and the system's cache are there
     found = [json.loads(_python(IMPORTS)) for _ in range(pairs)]
-    for module, label in (("torch", "torch"), ("fitkit", "fitkit, torch being there")):
+    for module, task in (("torch", "import"), ("fitkit", "import, torch being there")):
         walls, cpus, _ = zip(*(run[module] for run in found), strict=True)
         yield Row(
             "footprint",
-            "import",
-            label,
+            task,
+            module,
             unit="ms",
             wall=Spread.of([seconds * 1e3 for seconds in walls]),
             cpu=Spread.of([seconds * 1e3 for seconds in cpus]),

@@ -155,6 +155,6 @@ SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
     "options": options,
     "footprint": lambda length: footprint.rows(length.pairs),
     "checkpoint": lambda length: checkpoints.rows(length.pairs, 14 if length.share == 1 else 2),
-    "ddp": lambda length: ddp.rows(max(2, length.pairs // 2)),
+    "ddp": lambda length: ddp.rows(2 * -(-length.pairs // 2)),
     "scaling": scaling,
 }

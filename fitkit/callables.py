@@ -1,4 +1,4 @@
-"""Callables of the user's that take `(prediction, target)`: losses and metrics."""
+"""Callables of the user's: losses and metrics, which take `(prediction, target)`; modules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.errors import ConfigurationError
 
@@ -48,3 +49,18 @@ def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> Non
             f"fitkit calls a {kind} as torch does, with (prediction, target): swap the "
             "parameters, or wrap it in a lambda that does."
         )
+
+
+def acts_otherwise(module: nn.Module) -> bool:
+    """Whether more happens in a module's call than its class's `forward`, which is torch's."""
+    return not is_torchs(module) or _has_any_global_hook()
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, and no hook of its own acts in its call."""
+    return (
+        type(module).__module__.startswith("torch.nn.")
+        and "forward" not in vars(module)
+        and module._compiled_call_impl is None
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-
-import numpy as np
+from collections.abc import Iterable
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.base import Callback, Logs
@@ -117,14 +116,13 @@ class DetectLossSpike(Callback):
             return True
         if len(self._before) < self.window // 2:
             return False
-        before = np.array(self._before)
-        median = float(np.median(before))
-        deviation = float(np.median(np.abs(before - median)))
+        median = _median(self._before)
+        deviation = _median(abs(value - median) for value in self._before)
         spread = max(NORMAL * deviation, LEAST_SPREAD * abs(median))
         return loss - median > self.threshold * spread
 
     def _act(self, rank: int, batch: int, loss: float) -> None:
-        usual = float(np.median(self._before)) if self._before else math.nan
+        usual = _median(self._before) if self._before else math.nan
         where = f"epoch {self._epoch + 1}, batch {batch}, rank {rank}"
         finding = f"The loss jumped to {loss:.4g} ({where}); around {usual:.4g} was usual."
         if self.action == "raise":
@@ -135,3 +133,9 @@ class DetectLossSpike(Callback):
         elif not self._warned and self.model.is_global_zero:
             self._warned = True
             warn(finding)
+
+
+def _median(values: Iterable[float]) -> float:
+    from statistics import median  # with decimal and fractions: not for whoever only imports fitkit
+
+    return median(values)

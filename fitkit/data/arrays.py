@@ -170,7 +170,8 @@ def take(tree: Any, start: int, stop: int) -> Any:
 
 
 VIEWS = 256
-"""So many batches' views are made at once."""
+"""So many batches' views are made at once, which takes half the time of one by one; they have some
+0.1 MB."""
 
 
 class ArraySource:
@@ -213,16 +214,13 @@ class ArraySource:
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
         if self._flat:
-            starts = range(skip * size, samples, VIEWS * size)
-            return itertools.chain.from_iterable(map(self._views, starts))
+            parts = (
+                [tensor[start : start + VIEWS * size].split(size) for tensor in self.batch]
+                for start in range(skip * size, samples, VIEWS * size)
+            )
+            return itertools.chain.from_iterable(zip(*views, strict=True) for views in parts)
         starts = range(skip * size, samples, size)
         return (take(self.batch, start, start + size) for start in starts)
-
-    def _views(self, start: int) -> Iterator[Any]:
-        """Many batches' views, made at once: that takes half the time."""
-        size = self.batch_size or 1
-        views = [tensor[start : start + VIEWS * size].split(size) for tensor in self.batch]
-        return zip(*views, strict=True)
 
     def _near(self, chosen: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Batches' indices where the data are, sent there at once."""

@@ -28,7 +28,6 @@ class Definition:
         counted: what the mean over class indices divides by, where that isn't their number.
         joins: whether a sample's value depends on that sample alone, so that several batches may be
             computed as one.
-        turns: whether N samples' scores (N, C) may be computed as those of N positions, (1, C, N).
     """
 
     mean: LossFunction
@@ -43,4 +42,3 @@ class Definition:
     ignore_index: int | None = None
     counted: CountedLabels | None = None
     joins: bool = True
-    turns: bool = False

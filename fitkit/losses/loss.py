@@ -13,23 +13,23 @@ import torch
 from torch import nn
 
 from fitkit.arguments import describe
-from fitkit.callables import check_takes_pair
+from fitkit.callables import acts_otherwise, check_takes_pair
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError
 from fitkit.losses import guards
 from fitkit.losses.broadcasting import check_broadcast
 from fitkit.losses.definitions import Definition
 from fitkit.losses.modules import known_module, unreduced
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS
-from fitkit.losses.targets import HALF_TYPES
+from fitkit.losses.targets import HALF_TYPES, classes
 from fitkit.losses.weights import weighted_mean
 from fitkit.naming import callable_name, snake_case
 from fitkit.notices import warn
 from fitkit.outputs import LossHint
 from fitkit.trees import leaves
 
-VECTOR = 16
-"""Numbers in a CPU's vector register. Torch's softmax takes 2 to 7 times as long along a last axis
-shorter than that (0.15 µs a row) as along one with another behind it."""
+FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
+"""How many float32 the CPU computes at once. Along a last axis shorter than that, torch's softmax
+takes two to seven times as long (0.15 µs a row) as along an axis with another behind it."""
 
 
 class Loss(abc.ABC):
@@ -132,16 +132,20 @@ class KnownLoss(Loss):
     def of_each(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Each sample's loss (N,), whose mean is the loss where `joins`."""
         prediction, target = self._match(prediction, target)
-        if self._definition.turns and _is_narrow(prediction, target):
+        if self._match is classes and _is_narrow(prediction, target):
+            # N samples' scores as those of one sample at N positions.
             return self._each(prediction.t().contiguous().unsqueeze(0), target.unsqueeze(0))[0]
         values = self._each(prediction, target)
         return values if values.ndim == 1 else values.flatten(1).mean(1)
 
     def joins(self, target: torch.Tensor) -> bool:
         """Whether the loss is the mean of `of_each`, whichever of these targets come together:
-        none is ignored, and no weights of the loss's own may be meant for a batch's places."""
-        weighs = self._module is not None and any(True for _ in self._module.buffers())
-        if weighs or not self._definition.joins:
+        none is ignored, no weights of the loss's own may be meant for a batch's places, and no code
+        of the user's acts in it."""
+        module = self._module
+        if module is not None and (any(True for _ in module.buffers()) or acts_otherwise(module)):
+            return False
+        if not self._definition.joins:
             return False
         return self._counted is None or self._counted.counts_all(target)
 
@@ -315,10 +319,7 @@ def _is_narrow(prediction: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether scores (N, C) of few classes are on the CPU, with labels (N,)."""
     shape = prediction.shape
     return (
-        len(shape) == 2
-        and shape[1] < VECTOR
-        and target.ndim == 1
-        and prediction.device.type == "cpu"
+        len(shape) == 2 and shape[1] < FEW and target.ndim == 1 and prediction.device.type == "cpu"
     )
 
 

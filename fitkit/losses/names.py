@@ -87,7 +87,6 @@ def _torch(
     signs: bool = False,
     ignore_index: int | None = None,
     joins: bool = True,
-    turns: bool = False,
 ) -> Definition:
     definition = Definition(
         function,
@@ -100,7 +99,6 @@ def _torch(
         ignore_index=ignore_index,
         counted=None if ignore_index is None else CountedLabels(ignore_index),
         joins=joins,
-        turns=turns,
     )
     TORCH_FUNCTIONS[function] = definition
     return LOSSES.add(name, definition, *aliases)
@@ -142,7 +140,7 @@ TORCH_FUNCTIONS[F.binary_cross_entropy] = _BCE
 _torch(
     "cross_entropy", "cross_entropy_loss",
     function=F.cross_entropy, match=targets.classes, hint=TORCH_LOGITS,
-    twin="sparse_categorical_crossentropy", ignore_index=-100, turns=True,
+    twin="sparse_categorical_crossentropy", ignore_index=-100,
 )  # fmt: skip
 _torch(
     "nll", "nll_loss",

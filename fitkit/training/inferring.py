@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fitkit.callables import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.data.arrays import ArraySource
 from fitkit.data.sharding import whole_of
@@ -123,14 +123,4 @@ def may_infer(model: Model, step: Any, callbacks: CallbackList, stage: str) -> b
         return False
     layers = (module for module in model.modules() if module is not model)
     has_hooks = bool(model._forward_hooks or model._forward_pre_hooks or _has_any_global_hook())
-    return not has_hooks and all(map(_is_torchs, layers))
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own layers, and nothing else acts in its call."""
-    return (
-        type(module).__module__.startswith("torch.nn.")
-        and "forward" not in vars(module)
-        and module._compiled_call_impl is None
-        and not (module._forward_hooks or module._forward_pre_hooks)
-    )
+    return not has_hooks and all(map(is_torchs, layers))

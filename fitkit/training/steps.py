@@ -128,7 +128,7 @@ class CompiledStep:
 
         Args:
             first: the first batch.
-            alone: whether only torch's layers and fitkit's own code run (`may_infer`).
+            alone: whether only torch's layers and fitkit's own code run: `may_infer`, `is_private`.
         """
         loss = self.loss.direct
         meters = None if self.meters is None else self.meters.of_one
@@ -371,7 +371,7 @@ def forward_of(door: Door) -> Callable[..., Any]:
 
 
 def bare(door: Door) -> Callable[..., Any]:
-    """The net behind a plain door, where nobody has hooks on the model that hands on to it."""
+    """The net of a model that hands on to it, where only fitkit's own code would act before."""
     model: Any = door.net
-    net: Callable[..., Any] = model.net if getattr(model, "hands_on", False) else model
+    net: Callable[..., Any] = model.net
     return net

@@ -86,8 +86,8 @@ LIMITS = {
     "the same with three metrics": (lambda: from_loader(("accuracy", "f1", "recall")), 378),
     "the same without metrics": (lambda: from_loader(()), 268),
     "arrays, Adam and accuracy by name": (from_arrays, 294),
-    "evaluate on arrays": (evaluated, 60),
-    "predict on arrays": (predicted, 40),
+    "evaluate on arrays": (evaluated, 54),
+    "predict on arrays": (predicted, 35),
 }
 """What is run, and the most calls that a step of it may make."""
 

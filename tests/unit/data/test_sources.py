@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from fitkit.data.arrays import ArraySource
+from fitkit.data.arrays import VIEWS, ArraySource
 from fitkit.data.batches import unpack
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import make_source, split_tail, validation_parts
@@ -271,3 +271,11 @@ def test_a_batch_that_is_in_place_is_not_touched():
 def test_what_is_no_array_is_a_wrong_type():
     with pytest.raises(ArgumentTypeError):
         make_source(3.5)
+
+
+@pytest.mark.parametrize("skip", [0, 1, VIEWS - 1, VIEWS, VIEWS + 1, 3 * VIEWS + 4])
+def test_a_pass_of_more_batches_than_are_cut_at_once_gives_each_sample_once(skip):
+    rows = torch.arange(2 * (3 * VIEWS + 5) - 1)
+    batches = list(ArraySource((rows, -rows), 2).batches(0, skip=skip))
+    assert torch.equal(torch.cat([x for x, _ in batches]), rows[2 * skip :])
+    assert torch.equal(torch.cat([y for _, y in batches]), -rows[2 * skip :])

@@ -151,6 +151,8 @@ def test_hooks_on_the_model_itself_are_called_also_when_they_come_late():
     assert len(seen) == 3
     model.predict(X, batch_size=4, verbose=0)
     assert len(seen) == 8
+    model.evaluate(X, Y, batch_size=4, verbose=0)
+    assert len(seen) == 13
 
 
 def test_an_error_in_a_later_batch_is_explained_and_leaves_the_mode():

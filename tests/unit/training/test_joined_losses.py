@@ -198,15 +198,42 @@ def test_rows_that_two_batches_mix_up_are_refused():
         loss_of(Shifts(4, 3), "mse", INPUTS[:64], VALUES[:64])
 
 
-@pytest.mark.parametrize("classes", [2, 10, 15, 16, 40])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_few_classes_give_the_same_as_many(classes, smoothing):
+class Scaled(nn.CrossEntropyLoss):
+    def __call__(self, prediction, target):
+        return super().__call__(16 * F.normalize(prediction, dim=-1), target)
+
+
+def test_a_loss_in_whose_call_the_users_code_acts_sees_each_batch():
+    hooked = nn.CrossEntropyLoss()
+    hooked.register_forward_pre_hook(lambda module, given: (5 * given[0].softmax(-1), given[1]))
+    for loss, scores in (
+        (hooked, lambda p: 5 * p.softmax(-1)),
+        (Scaled(), lambda p: 16 * F.normalize(p, dim=-1)),
+    ):
+        model = model_for(loss, ["accuracy"])
+        expected = F.cross_entropy(scores(model.net(INPUTS)), LABELS).item()
+        found = model.evaluate(INPUTS, LABELS, batch_size=BATCH, verbose=0, return_dict=True)
+        assert found["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 10, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_scores_of_few_classes_are_turned_and_give_the_same(classes, dtype, monkeypatch):
+    monkeypatch.setattr("fitkit.losses.loss.FEW", 16)
     torch.manual_seed(0)
-    scores = 30 * torch.randn(500, classes)  # some losses are tiny beside their scores
+    scores = (30 * torch.randn(500, classes)).to(dtype)  # some losses are tiny beside their scores
     labels = torch.randint(0, classes, (500,))
-    loss = resolve(nn.CrossEntropyLoss(label_smoothing=smoothing))
-    expected = F.cross_entropy(scores.double(), labels, reduction="none", label_smoothing=smoothing)
-    found = loss.of_each(scores, labels)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    plain = F.cross_entropy(scores, labels, reduction="none", label_smoothing=smoothing)
-    torch.testing.assert_close(found, plain, rtol=3e-7, atol=1e-6)
+    shapes, plain = [], F.cross_entropy
+
+    def watched(given, *others, **options):
+        shapes.append(given.shape)
+        return plain(given, *others, **options)
+
+    monkeypatch.setattr(F, "cross_entropy", watched)
+    for smoothing in (0.0, 0.1):
+        loss = resolve(nn.CrossEntropyLoss(label_smoothing=smoothing))
+        wide = scores.float() if dtype is torch.bfloat16 else scores
+        expected = plain(wide, labels, reduction="none", label_smoothing=smoothing)
+        found = loss.of_each(scores, labels)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    assert shapes == [(1, classes, 500) if classes < 16 else (500, classes)] * 2
