@@ -167,7 +167,7 @@ def run(*options: str) -> str:
 
 
 def rows(launches: int) -> Iterator[Row]:
-    """The raw loop's and fit's."""
+    """The raw loop's and fit's; of an even number of launches, each is made first equally often."""
     found, exchanges = [], 0
     for number in range(launches):
         order = ["--fit-first"] if number % 2 else []

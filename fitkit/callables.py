@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.errors import ConfigurationError
 
@@ -49,11 +48,6 @@ def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> Non
             f"fitkit calls a {kind} as torch does, with (prediction, target): swap the "
             "parameters, or wrap it in a lambda that does."
         )
-
-
-def acts_otherwise(module: nn.Module) -> bool:
-    """Whether more happens in a module's call than its class's `forward`, which is torch's."""
-    return not is_torchs(module) or _has_any_global_hook()
 
 
 def is_torchs(module: nn.Module) -> bool:

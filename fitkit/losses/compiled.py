@@ -113,9 +113,9 @@ class CompiledLoss:
         return only.of_each if tensors and all(map(only.joins, targets)) else None
 
     @property
-    def is_known(self) -> bool:
-        """Whether fitkit knows the meaning of each loss, so that none keeps anything."""
-        return all(loss is None or isinstance(loss, KnownLoss) for loss in _each(self._losses))
+    def is_private(self) -> bool:
+        """Whether no code of the user's acts in any loss."""
+        return all(loss is None or loss.is_private for loss in _each(self._losses))
 
     def hint(self, output: Hashable) -> LossHint:
         """What `output`'s loss tells; an empty hint where that isn't known, or not yet."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.arguments import describe
-from fitkit.callables import acts_otherwise, check_takes_pair
+from fitkit.callables import check_takes_pair, is_torchs
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError
 from fitkit.losses import guards
 from fitkit.losses.broadcasting import check_broadcast
@@ -40,12 +41,17 @@ class Loss(abc.ABC):
         hint: what it tells about predictions and task.
         label: how messages call it.
         takes_whole: given once for several outputs, it gets all of them at once.
+        is_private: whether no code of the user's acts in its call, or keeps what is in it.
     """
 
     name: str
     hint: LossHint
     label: str
     takes_whole = False
+
+    @property
+    def is_private(self) -> bool:
+        return False
 
     @abc.abstractmethod
     def __call__(self, prediction: Any, target: Any) -> torch.Tensor:
@@ -112,6 +118,11 @@ class KnownLoss(Loss):
         self._module = module
         self._has_warned = False
 
+    @property
+    def is_private(self) -> bool:
+        module = self._module
+        return module is None or (is_torchs(module) and not _has_any_global_hook())
+
     def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         prediction, target = self._match(prediction, target)
         return self._mean(prediction, target)
@@ -142,10 +153,8 @@ class KnownLoss(Loss):
         """Whether the loss is the mean of `of_each`, whichever of these targets come together:
         none is ignored, no weights of the loss's own may be meant for a batch's places, and no code
         of the user's acts in it."""
-        module = self._module
-        if module is not None and (any(True for _ in module.buffers()) or acts_otherwise(module)):
-            return False
-        if not self._definition.joins:
+        weighs = self._module is not None and any(True for _ in self._module.buffers())
+        if weighs or not self.is_private or not self._definition.joins:
             return False
         return self._counted is None or self._counted.counts_all(target)
 

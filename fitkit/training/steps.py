@@ -86,7 +86,7 @@ class CompiledStep:
     @property
     def is_private(self) -> bool:
         """Whether the user has no code that a step calls, but the net's; after the first batch."""
-        return self.loss.is_known and (self.meters is None or self.meters.are_known)
+        return self.loss.is_private and (self.meters is None or self.meters.are_known)
 
     def begin(self) -> None:
         """Begin a new pass."""
@@ -138,12 +138,12 @@ class CompiledStep:
         if self.class_weights is not None or (self.meters is not None and meters is None):
             return self
         forward, add = bare(self.door) if alone else self.forward, self.logbook.loss.add
-        update = None if meters is None else meters.update_more
-        of_each = None if meters is None else self.loss.of_each(self.all_targets)
-        if of_each is not None and meters is not None:
-            self.logbook.join_loss(of_each, meters, self.mover.transfer.device)
-
-        shape: Any = None
+        update = of_each = shape = None
+        if meters is not None:
+            update = meters.update_more
+            of_each = self.loss.of_each(self.all_targets)
+            if of_each is not None:
+                self.logbook.join_loss(of_each, meters, self.mover.transfer.device)
 
         def step(batch: Any, index: int = 0) -> None:
             nonlocal shape

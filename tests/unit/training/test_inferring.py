@@ -40,6 +40,17 @@ def hooked():
     return net
 
 
+def hooked_loss():
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, args, output: None)
+    return loss
+
+
+class OwnLoss(nn.CrossEntropyLoss):
+    def __call__(self, prediction, target):
+        return super().__call__(prediction * 2, target)
+
+
 def compiled(net=None, kind=fitkit.Model, **options):
     torch.manual_seed(0)
     model = kind(nn.Sequential(nn.Linear(3, 2)) if net is None else net)
@@ -96,6 +107,8 @@ NOTICED = {
     "transfer": {"kind": OwnTransfer},
     "call": {"kind": OwnCall},
     "loss": {"loss": lambda prediction, target: prediction.square().mean()},
+    "loss with a hook": {"loss": hooked_loss()},
+    "loss called otherwise": {"loss": OwnLoss()},
     "metric": {"metrics": [lambda prediction, target: prediction.mean()]},
     "compiled": {"jit_compile": {"backend": "eager"}},
 }
