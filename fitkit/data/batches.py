@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
+
+
+class NoRows:
+    """Stands, itself, for a batch without rows: it keeps its place, and nothing is computed of it.
+
+    A class, because that stays the same object where it is sent to another process.
+    """
+
+
+def marked(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, with `NoRows` for each that has none (an empty shard, a filter's leavings)."""
+    return (NoRows if is_empty(batch) else batch for batch in batches)
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether all arrays of a batch have 0 rows.
+
+    All of them: an image in which nothing is to be found has targets of 0 rows, too.
+    """
+    found = False
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    for part in parts:  # the first one tells it of most batches, without a walk over a tree
+        for leaf in (part,) if isinstance(part, torch.Tensor) else trees.leaves(part):
+            if isinstance(leaf, (torch.Tensor, np.ndarray)):
+                # A nested tensor has rows, but no shape.
+                if getattr(leaf, "is_nested", False) or (leaf.ndim and leaf.shape[0]):
+                    return False
+                found = found or leaf.ndim > 0
+    return found
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:

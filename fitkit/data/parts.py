@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import samples_of
+from fitkit.data.batches import NoRows, marked
 from fitkit.data.samplers import Once, draw_as_iterating_does, tell_epoch, with_sampler
-from fitkit.data.sharding import Share, deal
+from fitkit.data.sharding import Share, count_of, deal, filled, shared
 from fitkit.data.sources import LoaderSource, Source
 from fitkit.random_states import random_state, set_random_state
 
@@ -94,10 +94,7 @@ class _LoaderPart(_Part):
         drop_last = bool(getattr(loader, "drop_last", False))
         dealt = self._dealt(self._drawn(loader, number), skip, drop_last=drop_last)
         mine = with_sampler(loader, Once(iter([chosen for chosen, _, _ in dealt])))
-        return (
-            Share(batch, count, total)
-            for (_, count, total), batch in zip(dealt, iter(mine), strict=True)
-        )
+        return shared(dealt, marked(iter(mine)))
 
     def _drawn(self, loader: DataLoader[Any], number: int) -> list[Any]:
         """All batches' indices, the same for each replica whatever it has drawn before."""
@@ -122,9 +119,9 @@ class _OwnPart(_Part):
         self.steps = source.steps
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        for batch in self.source.batches(number, skip // self.world_size):
-            samples = samples_of(batch)
-            yield Share(batch, samples, samples * self.world_size)
+        for batch, has_rows in filled(self.source.batches(number, skip // self.world_size)):
+            samples = count_of(batch)
+            yield Share(batch, samples if has_rows else 0, samples * self.world_size)
 
 
 class _EveryNth(_Part):
@@ -140,4 +137,7 @@ class _EveryNth(_Part):
             group = list(itertools.islice(batches, self.world_size))
             if len(group) < self.world_size:
                 return
-            yield Share(group[self.rank], samples_of(group[self.rank]), sum(map(samples_of, group)))
+            counts = [count_of(batch) for batch in group]
+            filler = next((batch for batch in group if batch is not NoRows), None)
+            mine = group[self.rank] if counts[self.rank] else filler
+            yield NoRows if filler is None else Share(mine, counts[self.rank], sum(counts))

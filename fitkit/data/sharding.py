@@ -6,7 +6,7 @@ random numbers, and the others get that list.
 
 In training all ranks make the same number of steps, because gradients are exchanged in each.
 The last group of batches, where it isn't full, is dealt out evenly; a rank that gets nothing
-repeats a sample that counts for nothing. In evaluation and prediction nothing is exchanged, so
+repeats a sample that counts for nothing, and so does one whose batch has no rows. In evaluation and prediction nothing is exchanged, so
 rank r simply takes every n-th batch.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import samples_of
+from fitkit.data.batches import NoRows, marked, samples_of
 from fitkit.data.by_index import batches_by_index, reads_by_index
 from fitkit.data.fingerprints import check_same_on_all_ranks
 from fitkit.data.samplers import draw_as_iterating_does, tell_epoch, with_sampler
@@ -30,6 +30,7 @@ from fitkit.data.sources import (
     LoaderSource,
     Source,
 )
+from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
 
 SHARDS_ITSELF = "shards_itself"
@@ -128,11 +129,11 @@ class _Shard:
     def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Every n-th batch."""
         for index, batch in enumerate(batches):
-            self._seen = batch
+            self._seen = self._seen if batch is NoRows else batch
             if index % self.exchange.world_size == self.exchange.rank:
                 yield batch
 
-    def _together(self, batches: Iterator[Any]) -> Iterator[Share]:
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches as steps that all ranks make, though they may have different numbers of them.
 
         Ranks:
@@ -143,19 +144,26 @@ class _Shard:
         while True:
             batch = next(batches, None)
             last = self._seen if last is None else last  # another rank's fills a place as well
-            count = 0 if batch is None else samples_of(batch)
-            told = self.exchange.gather((count, batch is None and last is None))
-            total = sum(count for count, _ in told)
+            count = count_of(batch)
+            told = self.exchange.gather((count, batch is None, not count and last is None))
+            total = sum(count for count, _, _ in told)
             if total == 0:
-                return
-            if any(has_nothing for _, has_nothing in told):
+                if all(has_ended for _, has_ended, _ in told):
+                    return
+                yield NoRows
+                continue
+            lacking = [has_ended for _, has_ended, has_nothing in told if has_nothing]
+            if any(lacking):
                 if self.exchange.rank == 0:
                     warn(
                         f"x ended on some ranks before their first batch; {total} samples of the "
                         "others are left over."
                     )
                 return
-            last = last if batch is None else batch
+            if lacking:
+                lent = self.exchange.gather(batch if count else None)
+                last = next(b for b in lent if b is not None) if last is None else last
+            last = batch if count else last
             yield Share(last, count, total)
 
 
@@ -201,10 +209,7 @@ class _LoaderShard(_Shard):
         dealt = list(deal(groups, self.exchange, drop_last=drop_last))
         self._mine.items = [chosen for chosen, _, _ in dealt]
         batches = self._iterate()
-        return (
-            Share(batch, count, total)
-            for (_, count, total), batch in zip(dealt, batches, strict=True)
-        )
+        return shared(dealt, batches)
 
     def _iterate(self) -> Iterator[Any]:
         """Iterate the loader over this rank's batches, without a draw of random numbers more."""
@@ -214,7 +219,7 @@ class _LoaderShard(_Shard):
         state = generator.get_state()
         batches = iter(self._loader)
         generator.set_state(state)
-        return batches
+        return marked(batches)
 
     def _draw(self, number: int) -> list[Any]:
         """The indices of all batches, drawn as the loader itself would draw them."""
@@ -274,11 +279,11 @@ class _Scattered(_Shard):
         """A batch for each rank, as long as there are any."""
         while True:
             mine, count, total = self.exchange.scatter(self._next(batches))
-            if total == 0:
+            if mine is None:
                 return
             if self.training:
-                yield Share(mine, count, total)
-            elif count:
+                yield Share(mine, count, total) if total else NoRows
+            elif count or mine is NoRows:
                 yield mine
 
     def _next(self, batches: Iterator[Any]) -> list[Any] | None:
@@ -287,11 +292,49 @@ class _Scattered(_Shard):
             return None
         size = self.exchange.world_size
         found = [batch for _, batch in zip(range(size), batches, strict=False)]
-        counts = [samples_of(batch) for batch in found]
         if not found:
             return [(None, 0, 0)] * size
-        fill = [(found[0], 0, sum(counts))] * (size - len(found))
-        return [(b, count, sum(counts)) for b, count in zip(found, counts, strict=True)] + fill
+        total = sum(map(count_of, found))
+        filler = next((batch for batch in found if batch is not NoRows), NoRows)
+        told = [
+            (filler if self.training and batch is NoRows else batch, count_of(batch), total)
+            for batch in found
+        ]
+        return told + [(filler, 0, total)] * (size - len(found))
+
+
+def count_of(batch: Any) -> int:
+    """A batch's samples; at least 1 where it has rows, for 0 says that it counts for nothing."""
+    return 0 if batch is None or batch is NoRows else max(samples_of(batch), 1)
+
+
+def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it has rows; in place of one without comes another that has some.
+
+    Raises:
+        ConfigurationError: no batch has rows.
+    """
+    last, waiting = None, 0
+    for batch in batches:
+        if batch is not NoRows:
+            yield from [(batch, False)] * waiting
+            last, waiting = batch, 0
+            yield batch, True
+        elif last is None:
+            waiting += 1
+        else:
+            yield last, False
+    if waiting:
+        raise ConfigurationError(
+            f"x gave {waiting} batches on this rank, all without rows. Leave them out, or let "
+            "each rank have some with rows."
+        )
+
+
+def shared(dealt: list[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
+    """A loader's batches as a rank's parts of the steps that their indices were dealt for."""
+    for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
+        yield Share(batch, count if has_rows else 0, total) if total else NoRows
 
 
 def deal(groups: Any, place: Place, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:

@@ -23,6 +23,7 @@ from fitkit.data.arrays import (
     take,
     wide_dtype,
 )
+from fitkit.data.batches import marked
 from fitkit.data.by_index import batches_by_index, index_batches, reads_by_index
 from fitkit.data.own_state import own_state_of
 from fitkit.data.samplers import (
@@ -61,6 +62,8 @@ class Source(Protocol):
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         """The batches of pass `number`, without the first `skip`; they aren't loaded if avoidable.
 
+        `NoRows` stands for each that has no rows. It counts among those to skip.
+
         What has been drawn when this returns is all that a pass draws before its first batch.
         """
 
@@ -84,12 +87,15 @@ class LoaderSource:
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         tell_epoch(self.loader, number)
-        if self.own_state is not None and (not skip or self.own_state.waits):
-            return self.own_state.batches(self.generators)
         if reads_by_index(self.loader):
             chosen = index_batches(self.loader)
             draw_as_iterating_does(self.loader)
             return batches_by_index(self.loader, without_first(chosen, skip))
+        return marked(self._read(skip))
+
+    def _read(self, skip: int) -> Iterator[Any]:
+        if self.own_state is not None and (not skip or self.own_state.waits):
+            return self.own_state.batches(self.generators)
         if not skip:
             return iterate(self.loader)
         if isinstance(self.loader.dataset, IterableDataset):
@@ -124,8 +130,8 @@ class IterableSource:
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         if self.own_state is not None and (not skip or self.own_state.waits):
-            return self.own_state.batches()
-        return without_first(iter(self.iterable), skip)
+            return marked(self.own_state.batches())
+        return marked(without_first(iter(self.iterable), skip))
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fitkit.data.batches import NoRows
 from fitkit.data.own_state import OwnState
 from fitkit.data.sharding import whole_of
 from fitkit.data.sources import Source
@@ -35,7 +36,7 @@ class Stream:
     """Cuts a source into epochs.
 
     Without `steps` an epoch is one pass over the source. With it an epoch is that many
-    batches: the next epoch goes on where the last one stopped, and a source that can be read
+    batches, of which some may have no rows: the next epoch goes on where the last one stopped, and a source that can be read
     again starts anew in the middle of an epoch where it ends.
 
     Args:
@@ -90,14 +91,18 @@ class Stream:
         drawn, rest = random_state(self.generators), None
         if not whole.repeatable:
             whole.iterable, rest = itertools.tee(whole.iterable)
-        batch = next(iter(self.source.batches(self.place.number)), None)
+        batch = self._first_with_rows()
         if batch is None and waiting is not None:  # the loader's own state is at its pass's end
-            batch = next(iter(self.source.batches(self.place.number)), None)
+            batch = self._first_with_rows()
         if rest is not None:
             whole.iterable = rest
         set_random_state(drawn, self.generators)
         self.take_loader_state(waiting)
         return batch
+
+    def _first_with_rows(self) -> Any:
+        batches = self.source.batches(self.place.number)
+        return next((batch for batch in batches if batch is not NoRows), None)
 
     def loader_state(self, *, ends_pass: bool) -> dict[str, Any] | None:
         """The state of a loader that keeps its own, read by one rank alone; None elsewhere.

@@ -1,4 +1,7 @@
-"""The batch loops: training, evaluation, prediction. The same on every rank."""
+"""The batch loops: training, evaluation, prediction. The same on every rank.
+
+A batch without rows (`NoRows`) has its number among the batches, and nothing else: no step, no hook.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 
 from fitkit import trees
 from fitkit.callbacks import CallbackList
+from fitkit.data.batches import NoRows
+from fitkit.errors import ConfigurationError
 from fitkit.training.host_copies import HostCopies
 from fitkit.training.inferring import Inference
 from fitkit.training.learning import Learning
@@ -37,26 +42,34 @@ def train_batches(
             training that was cut within a group goes on with its rest.
 
     Returns:
-        How many steps the epoch has had.
+        How many batches of the epoch were read.
+
+    Raises:
+        ConfigurationError: no batch of the epoch had rows.
     """
     begin = callbacks.hooks("on_train_batch_begin")
     end = callbacks.hooks("on_train_batch_end")
     logbook = step.logbook
     results = logbook.results
     index = done - 1
-    waits = False
+    empty = 0
+    waits = False  # the group's batches so far, for the hooks at its end
     for index, batch in enumerate(batches, done):
-        if not waits:
-            for hook in begin:
-                hook(index, {})
-        learn(batch, index)
-        if index == done:
-            step.after_first()
-        waits = (index + 1) % group != 0
+        if batch is NoRows:
+            empty += 1
+        else:
+            if not waits:
+                for hook in begin:
+                    hook(index, {})
+            learn(batch, index)
+            if index == done + empty:
+                step.after_first()
+            waits = True
         if end:
             note(index + 1)
-        if waits:
+        if not waits or (index + 1) % group:
             continue
+        waits = False
         if end:
             logs = LazyLogs(results, logbook.loss.last)
             for hook in end:
@@ -69,7 +82,9 @@ def train_batches(
             hook(index, logs)
     learn.finish()
     note(index + 1)
-    logbook.steps = index + 1 - done
+    if empty and empty == index + 1:
+        raise ConfigurationError(f"x is empty: none of the epoch's {empty} batches has rows.")
+    logbook.steps = index + 1 - done - empty
     return index + 1
 
 
@@ -88,33 +103,39 @@ def evaluate_batches(
         group: batches between two calls of the batch hooks.
 
     Returns:
-        How many there were.
+        How many were read.
     """
     begin = callbacks.hooks("on_test_batch_begin")
     end = callbacks.hooks("on_test_batch_end")
     results = step.logbook.results
     index = -1
+    empty = 0
     waits = False
     with inference:
         advance: Callable[..., Any] = step
         for index, batch in enumerate(inference.batches(batches)):
-            if not waits:
-                for hook in begin:
-                    hook(index, {})
-            advance(batch, index)
-            if index == 0:
-                step.after_first()
-                advance = inference.settled(batch)
-            waits = (index + 1) % group != 0
-            if end and not waits:
-                logs = LazyLogs(results)
-                for hook in end:
-                    hook(index, logs)
+            if batch is NoRows:
+                empty += 1
+            else:
+                if not waits:
+                    for hook in begin:
+                        hook(index, {})
+                advance(batch, index)
+                if index == empty:
+                    step.after_first()
+                    advance = inference.settled(batch)
+                waits = True
+            if waits and (index + 1) % group == 0:
+                waits = False
+                if end:
+                    logs = LazyLogs(results)
+                    for hook in end:
+                        hook(index, logs)
         if waits:
             logs = LazyLogs(results)
             for hook in end:
                 hook(index, logs)
-    step.logbook.steps = index + 1
+    step.logbook.steps = index + 1 - empty
     return index + 1
 
 
@@ -125,7 +146,7 @@ def predict_batches(
     inference: Inference,
     group: int = 1,
 ) -> list[Any]:
-    """The net's outputs for each batch, in order, on the CPU.
+    """The net's outputs for each batch, in order, on the CPU; `NoRows` for one without rows.
 
     Args:
         inference: surrounds the steps, and says what makes them from the second on.
@@ -135,6 +156,7 @@ def predict_batches(
     end = callbacks.hooks("on_predict_batch_end")
     copies = HostCopies()
     index = -1
+    empty = 0
     waits = False
 
     def tell() -> None:
@@ -145,15 +167,21 @@ def predict_batches(
     with inference:
         advance = step
         for index, batch in enumerate(inference.batches(batches)):
-            if not waits:
-                for hook in begin:
-                    hook(index, {})
-            copies.add(advance(batch, index))
-            if index == 0:
-                advance = inference.settled(batch)
-            waits = (index + 1) % group != 0
-            if end and not waits:
-                tell()
+            if batch is NoRows:
+                empty += 1
+                copies.add(batch)
+            else:
+                if not waits:
+                    for hook in begin:
+                        hook(index, {})
+                copies.add(advance(batch, index))
+                if index == empty:
+                    advance = inference.settled(batch)
+                waits = True
+            if waits and (index + 1) % group == 0:
+                waits = False
+                if end:
+                    tell()
         if end and waits:
             tell()
     copies.settle()
@@ -167,7 +195,7 @@ def _outputs_of(copies: HostCopies, first: int, end: int) -> dict[str, Any]:
     """
     if len(copies.outputs) < end:
         copies.settle()
-    outputs = copies.outputs[first:end]
+    outputs = [output for output in copies.outputs[first:end] if output is not NoRows]
     if len(outputs) == 1:
         return {"outputs": outputs[0]}
     try:

@@ -10,13 +10,14 @@ import torch
 
 from fitkit import trees
 from fitkit.callbacks import CallbackList
+from fitkit.data.batches import NoRows
 from fitkit.data.sources import Source
 from fitkit.data.stream import limited
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import evaluation_stage
 from fitkit.notices import warn
-from fitkit.training.in_step import NOTHING, InStep
+from fitkit.training.in_step import InStep
 from fitkit.training.inferring import inference_for
 from fitkit.training.jobs import PassJob
 from fitkit.training.loop import evaluate_batches, predict_batches
@@ -96,7 +97,7 @@ def evaluate_source(
             step.finish()
         values, everyones = reduced(step.logbook, shares)
         if not everyones:
-            raise ConfigurationError(f"{name} is empty: it gave no batches.")
+            raise ConfigurationError(f"{name} is empty: it gave no batches with rows.")
         model.remember_names(list(values))
         callbacks.call("on_test_end", values)
     return values
@@ -135,10 +136,10 @@ def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
         callbacks.call("on_predict_end", {})
     everyone = shares.gather(outputs)
     # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.
-    dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NOTHING))
-    whole = [output for output in dealt if output is not NOTHING]
+    dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
+    whole = [output for output in dealt if output is not NoRows]
     if not whole:
-        raise ConfigurationError("x is empty: it gave no batches.")
+        raise ConfigurationError("x is empty: it gave no batches with rows.")
     return joined(whole)
 
 
