@@ -14,6 +14,9 @@ from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+META = "{name} is a meta tensor, which has a shape but no numbers. Give it on the CPU or a GPU."
+
 
 def is_array(value: object) -> bool:
     """Whether `value` is a tensor, a NumPy array, or converts to one (pandas, …)."""
@@ -73,6 +76,11 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             for index, item in enumerate(value)
         )
     tensor = _tensor(value, name)
+    if target and tensor.layout in SPARSE:
+        raise ConfigurationError(
+            f"{name} is a sparse tensor ({tensor.layout}), which no loss takes. Write "
+            f"{name}.to_dense()."
+        )
     if tensor.ndim == 0:
         raise ConfigurationError(
             f"{name} is a single number: data need a first dimension of samples."
@@ -84,16 +92,40 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
     return tensor
 
 
+def refuse_masked(tree: Any, name: str) -> None:
+    """Refuse a masked array: torch would take the numbers under its mask.
+
+    Raises:
+        ArgumentTypeError: with what to write.
+    """
+    for path, leaf in trees.leaves_with_paths(tree):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ArgumentTypeError(
+                f"{name}{path} is a masked array, and torch knows no masks: it would take the "
+                f"numbers under the mask. Write {name}{path}.filled(value); samples or labels that "
+                "shall not count need a sample_weight of 0, or the label that the loss ignores."
+            )
+
+
 def _tensor(value: Any, name: str) -> torch.Tensor:
     """One array as a tensor, sharing memory where torch can."""
     if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            raise ConfigurationError(META.format(name=name))
         return value.detach()
     if not is_array(value):
         raise ArgumentTypeError(
             f"{name}={describe(value)} must be a NumPy array or a tensor (or a tuple, list or "
             f"dict of them), not a {type(value).__name__}."
         )
+    refuse_masked(value, name)
     array = np.asarray(value)
+    if array.dtype in (np.longdouble, np.clongdouble):
+        near = "float64" if array.dtype.kind == "f" else "complex128"
+        raise ArgumentTypeError(
+            f"{name} has the dtype {array.dtype}, which torch doesn't have. Write "
+            f"{name}.astype({near!r})."
+        )
     if array.dtype.kind not in "biufc":
         raise ArgumentTypeError(
             f"{name} has the dtype {array.dtype}, not numbers. Encode its values as numbers, "
@@ -109,6 +141,16 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         # torch warns that it could write to a read-only array; nothing here writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
         return torch.from_numpy(array)
+
+
+def check_cuttable(tree: Any, name: str) -> None:
+    """Refuse sparse tensors of which torch can't choose rows; it can of the layout COO."""
+    for path, leaf in trees.leaves_with_paths(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE[1:]:
+            raise ConfigurationError(
+                f"{name}{path} is a sparse tensor ({leaf.layout}), which can't be cut into "
+                f"batches. Write {name}{path}.to_sparse_coo(), or {name}{path}.to_dense()."
+            )
 
 
 def check_lengths(parts: dict[str, Any]) -> int:
@@ -166,7 +208,13 @@ def check_alike(train: Any, held_out: Any) -> None:
 
 def take(tree: Any, start: int, stop: int) -> Any:
     """The samples from `start` to `stop` of every array in a tree."""
-    return trees.map_leaves(lambda leaf: None if leaf is None else leaf[start:stop], tree)
+    return trees.map_leaves(lambda leaf: None if leaf is None else _cut(leaf, start, stop), tree)
+
+
+def _cut(leaf: Any, start: int, stop: int) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE:  # which has no views
+        return leaf.index_select(0, torch.arange(len(leaf), device=leaf.device)[start:stop])
+    return leaf[start:stop]
 
 
 VIEWS = 256
@@ -197,7 +245,9 @@ class ArraySource:
         self.samples: int | None = trees.sample_count(batch[0])
         self.steps: int | None = -(-self.samples // batch_size)
         self.seed: int | None = None
-        self._flat = all(isinstance(part, torch.Tensor) for part in batch)
+        self._flat = all(
+            isinstance(part, torch.Tensor) and part.layout not in SPARSE for part in batch
+        )
 
     @property
     def target(self) -> Any:

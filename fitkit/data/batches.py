@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,17 @@ import torch
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
+from fitkit.notices import warn
+
+COLLATE_ERRORS = {
+    r"can't convert np\.ndarray of type numpy\.c?longdouble": (
+        "hold long doubles, which torch doesn't have. Write .astype('float64') ('complex128')"
+    ),
+    r"sparse tensors are not currently supported by the default collate_fn": (
+        "hold sparse tensors, which torch's default collate_fn can't join. Write .to_dense()"
+    ),
+}
+"""What torch says of samples that it can't join, and what to say instead."""
 
 
 class NoRows:
@@ -20,8 +32,22 @@ class NoRows:
 
 
 def marked(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, with `NoRows` for each that has none (an empty shard, a filter's leavings)."""
-    return (NoRows if is_empty(batch) else batch for batch in batches)
+    """The batches, with `NoRows` for each that has none (an empty shard, a filter's leavings).
+
+    Raises:
+        ConfigurationError: samples of a kind that torch's collate doesn't join.
+    """
+    try:
+        for batch in batches:
+            yield NoRows if is_empty(batch) else batch
+    except (TypeError, RuntimeError) as error:
+        for pattern, explanation in COLLATE_ERRORS.items():
+            if re.search(pattern, str(error)):
+                raise ConfigurationError(
+                    f"The data's samples {explanation} in the Dataset, or give a DataLoader with a "
+                    "collate_fn of its own."
+                ) from error
+        raise
 
 
 def is_empty(batch: Any) -> bool:
@@ -79,3 +105,38 @@ def samples_of(batch: Any) -> int:
         return trees.sample_count(batch)
     x, y, _ = unpack(batch)
     return samples_in(x, y)
+
+
+def check_weights(weight: Any, what: str) -> None:
+    """Refuse sample weights that are negative or not finite; reads the values.
+
+    Args:
+        weight: a tree of tensors; other leaves pass.
+        what: how the caller names them, for the message.
+
+    Raises:
+        ConfigurationError: with a wrong one.
+    """
+    for tensor in trees.tensors(weight):
+        if tensor.numel() == 0 or tensor.is_complex():
+            continue
+        wrong = ~((tensor >= 0) & (tensor != float("inf")))
+        if bool(wrong.any()):
+            raise ConfigurationError(
+                f"{what} holds {tensor[wrong][0].item():g}, but a weight is a finite number from 0."
+            )
+
+
+def warn_of_second_target(y: Any, weight: Any) -> None:
+    """Say where a batch's third entry looks like a second target rather than weights."""
+    if not isinstance(y, torch.Tensor) or not isinstance(weight, torch.Tensor):
+        return
+    is_number = weight.is_floating_point() or weight.dtype is torch.bool
+    looks_like_labels = not is_number and weight.numel() > 0 and bool((weight > 1).any())
+    has_several = weight.ndim > 1 and weight.numel() > weight.shape[0]
+    if looks_like_labels or (has_several and y.is_floating_point() and weight.shape == y.shape):
+        warn(
+            f"The third entry of the batches, of shape {tuple(weight.shape)} and type "
+            f"{str(weight.dtype).removeprefix('torch.')}, is taken as sample weights. If it is a "
+            "second target, write (x, (y, y2))."
+        )

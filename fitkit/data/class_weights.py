@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.notices import warn
 
 LARGEST_CLASS = 10**6
 """A table has an entry for each class up to the largest one."""
+
+
+class Exchange(Protocol):
+    """What is needed of the ranks' collectives."""
+
+    rank: int
+
+    def sums(self, numbers: list[float]) -> list[float]: ...
 
 
 class ClassWeights:
@@ -48,6 +57,9 @@ class ClassWeights:
         for label, weight in weights.items():
             table[int(label)] = float(weight)
         self._table = table
+        self._named = sorted(int(label) for label in weights)
+        self._seen: dict[torch.device, torch.Tensor] = {}  # a recorded step goes on writing there
+        self._looks = True
 
     def __call__(self, target: Any, weight: torch.Tensor | None) -> torch.Tensor:
         """The samples' weights, multiplied with `weight` where there is one.
@@ -64,8 +76,46 @@ class ClassWeights:
         table = self._table
         if table.device != labels.device:
             table = self._table = table.to(labels.device)
-        chosen = table[labels.clamp(0, len(table) - 1)]
-        return chosen if weight is None else chosen * weight
+        labels = labels.clamp(0, len(table) - 1)
+        if self._looks:
+            if labels.device not in self._seen:
+                self._seen[labels.device] = torch.zeros_like(table, dtype=torch.bool)
+            self._seen[labels.device].index_fill_(0, labels, True)
+        chosen = table[labels]
+        if weight is None:
+            return chosen
+        return chosen.reshape(-1, *[1] * (weight.ndim - 1)) * weight
+
+    def look_at(self, target: Any, rank: int) -> None:
+        """Say at once which classes none of in-memory data's labels has, on rank 0."""
+        if not isinstance(target, torch.Tensor) or target.ndim > 2 or target.numel() == 0:
+            return
+        self._looks = False
+        if rank == 0:
+            self._warn(
+                torch.isin(torch.tensor(self._named), _labels(target).cpu()).tolist(), "y has"
+            )
+
+    def look_back(self, collectives: Exchange) -> None:
+        """Say at the first epoch's end which classes none of its labels had; then look no more.
+
+        Ranks:
+            Collective: each rank has seen its own labels.
+        """
+        if not self._looks:
+            return
+        self._looks = False
+        seen = torch.zeros(len(self._table), dtype=torch.bool)
+        for part in self._seen.values():
+            seen |= part.cpu()
+        used, *found = collectives.sums([float(bool(self._seen)), *seen[self._named].tolist()])
+        if used and collectives.rank == 0:
+            self._warn([bool(count) for count in found], "the first epoch's labels have")
+
+    def _warn(self, found: list[bool], where: str) -> None:
+        missing = [label for label, there in zip(self._named, found, strict=True) if not there]
+        if missing:
+            warn(f"class_weight names the classes {missing}, but {where} none of them.")
 
 
 def _labels(target: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ random numbers, and the others get that list.
 
 In training all ranks make the same number of steps, because gradients are exchanged in each.
 The last group of batches, where it isn't full, is dealt out evenly; a rank that gets nothing
-repeats a sample that counts for nothing, and so does one whose batch has no rows. In evaluation and prediction nothing is exchanged, so
-rank r simply takes every n-th batch.
+repeats a sample that counts for nothing, and so does one whose batch has no rows. In evaluation and
+prediction nothing is exchanged, so rank r simply takes every n-th batch.
 """
 
 from __future__ import annotations

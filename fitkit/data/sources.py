@@ -6,24 +6,34 @@ the number of samples, of batches, and whether it can be read again.
 
 from __future__ import annotations
 
+import copy
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.arrays import (
     ArraySource,
     as_tensors,
+    check_cuttable,
     check_lengths,
     is_array,
+    refuse_masked,
     take,
     wide_dtype,
 )
-from fitkit.data.batches import marked
+from fitkit.data.batches import check_weights, marked, warn_of_second_target
 from fitkit.data.by_index import batches_by_index, index_batches, reads_by_index
 from fitkit.data.own_state import own_state_of
 from fitkit.data.samplers import (
@@ -75,7 +85,7 @@ class LoaderSource:
     target = None
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        self.loader = loader = _without_masks(loader)
         self.own_state = own_state_of(loader)
         self.batch_size: int | None = loader.batch_size
         self.steps: int | None = length_of(loader)
@@ -113,6 +123,25 @@ class LoaderSource:
         owners = (self.loader, self.loader.sampler, self.loader.batch_sampler)
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def _without_masks(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, refusing masked arrays, of which torch's collate takes the numbers underneath.
+
+    Workers that live on belong to the user's own loader, which stays as it is.
+    """
+    is_plain = type(loader) is DataLoader and loader.collate_fn is default_collate
+    if not is_plain or loader.persistent_workers or reads_by_index(loader):
+        return loader
+    other = copy.copy(loader)
+    other.collate_fn = collate_without_masks
+    return other
+
+
+def collate_without_masks(samples: Any) -> Any:
+    """Torch's collate; the first of a batch's samples tells whether they are masked arrays."""
+    refuse_masked(samples[0], "A sample")
+    return default_collate(samples)
 
 
 class IterableSource:
@@ -234,6 +263,7 @@ def array_source(
 ) -> ArraySource:
     """A source that cuts its batches from in-memory arrays."""
     batch = array_batch(x, y, sample_weight, float_dtype=float_dtype, name=name)
+    check_cuttable(batch[0], name)
     return ArraySource(batch, batch_size, shuffle)
 
 
@@ -254,6 +284,7 @@ def array_batch(
         parts[weights] = trees.map_leaves(
             lambda leaf: None if leaf is None else leaf.to(wide), given
         )
+        check_weights(parts[weights], weights)
     check_lengths(parts)
     return tuple(parts.values())
 
@@ -305,6 +336,7 @@ def _batch_source(
         first, *rest = x.tensors
         y = rest[0] if rest else None
         weight = rest[1] if len(rest) > 1 else None
+        warn_of_second_target(y, weight)
         return array_source(
             first,
             y,
@@ -393,6 +425,7 @@ def _cuttable(x: Any, y: Any, sample_weight: Any) -> tuple[int, tuple[Any, Any, 
             "which makes its own batches. Give validation_data=(x_val, y_val) or a loader."
         )
     batch = array_batch(x, y, sample_weight, float_dtype=torch.get_default_dtype())
+    check_cuttable(batch[0], "x")
     return trees.sample_count(batch[0]), (x, y, sample_weight)
 
 

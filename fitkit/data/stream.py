@@ -36,8 +36,8 @@ class Stream:
     """Cuts a source into epochs.
 
     Without `steps` an epoch is one pass over the source. With it an epoch is that many
-    batches, of which some may have no rows: the next epoch goes on where the last one stopped, and a source that can be read
-    again starts anew in the middle of an epoch where it ends.
+    batches, of which some may have no rows: the next epoch goes on where the last one stopped,
+    and a source that can be read again starts anew in the middle of an epoch where it ends.
 
     Args:
         source: where the batches come from.

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from fitkit import trees
-from fitkit.data.arrays import as_tensors, wide_dtype
+from fitkit.data.arrays import META, as_tensors, wide_dtype
+from fitkit.errors import ConfigurationError
 
 LABEL_KEYS = ("labels", "label")
 """Where a dict batch without `y` carries its targets, by Hugging Face's custom."""
@@ -110,7 +111,7 @@ class Transfer:
             dtype = self.float_dtype if leaf.is_floating_point() else leaf.dtype
             moved = self._laid_out(self._sent(leaf, dtype))
             return self._guarded(moved) if moved is leaf else moved
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             tensor = as_tensors(leaf, "x", self.float_dtype)
             return self._guarded(self._laid_out(self._sent(tensor, tensor.dtype)))
         move = getattr(leaf, "to", None)
@@ -118,6 +119,8 @@ class Transfer:
 
     def _sent(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the device; where it can be fetched from, without waiting for it."""
+        if tensor.is_meta and self.device.type != "meta":
+            raise ConfigurationError(META.format(name="A batch's entry"))
         if self.pin is not None and tensor.device.type == "cpu":
             tensor = self.pin(tensor.to(dtype))
         return tensor.to(self.device, dtype, non_blocking=True)
@@ -140,7 +143,7 @@ class Transfer:
             dtype = self.wide_dtype if leaf.is_floating_point() else leaf.dtype
             dtype = torch.int64 if dtype in SMALL_INTEGERS else dtype
             return self._sent(leaf, dtype)
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             tensor = as_tensors(leaf, "y", self.wide_dtype, target=True)
             return self._sent(tensor, tensor.dtype)
         move = getattr(leaf, "to", None)

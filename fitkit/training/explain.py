@@ -17,6 +17,7 @@ ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
 HALF_LSTM = re.compile(r"could not create a primitive descriptor")
 INDEX_ERRORS = re.compile(r"index out of range in self")
+LENGTH_ERRORS = re.compile(r"Expected input batch_size|batch or spatial sizes don't match")
 LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
 CALL_ERRORS = re.compile(
     r"(forward|_forward_unimplemented)\(\) (got|missing|takes)|multiple values for argument"
@@ -53,6 +54,15 @@ def explained(
         return ConfigurationError(
             f"Batch normalisation can't train on one sample: {given}. Choose a batch_size that "
             "leaves no last batch of 1, or give a DataLoader with drop_last=True."
+        )
+    if (
+        isinstance(error, (RuntimeError, ValueError))
+        and y is not None
+        and LENGTH_ERRORS.search(text)
+    ):
+        return ConfigurationError(
+            f"The loss needs a target for each prediction, but {given}, {shapes_of(y, 'y')}. "
+            f"{_first_line(text)} Give a batch's x and y the same number of samples."
         )
     if isinstance(error, (RuntimeError, ValueError)) and SHAPE_ERRORS.search(text):
         return ConfigurationError(

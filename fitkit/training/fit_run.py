@@ -98,6 +98,8 @@ class FitRun:
             class_weights=job.weights_by_class,
             all_targets=[self.source.target, held_out_target],
         )
+        if job.weights_by_class is not None:
+            job.weights_by_class.look_at(self.source.target, self.collectives.rank)
         self.step.mover.keep(self.source)
         factor = scale_rates(model.fit_state, compilation.scale_lr, self.shares)
         self.schedulers = model.fit_state.schedulers_for(
@@ -278,6 +280,8 @@ class FitRun:
             if steps == done:
                 self._look_at_a_batch()
             self.step.finish()
+        if self.job.weights_by_class is not None:
+            self.job.weights_by_class.look_back(self.collectives)
         self.strategy.settle()
         logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0

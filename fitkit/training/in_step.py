@@ -13,8 +13,9 @@ NOTHING = object()
 
 
 class InStep:
-    """A pass's batches; a rank that has run out, or whose batch has no rows, repeats one that counts
-    for nothing.
+    """A pass's batches; a rank that has run out, or whose batch has no rows, repeats one.
+
+    That counts for nothing.
 
     Args:
         batches: this rank's.

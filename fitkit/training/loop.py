@@ -1,6 +1,6 @@
 """The batch loops: training, evaluation, prediction. The same on every rank.
 
-A batch without rows (`NoRows`) has its number among the batches, and nothing else: no step, no hook.
+A batch without rows (`NoRows`) has its number among the batches, and no more: no step, no hook.
 """
 
 from __future__ import annotations

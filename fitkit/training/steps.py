@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.data.batches import samples_in, unpack
+from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_second_target
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
 from fitkit.data.transfer import LABEL_KEYS
@@ -78,7 +78,7 @@ class CompiledStep:
         self.class_weights = class_weights
         self.all_targets = all_targets or []
         self.name = name
-        self.checked = False
+        self.checked = self._had_target = False
         self.samples = 0
         self.total = 0
         self._replicas = threading.Lock()
@@ -233,6 +233,10 @@ class CompiledStep:
         is_first = not self.checked
         if is_first:
             check_batch(x, weight, self.name)
+            if (
+                self.all_targets and self.all_targets[0] is None
+            ):  # not named by the user, as arrays'
+                warn_of_second_target(y, weight)
         try:
             with self._around(self._kind):
                 prediction = self.caller(forward, x)
@@ -248,6 +252,11 @@ class CompiledStep:
         return prediction, loss, parts
 
     def _explain(self, error: Exception, x: Any, y: Any) -> None:
+        if y is None and self._had_target:
+            raise ConfigurationError(
+                f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
+                "batch had targets, too. Give (x, y) in each batch."
+            ) from error
         raise_explained(error, self.door.net, x, y, self.name)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
@@ -260,6 +269,7 @@ class CompiledStep:
             if self.meters is not None:
                 self.meters.start(prediction, y, self.loss.hint)
         self.checked = True
+        self._had_target = y is not None
 
 
 def labels_inside(x: Any) -> Any:
@@ -290,6 +300,10 @@ def check_batch(x: Any, weight: Any, name: str) -> None:
             f"A batch's sample_weight holds a {type(wrong[0]).__name__}; it must be a tensor or "
             "array of one weight a sample."
         )
+    check_weights(
+        weight,
+        "A batch's third entry is the sample weights (several targets are (x, (y, y2))); it",
+    )
 
 
 class PredictStep:

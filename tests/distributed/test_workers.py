@@ -525,3 +525,25 @@ def test_gathered_rows_of_all_ranks_carry_gradients():
     # Both ranks compute the same loss of all rows, and DDP takes the mean of both gradients.
     for one, two in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(one, two - 0.5 * two.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_empty_batches_on_some_ranks_change_nothing(devices):
+    x, y = X[:80], Y[:80]
+    full = list(zip(x.split(20), y.split(20), strict=True))
+    empty = (X[:0], Y[:0])
+    # Dealt to two ranks: (full, empty), (empty, full), (empty, empty), (full, full).
+    data = [full[0], empty, empty, full[1], empty, empty, full[2], full[3]]
+    rounds = full if devices == 1 else [full[0], full[1], (x[40:], y[40:])]
+    model = compiled(devices=devices)
+    history = model.fit(data, validation_data=data, epochs=2, verbose=0)
+    net, losses = plain_training(lambda epoch: rounds)
+    assert model.global_step == 2 * len(rounds)
+    assert history.history["loss"] == pytest.approx(losses, abs=1e-5)
+    for one, other in zip(model.net.parameters(), net.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    with torch.no_grad():
+        expected = net(x)
+    last = F.cross_entropy(expected, y).item()
+    assert history.history["val_loss"][-1] == pytest.approx(last, abs=1e-5)
+    assert np.allclose(model.predict(data, verbose=0), expected, atol=1e-5)

@@ -435,3 +435,77 @@ def test_a_monitored_name_that_does_not_exist_lists_those_that_do():
     plateau = {"scheduler": "ReduceLROnPlateau", "monitor": "val_los"}
     with pytest.raises(ConfigurationError, match="'val_los'.*loss, val_loss"):
         compiled(lr_scheduler=plateau).fit(X, Y, validation_data=(X, Y), verbose=0)
+
+
+# ---------------------------------------------------------------------- numbers of other kinds
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(Y[index])
+
+
+LONG = X.astype(np.longdouble)
+MASKED = np.ma.masked_array(X, mask=X > 0)
+META = torch.empty(20, 4, device="meta")
+ODD = {"long": (LONG, "astype"), "masked": (MASKED, "filled"), "meta": (META, "meta tensor")}
+PLACES = {
+    "x": lambda model, x: model.fit(x, Y, verbose=0),
+    "a tuple": lambda model, x: model.predict((X, (x,)), verbose=0),
+    "a dict": lambda model, x: model.evaluate({"input": x}, Y, verbose=0),
+    "y": lambda model, x: model.fit(X, {"a": Y, "b": x}, verbose=0),
+    "sample_weight": lambda model, x: model.fit(X, Y, sample_weight=x[:, 0], verbose=0),
+    "validation_data": lambda model, x: model.fit(X, Y, validation_data=(x, Y), verbose=0),
+    "validation_split": lambda model, x: model.fit(x, Y, validation_split=0.5, verbose=0),
+    "a batch": lambda model, x: model.fit([(x, Y)], verbose=0),
+    "a later batch": lambda model, x: model.fit([(X, Y), (x, Y)], verbose=0),
+    "a batch's y": lambda model, x: model.evaluate([(X, x)], verbose=0),
+    "a batch's weights": lambda model, x: model.fit([(X, Y, x[:, 0])], verbose=0),
+    "a Dataset": lambda model, x: model.fit(Rows(x), verbose=0),
+    "a loader": lambda model, x: model.fit(DataLoader(Rows(x), 4), verbose=0),
+    "one batch": lambda model, x: model.train_on_batch(x, Y),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ODD)
+def test_long_doubles_masked_arrays_and_meta_tensors_are_refused(kind, place):
+    value, word = ODD[kind]
+    model = compiled(torch.nn.Sequential(torch.nn.Linear(4, 3)))
+    before = state_of(model)
+    with pytest.raises(ConfigurationError, match=word):
+        PLACES[place](model, value)
+    if place != "a later batch":
+        assert_unchanged(model, before)
+
+
+def test_sparse_tensors_are_read_where_rows_can_be_chosen_and_else_refused():
+    model, sparse = compiled(), torch.tensor(X * (X > 0)).to_sparse()
+    model.fit(sparse, Y, validation_split=0.5, verbose=0)
+    expected = model.predict(sparse.to_dense(), verbose=0)
+    assert np.allclose(model.predict(sparse, batch_size=8, verbose=0), expected, atol=1e-6)
+    for verb in ("fit", "evaluate"):
+        with pytest.raises(ConfigurationError, match=r"x\.to_sparse_coo\(\), or x\.to_dense\(\)"):
+            getattr(model, verb)(sparse.to_sparse_csr(), Y, verbose=0)
+    with pytest.raises(ConfigurationError, match=r"sample_weight\.to_dense"):
+        model.fit(X, Y, sample_weight=torch.ones(20).to_sparse(), verbose=0)
+    for data in (Rows(sparse), DataLoader(Rows(sparse), 4)):
+        with pytest.raises(ConfigurationError, match=r"Write \.to_dense\(\) in the Dataset"):
+            model.fit(data, verbose=0)
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+def test_a_later_batch_without_targets_or_with_too_few_is_refused(verb):
+    x, y = torch.tensor(X), torch.tensor(Y)
+    for loss, target in (("cross_entropy", y), ("mse", torch.randn(20, 3))):
+        model = compiled(loss=loss)
+        with pytest.raises(ConfigurationError, match="has inputs alone"):
+            getattr(model, verb)([(x, target), (x,)], verbose=0)
+    with pytest.raises(ConfigurationError, match="same number of samples"):
+        getattr(compiled(), verb)([(x, y), (x, y[:5])], verbose=0)

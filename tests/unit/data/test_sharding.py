@@ -1,11 +1,13 @@
 """Shares of several ranks, with threads in place of processes."""
 
+import itertools
 import threading
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from fitkit.data.batches import NoRows
 from fitkit.data.sharding import Share, sharded
 from fitkit.data.sources import Elsewhere, make_source
 
@@ -61,16 +63,17 @@ def on_ranks(size, function):
     return results
 
 
-def shares(data, size, *, training, scatter=False, batch_size=4):
+def shares(data, size, *, training, scatter=False, batch_size=4, keep=object):
     def read(exchange):
         source = data(exchange) if callable(data) else data
         source = make_source(source, batch_size=batch_size)
         shard = sharded(
             source, exchange, training=training, replace_sampler=True, scatter=scatter
         )
-        found = list(shard.batches(0))
+        found = [one for one in shard.batches(0) if isinstance(one, keep)]
         return [
-            (one.batch[0].tolist(), one.count, one.total) if isinstance(one, Share)
+            one if one is NoRows
+            else (one.batch[0].tolist(), one.count, one.total) if isinstance(one, Share)
             else one[0].tolist()
             for one in found
         ]
@@ -101,6 +104,65 @@ def test_in_training_all_ranks_make_equal_steps_over_each_sample_once(kind, size
         assert len({total for _, _, total in step}) == 1
     counted = [value for steps in found for values, count, _ in steps for value in values[:count]]
     assert sorted(counted) == X.tolist()
+
+
+def emptied(exchange, kind, lengths):
+    """Batches of these lengths, by one of the ways in which ranks come to theirs."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    batches = [(torch.arange(a, b).float(),) for a, b in itertools.pairwise(ends)]
+    if kind == "list":
+        return batches
+    if kind == "scattered":
+        return (batch for batch in batches) if exchange.rank == 0 else Elsewhere(None)
+    return DataLoader(
+        range(len(batches)), batch_size=1, collate_fn=lambda chosen: batches[chosen[0]]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
+@pytest.mark.parametrize("lengths", [[0, 2, 3, 4], [2, 0, 0, 4], [3, 2, 0, 0], [0, 2, 0, 0, 0]])
+@pytest.mark.parametrize("kind", ["list", "scattered"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_whose_batch_is_empty_repeats_one_that_counts_for_nothing(kind, lengths, size):
+    found = shares(
+        lambda exchange: emptied(exchange, kind, lengths), size, training=True,
+        scatter=kind == "scattered", keep=Share,
+    )  # fmt: skip
+    assert len({len(steps) for steps in found}) == 1
+    for step in zip(*found, strict=True):
+        assert sum(count for _, count, _ in step) == step[0][2] > 0
+        assert all(values for values, _, _ in step)
+    counted = [value for steps in found for values, count, _ in steps for value in values[:count]]
+    assert sorted(counted) == list(range(sum(lengths)))
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
+def test_a_rank_whose_collate_gave_nothing_repeats_one_that_counts_for_nothing():
+    found = shares(
+        lambda exchange: emptied(exchange, "loader", [0, 2, 3, 0]), 2, training=True, keep=Share
+    )
+    assert found == [[([2, 3, 4], 0, 2), ([2, 3, 4], 1, 2)], [([0, 1], 1, 2), ([0, 1], 0, 2)]]
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
+def test_no_rank_ends_at_a_step_in_which_all_batches_are_empty():
+    for kind in ("list", "scattered"):
+        found = shares(
+            lambda exchange, kind=kind: emptied(exchange, kind, [1, 1, 0, 0, 1, 1]), 2,
+            training=True, scatter=kind == "scattered", keep=object,
+        )  # fmt: skip
+        assert [[step is NoRows for step in steps] for steps in found] == [[False, True, False]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
+@pytest.mark.parametrize("kind", ["list", "scattered", "loader"])
+def test_in_evaluation_an_empty_batch_keeps_its_place_among_the_ranks(kind):
+    one, other = shares(
+        lambda exchange: emptied(exchange, kind, [2, 0, 0, 1, 1]), 2, training=False,
+        scatter=kind == "scattered", keep=object,
+    )  # fmt: skip
+    assert one[:3] == [[0, 1], NoRows, [3]]
+    assert other[:2] == [NoRows, [2]]
 
 
 @pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
