@@ -664,3 +664,17 @@ def test_the_reason_why_something_cannot_be_trained_so_is_told(case):
 def test_arguments_are_checked_where_they_are_given(options):
     with pytest.raises(fitkit.FitkitError):
         FSDPStrategy(**options)
+
+
+def test_ranks_in_step_take_part_where_their_own_batch_is_empty():
+    model = fitkit.Model(still(net()))
+    model.compile("sgd", "cross_entropy", **on(2))
+    full = list(zip(X.split(16), Y.split(16), strict=True))
+    empty = (X[:0], Y[:0])
+    data = [empty, full[0], empty, empty, full[1], empty, full[2]]
+    reference = still(net()).eval()
+    with torch.no_grad():
+        scores = reference(X)
+    loss = F.cross_entropy(scores, Y).item()
+    assert model.evaluate(data, verbose=0) == pytest.approx(loss, abs=1e-9)
+    torch.testing.assert_close(torch.tensor(model.predict(data, verbose=0)), scores)
