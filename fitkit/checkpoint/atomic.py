@@ -45,6 +45,9 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     are kept; a new one gets the process's default ones. What killed processes left unfinished for
     this path is removed first.
 
+    Whoever else may write to the folder can replace the unfinished file meanwhile, by a link, say.
+    So it is only ever reached by its descriptor, and gets its name if it is still the same.
+
     Args:
         path: the file to create or to replace.
         size_bytes: about how much will be written, for the message when the disk is full.
@@ -52,24 +55,27 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     Raises:
         CheckpointError: the file can't be written; the message says what to do.
     """
-    target = Path(os.path.realpath(path))
+    target = _target_of(path)
     try:
-        existing = _check_target(path, target)
-        remove_abandoned(target.parent, target.name)
-        temporary = target.with_name(unfinished_name(target.name))
-        try:
-            with _create(temporary, existing) as file:
+        if not target.parent.is_dir():
+            raise CheckpointError(
+                f"{os.fspath(path)} can't be written: there is no folder {target.parent}. "
+                f"Create it first: os.makedirs({str(target.parent)!r}, exist_ok=True)."
+            )
+        with _opened_folder(target.parent) as folder:
+            existing = _check_target(path, target, folder)
+            remove_abandoned(target.parent, target.name, folders=False)
+            final = _name_in(folder, target)
+            temporary = _name_in(folder, target.with_name(unfinished_name(target.name)))
+            with _create(temporary, folder, existing) as file:
                 yield file
-                _finish(file, temporary, existing)
+                _finish(file, existing)
                 if fcntl is not None:
                     # Before it is closed: closing gives up the lock that says it isn't abandoned.
-                    os.replace(temporary, target)
+                    _check_still(path, temporary, folder, file)
+                    os.replace(temporary, final, src_dir_fd=folder, dst_dir_fd=folder)
             if fcntl is None:  # Windows renames no open file
-                os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+                os.replace(temporary, final)
     except CheckpointError:
         raise
     except OSError as error:
@@ -80,15 +86,40 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     flush_folder(target.parent)
 
 
-def _check_target(path: str | os.PathLike[str], target: Path) -> os.stat_result | None:
-    """What stands at `target` (None: nothing), where a file may be put there."""
-    if not target.parent.is_dir():
-        raise CheckpointError(
-            f"{os.fspath(path)} can't be written: there is no folder {target.parent}. "
-            f"Create it first: os.makedirs({str(target.parent)!r}, exist_ok=True)."
-        )
+def _target_of(path: str | os.PathLike[str]) -> Path:
+    """The file that a path means, where its links lead."""
+    given = Path(os.path.abspath(path))
+    if UNFINISHED.fullmatch(given.parent.name):
+        # We made this folder (folders.py): a link in its place, or in it, is somebody else's.
+        return Path(os.path.realpath(given.parent.parent), given.parent.name, given.name)
+    return Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def _opened_folder(folder: Path) -> Iterator[int | None]:
+    """A descriptor for what happens in a folder, even if its path leads elsewhere meanwhile.
+
+    None on Windows, which has no such calls.
+    """
+    if fcntl is None:
+        yield None
+        return
+    # O_PATH, where there is one: it needs no right to list the folder.
+    access = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
+    descriptor = os.open(folder, access)
     try:
-        existing = target.stat()
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _check_target(
+    path: str | os.PathLike[str], target: Path, folder: int | None
+) -> os.stat_result | None:
+    """What stands at `target` (None: nothing), where a file may be put there."""
+    try:
+        # Not through a link: all that the path had are resolved.
+        existing = os.stat(_name_in(folder, target), dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(existing.st_mode):
@@ -106,63 +137,100 @@ def _check_target(path: str | os.PathLike[str], target: Path) -> os.stat_result 
     return existing
 
 
+def _name_in(folder: int | None, path: Path) -> str:
+    """What a file is called in calls with `dir_fd=folder`."""
+    return str(path) if folder is None else path.name
+
+
 def unfinished_name(name: str) -> str:
     """A name for what isn't `name` yet; `remove_abandoned` knows it."""
     return f".{name[:NAME_CHARACTERS]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
 
 
-def remove_abandoned(folder: str | os.PathLike[str], name: str = "") -> None:
-    """Remove the unfinished files in a folder that no living process writes.
+def remove_abandoned(
+    folder: str | os.PathLike[str], name: str = "", *, folders: bool = True
+) -> None:
+    """Remove the unfinished files and folders in a folder that no living process writes.
 
     Whoever writes one holds a lock on it, which the system takes from a process that dies. Where
     there are no such locks, and on Windows, nothing is removed; nor is an error raised.
 
     Args:
         folder: where to look; not below it.
-        name: only unfinished files for this name are removed. Default: all.
+        name: only what is unfinished for this name is removed. Default: all.
+        folders: whether unfinished folders are removed, too.
     """
     if fcntl is None:
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             found = UNFINISHED.fullmatch(entry.name)
-            if found and name[:NAME_CHARACTERS] in ("", found[1]):
+            if (
+                found
+                and name[:NAME_CHARACTERS] in ("", found[1])
+                and (entry.is_file(follow_symlinks=False) or (folders and entry.is_dir()))
+            ):
                 _remove_unless_locked(entry.path)
 
 
 def _remove_unless_locked(path: str) -> None:
     # Without the right to write or to lock, it may be another's, and stays.
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        is_folder = os.path.isdir(path)
+        access = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_NONBLOCK
+        descriptor = os.open(path, access | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
+            if is_still(path, descriptor):
+                remove_tree(path) if is_folder else os.unlink(path)
         finally:
             os.close(descriptor)
 
 
+def remove_tree(path: str | os.PathLike[str]) -> None:
+    """Remove a folder as far as it can be; a link is left alone."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def is_still(path: str | os.PathLike[str], descriptor: int, folder: int | None = None) -> bool:
+    """Whether a path, which isn't followed, is what an open descriptor was opened for."""
+    try:
+        found = os.stat(path, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
+
+
 @contextlib.contextmanager
-def _create(temporary: Path, existing: os.stat_result | None) -> Iterator[BinaryIO]:
-    # O_EXCL: never a file that someone else made. 0o666 lets the kernel apply the umask, which
-    # a process can't ask for without changing it under its other threads.
+def _create(
+    temporary: str, folder: int | None, existing: os.stat_result | None
+) -> Iterator[BinaryIO]:
+    # O_EXCL: never a file that someone else made, nor through a link. 0o666 lets the kernel apply
+    # the umask, which a process can't ask for without changing it under its other threads.
     # Beside an existing file, which may be private, nobody else reads it before it is finished.
     mode = 0o666 if existing is None else 0o600
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(_locked(temporary, flags, mode), "w+b")
+    file = os.fdopen(_locked(temporary, folder, flags, mode), "w+b")
     try:
         yield file
     except BaseException:
+        if fcntl is not None and is_still(temporary, file.fileno(), folder):
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
         # What is still buffered can't always be written (a full disk): that isn't the error.
         with contextlib.suppress(OSError):
             file.close()
+        if fcntl is None:  # Windows removes no open file
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
         raise
     file.close()
 
 
-def _locked(temporary: Path, flags: int, mode: int) -> int:
+def _locked(temporary: str, folder: int | None, flags: int, mode: int) -> int:
     """A new file, locked; its descriptor."""
     while True:
-        descriptor = os.open(temporary, flags, mode)
+        descriptor = os.open(temporary, flags, mode, dir_fd=folder)
         if fcntl is None:
             return descriptor
         with contextlib.suppress(OSError):  # some network file systems have no locks
@@ -173,21 +241,32 @@ def _locked(temporary: Path, flags: int, mode: int) -> int:
         os.close(descriptor)
 
 
-def _finish(file: BinaryIO, temporary: Path, existing: os.stat_result | None) -> None:
-    if existing is not None:
-        if hasattr(os, "chown"):
-            with contextlib.suppress(OSError):  # only a privileged process can give files away
-                os.chown(temporary, existing.st_uid, existing.st_gid)
-        os.chmod(temporary, stat.S_IMODE(existing.st_mode))
+def _finish(file: BinaryIO, existing: os.stat_result | None) -> None:
+    # By the descriptor: a path may be somebody else's link by now. Windows has neither call.
+    if existing is not None and hasattr(os, "fchown"):
+        with contextlib.suppress(OSError):  # only a privileged process can give files away
+            os.fchown(file.fileno(), existing.st_uid, existing.st_gid)
+        os.fchmod(file.fileno(), stat.S_IMODE(existing.st_mode))
     file.flush()
     os.fsync(file.fileno())
 
 
-def flush_folder(folder: Path) -> None:
+def _check_still(
+    path: str | os.PathLike[str], temporary: str, folder: int | None, file: BinaryIO
+) -> None:
+    if not is_still(temporary, file.fileno(), folder):
+        raise CheckpointError(
+            f"{os.fspath(path)} can't be written: somebody has removed or replaced the unfinished "
+            f"file {temporary} meanwhile. Nothing was changed. Choose a folder that nobody else "
+            "may write to."
+        )
+
+
+def flush_folder(folder: str | os.PathLike[str]) -> None:
     # The rename itself reaches the disk with its folder. Some systems (Windows, some network
     # file systems) can't, and the file is already in place: no reason to call the save failed.
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
             os.fsync(descriptor)
         finally:

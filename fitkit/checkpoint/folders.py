@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 try:
@@ -21,10 +22,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from fitkit.checkpoint.atomic import (
-    NAME_CHARACTERS,
-    UNFINISHED,
     flush_folder,
+    is_still,
     remove_abandoned,
+    remove_tree,
     replacing,
     unfinished_name,
 )
@@ -59,14 +60,26 @@ class UnfinishedFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._target = Path(os.path.realpath(path))
+        self._ended = False
         try:
             _check_target(self._path, self._target)
-            _remove_abandoned(self._target.parent, self._target.name)
+            remove_abandoned(self._target.parent, self._target.name)
             self.place, self._lock = _make_locked(self._target)
         except CheckpointError:
             raise
         except OSError as error:
             raise self._failed(error) from error
+
+    def link(self, path: str) -> None:
+        """Give a file a second name in the folder."""
+        name = os.path.basename(path)
+        try:
+            if self._lock is None:
+                os.link(path, self.place / name)
+            else:
+                os.link(path, name, dst_dir_fd=self._lock)
+        except OSError:  # a file system without links
+            _copy(path, self.place / name)
 
     def finish(self) -> None:
         """Give the folder its name.
@@ -75,23 +88,34 @@ class UnfinishedFolder:
             CheckpointError: it can't have it; what was there still is.
         """
         try:
-            _flush(self.place)
+            flush_folder(self.place)
+            if self._lock is not None and not is_still(self.place, self._lock):
+                raise CheckpointError(
+                    f"{self._path} can't be written: somebody has moved or replaced the unfinished "
+                    f"folder {self.place} meanwhile. Choose a folder that nobody else may write to."
+                )
+            # What is there may be another than when this folder was begun.
+            _check_target(self._path, self._target)
             if self._target.exists():
-                _replace(self.place, self._target)
+                with _held(self._target) as old:
+                    _replace(self.place, self._target)
+                    _remove(self.place, old)
             else:
                 os.rename(self.place, self._target)
-            _flush(self._target.parent)
+            flush_folder(self._target.parent)
         except OSError as error:
             raise self._failed(error) from error
         finally:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what lies at the place: after a failure the new folder, else the old one."""
-        shutil.rmtree(self.place, ignore_errors=True)
+        """Remove the new folder, where it hasn't got its name."""
+        if self._ended:
+            return
+        self._ended = True
+        _remove(self.place, self._lock)
         if self._lock is not None:
             os.close(self._lock)
-            self._lock = None
 
     def _failed(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -129,18 +153,46 @@ def _make_locked(target: Path) -> tuple[Path, int | None]:
     while True:
         place = target.with_name(unfinished_name(target.name))
         place.mkdir()
-        if fcntl is None:
-            return place, None
         descriptor = None
         # Another saver may take it for abandoned before it is locked.
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(place, os.O_RDONLY)
+            descriptor = _lock(place)
+        if fcntl is None:
+            return place, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if place.exists():
+            if is_still(place, descriptor):
                 return place, descriptor
             os.close(descriptor)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds a folder's lock; None on Windows."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):  # some network file systems have no locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[int | None]:
+    """Lock a folder, so that under another name it isn't taken for abandoned."""
+    descriptor = _lock(folder)
+    while descriptor is not None and not is_still(folder, descriptor):
+        os.close(descriptor)  # another saver has replaced it meanwhile
+        descriptor = _lock(folder)
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _remove(path: Path, descriptor: int | None) -> None:
+    """Remove a folder, where it is still the one that was opened."""
+    if descriptor is None or is_still(path, descriptor):
+        remove_tree(path)
 
 
 def _replace(new: Path, old: Path) -> None:
@@ -168,35 +220,6 @@ def _exchange(one: Path, other: Path) -> bool:
     return status == 0
 
 
-def _flush(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some systems can't, and it is no reason to fail
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _remove_abandoned(parent: Path, name: str) -> None:
-    if fcntl is None:
-        return
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
-            found = UNFINISHED.fullmatch(entry.name)
-            if found and found[1] == name[:NAME_CHARACTERS] and entry.is_dir():
-                _remove_unless_locked(entry.path)
-
-
-def _remove_unless_locked(path: str) -> None:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(descriptor)
-
-
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint: a file, or a folder of ours, of which no half is ever seen.
 
@@ -212,8 +235,10 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     if others:
         raise OSError(errno.ENOTEMPTY, f"it has other things in it ({others[0]})")
     aside = target.with_name(unfinished_name(target.name))
-    os.rename(target, aside)
-    shutil.rmtree(aside)
+    with _held(target) as descriptor:
+        os.rename(target, aside)
+        if descriptor is None or is_still(aside, descriptor):
+            shutil.rmtree(aside)
 
 
 def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) -> None:
@@ -226,39 +251,42 @@ def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) 
         folder = UnfinishedFolder(twin)
         try:
             for entry in os.scandir(path):
-                _link_file(entry.path, str(folder.place / entry.name))
+                folder.link(entry.path)
         except BaseException:
             folder.discard()
             raise
         folder.finish()
         return
     source, place = os.path.realpath(path), Path(os.path.realpath(twin))
-    remove_abandoned(place.parent, place.name)
+    remove_abandoned(place.parent, place.name, folders=False)
     beside = place.with_name(unfinished_name(place.name))
     is_protected = place.exists() and not os.access(place, os.W_OK)
-    try:
-        os.link(source, beside)
-    except OSError:
-        has_links = False  # the file system may have none
-    else:
-        has_links = True
-    try:
-        if has_links and not is_protected:
-            os.replace(beside, place)
-            flush_folder(place.parent)
+    with open(source, "rb") as old:
+        if fcntl is not None:
+            # The new name is the same file's, and isn't taken for abandoned while that is locked.
+            with contextlib.suppress(OSError):
+                fcntl.flock(old, fcntl.LOCK_SH)
+        try:
+            os.link(source, beside)
+        except OSError:
+            has_links = False  # the file system may have none
         else:
-            with open(source, "rb") as old, replacing(twin, os.path.getsize(source)) as file:
-                shutil.copyfileobj(old, file)
-    finally:
-        # Still there where both names were one file's already: then nothing is renamed.
-        beside.unlink(missing_ok=True)
+            has_links = True
+        try:
+            if has_links and not is_protected and is_still(beside, old.fileno()):
+                os.replace(beside, place)
+                flush_folder(place.parent)
+            else:
+                _copy(source, twin)
+        finally:
+            # Still there where both names were one file's already: then nothing is renamed.
+            if is_still(beside, old.fileno()):
+                beside.unlink(missing_ok=True)
 
 
-def _link_file(path: str, twin: str) -> None:
-    try:
-        os.link(path, twin)
-    except OSError:  # a file system without links
-        shutil.copy2(path, twin)
+def _copy(path: str, twin: str | os.PathLike[str]) -> None:
+    with open(path, "rb") as old, replacing(twin, os.path.getsize(path)) as file:
+        shutil.copyfileobj(old, file)
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:

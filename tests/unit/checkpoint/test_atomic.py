@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fitkit.checkpoint import (
+    atomic,
     container,
     load_weights,
     save_weights,
@@ -56,7 +57,7 @@ def test_a_block_that_ends_well_replaces_the_file(path, old):
     assert only_file(path) == b"new"
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace", "chmod"])
+@pytest.mark.parametrize("call", ["fsync", "replace", "fchmod"])
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -116,7 +117,8 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name(path, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_mode), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda *names: (events.append("replace"), replace(*names)))
+    monkeypatch.setattr(os, "replace", lambda *names, **folders: (
+        events.append("replace"), replace(*names, **folders)))
     save_weights(path, {"a": torch.ones(3)})
     assert stat.S_ISREG(events[0])
     assert events[1] == "replace"
@@ -234,6 +236,92 @@ def test_a_read_only_folder_is_named_and_its_file_stays():
         assert os.listdir(name) == [path.name]
 
 
+def state_of(path):
+    found = path.stat()
+    return found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode), path.read_bytes()
+
+
+@pytest.fixture
+def private(tmp_path):
+    """A file of the saver's own, which nobody else may read."""
+    private = tmp_path / "private"
+    private.write_bytes(b"secret")
+    private.chmod(0o600)
+    return private
+
+
+@pytest.mark.parametrize("swap", ["link", "hard link", "file", "removed"])
+@pytest.mark.parametrize("suffix", [".h5", ".safetensors", ".pt"])
+def test_who_replaces_an_unfinished_file_changes_no_other(path, private, monkeypatch, suffix, swap):
+    path = path.with_suffix(suffix)
+    save_weights(path, {"a": torch.zeros(3)})
+    path.chmod(0o666)
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    before, saved = state_of(private), state_of(path)
+    finish, swapped = atomic._finish, []
+
+    def swap_first(*arguments):
+        (name,) = (name for name in os.listdir(path.parent) if name.endswith(UNFINISHED_SUFFIX))
+        unfinished = path.with_name(name)
+        unfinished.unlink()
+        if swap == "link":
+            unfinished.symlink_to(private)
+        elif swap == "hard link":
+            os.link(private, unfinished)
+        elif swap == "file":
+            unfinished.write_bytes(b"forged")
+        swapped.append(unfinished)
+        finish(*arguments)
+
+    monkeypatch.setattr(atomic, "_finish", swap_first)
+    with pytest.raises(CheckpointError, match="removed or replaced the unfinished file"):
+        save_weights(path, {"a": torch.ones(3)})
+    assert state_of(private) == before
+    assert state_of(path) == saved
+    # What somebody else put there isn't ours to remove.
+    assert os.path.lexists(swapped[0]) == (swap != "removed")
+    monkeypatch.undo()
+    if swap != "removed":
+        swapped[0].unlink()
+    save_weights(path, {"a": torch.ones(3)})
+    assert state_of(path)[:3] == saved[:3]
+
+
+def test_a_link_put_in_the_place_of_the_file_amid_a_save_is_not_followed(
+    path, old, private, monkeypatch
+):
+    before, check = state_of(private), atomic._check_target
+
+    def swap_first(*arguments):
+        path.unlink()
+        path.symlink_to(private)
+        return check(*arguments)
+
+    monkeypatch.setattr(atomic, "_check_target", swap_first)
+    with pytest.raises(CheckpointError, match="not an ordinary file"):
+        save_weights(path, {"a": torch.ones(3)})
+    assert state_of(private) == before
+
+
+def test_a_folder_put_in_the_place_of_the_files_folder_gets_nothing(
+    tmp_path, path, old, monkeypatch
+):
+    other, finish = tmp_path / "other", atomic._finish
+    other.mkdir()
+
+    def swap_first(*arguments):
+        path.parent.rename(tmp_path / "moved")
+        path.parent.symlink_to(other)
+        finish(*arguments)
+
+    monkeypatch.setattr(atomic, "_finish", swap_first)
+    save_weights(path, {"a": torch.ones(3)})
+    assert not os.listdir(other)
+    assert os.listdir(tmp_path / "moved") == [path.name]
+    assert (tmp_path / "moved" / path.name).read_bytes() != old
+
+
 def test_savers_at_the_same_time_do_not_mix(path):
     module = torch.nn.Linear(50, 50)
     states = [{k: torch.full_like(v, i) for k, v in module.state_dict().items()} for i in range(4)]
@@ -288,9 +376,9 @@ def test_ctrl_c_takes_effect_after_the_array_that_is_being_written(path, old, at
 def test_ctrl_c_once_the_file_is_complete_comes_after_it_is_in_place(path, old, monkeypatch):
     replace = os.replace
 
-    def interrupted(*names):
+    def interrupted(*names, **folders):
         signal.raise_signal(signal.SIGINT)
-        replace(*names)
+        replace(*names, **folders)
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -16,6 +16,7 @@ from fitkit.checkpoint import (
     remove_checkpoint,
     save_checkpoint,
     save_weights,
+    shard_writer,
 )
 from fitkit.checkpoint.container import read_container, write_container
 from fitkit.checkpoint.formats import Weights
@@ -191,6 +192,76 @@ def test_a_folder_is_replaced_and_what_killed_savers_left_is_removed(
     other = Net()
     load_weights(tmp_path / "w.dcp", other)
     same(other, module)
+
+
+@pytest.mark.parametrize("swap", ["link", "folder with links"])
+def test_who_replaces_an_unfinished_folder_changes_no_other_files(tmp_path, monkeypatch, swap):
+    (tmp_path / "folder").mkdir()
+    path, theirs = tmp_path / "folder" / "w.dcp", tmp_path / "theirs"
+    saved(path)
+    before = (path / "index.h5").read_bytes()
+    shutil.copytree(path, theirs)
+    for file in theirs.iterdir():
+        file.write_bytes(b"theirs")
+    write_shards = shard_writer.write_shards
+
+    def swap_first(name, place, *arguments):
+        place.rename(tmp_path / "moved")
+        if swap == "link":
+            place.symlink_to(theirs)
+        else:
+            place.mkdir()
+            for file in theirs.iterdir():
+                (place / file.name).symlink_to(file)
+        write_shards(name, place, *arguments)
+
+    monkeypatch.setattr(shard_writer, "write_shards", swap_first)
+    with pytest.raises(CheckpointError, match="can't be written"):
+        saved(path)
+    assert (path / "index.h5").read_bytes() == before
+    assert sorted(os.listdir(theirs)) == ["index.h5", FILES[0]]
+    for file in theirs.iterdir():
+        assert file.read_bytes() == b"theirs"
+    # What was put there isn't removed either.
+    assert len(os.listdir(path.parent)) == 2
+
+
+def test_an_unfinished_folder_that_was_replaced_by_another_doesnt_get_the_name(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "w.dcp"
+    module = saved(path)
+    write_shards, places = shard_writer.write_shards, []
+
+    def swap_after(name, place, *arguments):
+        write_shards(name, place, *arguments)
+        place.rename(tmp_path / "moved")
+        place.mkdir()
+        (place / "thesis.txt").write_text("years")
+        places.append(place)
+
+    monkeypatch.setattr(shard_writer, "write_shards", swap_after)
+    with pytest.raises(CheckpointError, match="moved or replaced the unfinished folder"):
+        saved(path)
+    assert (places[0] / "thesis.txt").read_text() == "years"
+    other = Net()
+    load_weights(path, other)
+    same(other, module)
+
+
+def test_things_put_into_a_folder_amid_a_save_keep_it_from_being_replaced(tmp_path, monkeypatch):
+    path, write_shards = tmp_path / "w.dcp", shard_writer.write_shards
+    saved(path)
+
+    def put_after(*arguments):
+        write_shards(*arguments)
+        (path / "thesis.txt").write_text("years")
+
+    monkeypatch.setattr(shard_writer, "write_shards", put_after)
+    with pytest.raises(CheckpointError, match=r"other things in it \(thesis\.txt\)"):
+        saved(path)
+    assert os.listdir(tmp_path) == ["w.dcp"]
+    assert (path / "thesis.txt").read_text() == "years"
 
 
 def test_a_folder_with_other_things_is_not_replaced(tmp_path):
