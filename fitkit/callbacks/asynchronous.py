@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fitkit.callbacks.ranks import from_rank_zero, several_ranks
-from fitkit.checkpoint import is_folder_name, save_checkpoint, save_folder, save_weights
+from fitkit.checkpoint import (
+    is_folder_name,
+    remove_abandoned,
+    save_checkpoint,
+    save_folder,
+    save_weights,
+)
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.notices import warn
 
@@ -155,7 +161,7 @@ def _run_of(model: Model) -> FitRun:
 
 
 def _make_folder(path: str) -> None:
-    """Make the folder that a checkpoint goes into."""
+    """Make the folder that a checkpoint goes into, without what killed writers left there."""
     folder = os.path.dirname(path) or "."
     try:
         os.makedirs(folder, exist_ok=True)
@@ -164,6 +170,7 @@ def _make_folder(path: str) -> None:
             f"{path} can't be written: the folder {folder} can't be made ({error.strerror}). "
             "Choose another."
         ) from error
+    remove_abandoned(folder)
 
 
 class HostCopies:

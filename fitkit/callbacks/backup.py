@@ -16,6 +16,7 @@ from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
 from fitkit.callbacks.signals import Preempted, SignalNotes, requeue
 from fitkit.callbacks.whole_files import newest_whole, remove_unwanted
+from fitkit.checkpoint import remove_abandoned
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
@@ -110,6 +111,8 @@ class BackupAndRestore(Callback):
         self._since, self._due, self._ends, self._in_step = 0, False, False, False
         self._wishes.begin()
         self._check_alike()
+        if self.model.is_global_zero:
+            remove_abandoned(self.backup_dir)
         if self.catch_signals:
             self._signals.begin()
 
@@ -163,8 +166,10 @@ class BackupAndRestore(Callback):
             self._save()
         self._writer.finish(self.model)
         self._signals.restore()
-        if self.delete_checkpoint and self.model.is_global_zero:
-            self._delete()
+        if self.model.is_global_zero:
+            remove_abandoned(self.backup_dir)
+            if self.delete_checkpoint:
+                self._delete()
 
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
@@ -222,6 +227,7 @@ class BackupAndRestore(Callback):
         return [path for _, path in sorted(numbered)]
 
     def _next_path(self) -> Path:
+        self._writer.wait()  # Its number is taken when it is there.
         there = self._there()
         match = NAME.fullmatch(there[-1].name) if there else None
         return self.backup_dir / f"backup-{int(match[1]) + 1 if match else 1:06d}{self._suffix}"

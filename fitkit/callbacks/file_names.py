@@ -95,11 +95,17 @@ class FileNames:
 
     def found(self) -> list[str]:
         """The files that are there with such names."""
-        pattern = "".join(
+        return [path for path in glob.glob(self._glob()) if self.matches(path) and is_there(path)]
+
+    def folders(self) -> list[str]:
+        """The folders that are there for such files."""
+        return glob.glob(os.path.dirname(self._glob()) or os.curdir)
+
+    def _glob(self) -> str:
+        return "".join(
             glob.escape(literal) + ("" if field is None else "*")
             for literal, field, _ in self._parts
         )
-        return [path for path in glob.glob(pattern) if self.matches(path) and is_there(path)]
 
 
 def _parsed(template: str) -> list[tuple[str, str | None, str]]:

@@ -19,7 +19,7 @@ from fitkit.callbacks.file_names import FileNames
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import from_rank_zero, say, several_ranks
 from fitkit.callbacks.signals import Preempted
-from fitkit.callbacks.whole_files import newest_whole, remove_unwanted
+from fitkit.callbacks.whole_files import newest_whole, remove_unwanted, written_at
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 WHOLE = (".h5", ".hdf5", ".dcp")
@@ -138,6 +138,7 @@ class ModelCheckpoint(Callback):
         self._writer = CheckpointWriter(weights_only=save_weights_only, asynchronous=asynchronous)
         self._wishes = Wishes()
         self._kept: list[tuple[float, str]] = []  # the best first
+        self._removing: list[str] = []  # what the newest save ends
         self._last: str | None = None
         self._since = self._batch = self._updates_before = 0
         self._due = False
@@ -178,6 +179,7 @@ class ModelCheckpoint(Callback):
         self._saved_at = time.monotonic()
         self._wishes.begin()
         self._updates_before = self.model.global_step
+        self._remove_abandoned()
         if self._watch is None:
             return
         if self._within_epochs and self.monitor.startswith("val_"):
@@ -218,6 +220,13 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._writer.finish(self.model)
+        self._remove_abandoned()
+
+    def _remove_abandoned(self) -> None:
+        """Remove what killed processes left unfinished where this callback writes."""
+        if self.model.is_global_zero:
+            for folder in {str(self._names.folder), *self._names.folders()}:
+                files.remove_abandoned(folder)
 
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
@@ -253,6 +262,7 @@ class ModelCheckpoint(Callback):
         first = path if wanted else self._last
         if last in (first, *removed):
             removed, last = [other for other in removed if other != last], None
+        self._removing = removed
         self._writer.save(self.model, first, lambda: _afterwards(first, last, removed))
         if self.verbose:
             say(self.model, f"Saved {first}.")
@@ -330,14 +340,17 @@ class ModelCheckpoint(Callback):
             "best": self.best,
             "best_model_path": self.best_model_path,
             "kept": [[value, path] for value, path in self._kept],
+            # A kill before their end leaves them to the run that goes on from here.
+            "removing": [[path, written_at(path)] for path in self._removing],
             "since": self._since,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave.
 
-        Files that a checkpoint names may be deleted later; so only those count whose names
-        `filepath` could have given.
+        Files that a checkpoint names may be deleted; so only those count whose names `filepath`
+        could have given. The ones that were about to be deleted are, where nobody has written
+        them again.
         """
         self.best = float(state["best"])
         best = state["best_model_path"]
@@ -346,6 +359,16 @@ class ModelCheckpoint(Callback):
             (float(value), path) for value, path in state["kept"] if self._names.matches(path)
         ]
         self._since = int(state["since"])
+        kept = [path for _, path in self._kept]
+        leftover = [
+            path
+            for path, when in state.get("removing", [])
+            if when is not None and path not in kept and self._names.matches(path)
+            if written_at(path) == when
+        ]
+        if leftover and self.model.is_global_zero and all(map(files.is_there, kept)):
+            for path in leftover:
+                remove_unwanted(path)
 
 
 def _frequency(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 
 from fitkit.checkpoint import open_checkpoint, remove_checkpoint
+from fitkit.checkpoint.folders import INDEX
 from fitkit.errors import CheckpointError
 from fitkit.notices import warn
 
@@ -19,6 +20,15 @@ def remove_unwanted(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         reason = error.strerror or error
         warn(f"{os.fspath(path)} is no longer wanted, but can't be deleted: {reason}.")
+
+
+def written_at(path: str | os.PathLike[str]) -> int | None:
+    """When a checkpoint was written, in ns, which tells it from a later one; None: not there."""
+    index = os.path.join(path, INDEX)
+    try:
+        return os.stat(index if os.path.isdir(path) else path).st_mtime_ns
+    except OSError:
+        return None
 
 
 def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str | None:

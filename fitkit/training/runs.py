@@ -183,13 +183,19 @@ def share_of(source: Source | None, compilation: Compilation, *, training: bool)
 def with_own(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackList:
     """The user's callbacks, then fitkit's, which see what the user's have added to the logs.
 
-    At the end those that come last: what saves has to see what all others have done.
+    At the end those that come last: what saves has to see what all others have done. A backup is
+    the very last: a run goes on from it with the files that the others wrote.
     """
+
+    def place(callback: Callback) -> tuple[bool, bool]:
+        last = callback.comes_last
+        return last, last and bool(getattr(callback, "restores", False))
+
     added: list[Callback] = list(own)
     if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
         added.append(ProgressBar(verbose=verbose))
     together = [*callbacks.callbacks, *added]
-    return CallbackList(sorted(together, key=lambda callback: callback.comes_last))
+    return CallbackList(sorted(together, key=place))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,16 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.callbacks import BackupAndRestore, Callback, EarlyStopping
+from fitkit.callbacks import (
+    BackupAndRestore,
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    asynchronous,
+)
 from fitkit.callbacks.signals import Preempted, SignalNotes
+from fitkit.checkpoint.atomic import replacing
+from fitkit.checkpoint.folders import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 X = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
@@ -115,6 +123,54 @@ def test_a_damaged_backup_is_told_and_the_one_before_serves(tmp_path, keep):
     with pytest.warns(UserWarning, match=r"000003.h5 is damaged.* goes on from .*000002.h5"):
         fit(model, backup)
     assert same(model, whole)
+
+
+def test_a_thread_never_writes_a_number_twice(tmp_path, monkeypatch):
+    written, save = [], asynchronous.save_checkpoint
+
+    def slow(path, *contents):
+        written.append(os.path.basename(path))
+        time.sleep(0.02)  # longer than a step takes
+        save(path, *contents)
+
+    monkeypatch.setattr(asynchronous, "save_checkpoint", slow)
+    fit(compiled(), BackupAndRestore(tmp_path / "b", save_freq=1, asynchronous=True), epochs=1)
+    assert written == [f"backup-{number:06d}.h5" for number in range(1, len(written) + 1)]
+    assert len(written) > 1
+
+
+def test_what_killed_runs_left_is_removed_and_what_a_living_one_writes_stays(tmp_path):
+    folder = tmp_path / "b"
+    folder.mkdir()
+    for name in (".backup-000044.h5", ".other.h5"):
+        (folder / f"{name}.0123456789ab.fitkit-unfinished").touch()
+    aside = folder / ".backup-000002.dcp.0123456789ab.fitkit-unfinished"
+    aside.mkdir()
+    (aside / "index.h5").touch()
+    seen = []
+    look = At(1, lambda: seen.extend(os.listdir(folder)))
+    living = UnfinishedFolder(folder / "living.dcp")
+    with replacing(folder / "living.h5") as file:
+        fit(compiled(), BackupAndRestore(folder), look)
+        file.write(b"whole")
+    assert len(seen) == 2  # the two that are being written
+    living.finish()
+    assert sorted(os.listdir(folder)) == ["living.dcp", "living.h5"]
+    fit(compiled(), BackupAndRestore(tmp_path / "alone"))
+    assert sorted(os.listdir(tmp_path)) == ["b"]
+
+
+def test_a_backup_is_saved_after_the_files_of_the_epoch_whatever_the_order(tmp_path, monkeypatch):
+    written, save = [], asynchronous.save_checkpoint
+
+    def noted(path, *contents):
+        written.append(os.path.basename(path))
+        save(path, *contents)
+
+    monkeypatch.setattr(asynchronous, "save_checkpoint", noted)
+    fit(compiled(), BackupAndRestore(tmp_path / "b"), ModelCheckpoint(tmp_path / "{epoch}.h5"),
+        epochs=2)  # fmt: skip
+    assert written == ["1.h5", "backup-000001.h5", "2.h5", "backup-000002.h5"]
 
 
 def test_a_finished_training_isnt_made_again(tmp_path):

@@ -97,6 +97,50 @@ def test_a_checkpoints_list_of_files_deletes_nothing_foreign(tmp_path):
     assert [path for _, path in saves._kept] == [str(tmp_path / "1.h5")]
 
 
+@pytest.mark.parametrize("left", ["as it was", "written again", "kept", "foreign"])
+def test_a_resumed_run_removes_what_was_about_to_be_and_nothing_written_since(tmp_path, left):
+    """The run before was killed between a new file and the end of the one that it replaces."""
+    first, second = tmp_path / "1.h5", tmp_path / "2.h5"
+    thesis = tmp_path / "thesis.h5"
+    for path in (first, second, thesis):
+        path.write_text("dear")
+    removing = [[str(thesis if left == "foreign" else first), first.stat().st_mtime_ns]]
+    os.utime(thesis, ns=(0, first.stat().st_mtime_ns))
+    if left == "written again":
+        os.utime(first, ns=(0, first.stat().st_mtime_ns + 1))
+    saves = ModelCheckpoint(tmp_path / "{epoch}.h5", save_top_k=1)
+    saves.set_model(compiled())
+    kept = first if left == "kept" else second
+    saves.load_state_dict({"best": 1.0, "best_model_path": str(second), "since": 0,
+                           "kept": [[1.0, str(kept)]], "removing": removing})  # fmt: skip
+    assert first.exists() == (left != "as it was")
+    assert second.exists()
+    assert thesis.exists()
+
+
+def test_nothing_is_removed_before_the_new_file_is_there(tmp_path):
+    """Another callback's checkpoint knew of a file that a thread had still to write."""
+    first = tmp_path / "1.h5"
+    first.write_text("dear")
+    saves = ModelCheckpoint(tmp_path / "{epoch}.h5", save_top_k=1)
+    saves.set_model(compiled())
+    saves.load_state_dict({"best": 1.0, "best_model_path": None, "since": 0,
+                           "kept": [[1.0, str(tmp_path / "2.h5")]],
+                           "removing": [[str(first), first.stat().st_mtime_ns]]})  # fmt: skip
+    assert first.exists()
+
+
+@pytest.mark.parametrize("name", ["{epoch}.h5", "runs/{epoch}/model.h5"])
+def test_what_killed_runs_left_unfinished_is_removed(tmp_path, name):
+    folder = (tmp_path / name).parent
+    for place in (folder.parent / folder.name.replace("{epoch}", "9"), tmp_path / "another"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / ".model.h5.0123456789ab.fitkit-unfinished").touch()
+    fit(1, ModelCheckpoint(tmp_path / name))
+    left = list(tmp_path.rglob(".*"))
+    assert [path.parent.name for path in left] == ["another"]
+
+
 def test_best_and_files_go_on_in_a_resumed_run(tmp_path):
     def callbacks():
         return [ModelCheckpoint(tmp_path / "{epoch}.h5", save_top_k=2, save_last=True),

@@ -10,7 +10,15 @@ import time
 import pytest
 import torch
 
-from fitkit.checkpoint import atomic, open_checkpoint, remove_abandoned, save_weights
+from fitkit.checkpoint import (
+    atomic,
+    folders,
+    link_checkpoint,
+    open_checkpoint,
+    remove_abandoned,
+    remove_checkpoint,
+    save_weights,
+)
 from fitkit.checkpoint.atomic import UNFINISHED_SUFFIX, replacing
 
 
@@ -95,6 +103,48 @@ def test_a_folder_can_be_freed_of_all_that_was_abandoned_in_it(path, old):
     assert left not in names
     assert sorted(os.listdir(path.parent)) == ["epoch-3.h5", path.name]
     remove_abandoned(path.parent / "missing")
+
+
+def test_a_second_name_that_is_being_given_is_not_taken_for_abandoned(path, old, monkeypatch):
+    link = os.link
+
+    def link_and_clean(*names, **options):
+        link(*names, **options)
+        remove_abandoned(path.parent)
+
+    monkeypatch.setattr(os, "link", link_and_clean)
+    link_checkpoint(path, path.with_name("last.h5"))
+    assert sorted(os.listdir(path.parent)) == [path.name, "last.h5"]
+    assert path.with_name("last.h5").read_bytes() == old
+
+
+def test_a_folder_that_is_being_removed_is_not_taken_for_abandoned_and_a_killed_ones_is(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "w.dcp"
+    save_weights(path, {"a": torch.ones(3)})
+    monkeypatch.setattr(folders.shutil, "rmtree", raising(SystemExit()))
+    with pytest.raises(SystemExit):
+        remove_checkpoint(path)
+    monkeypatch.undo()
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".w.dcp.")
+    remove_abandoned(tmp_path, "another.dcp")
+    assert os.listdir(tmp_path) == [left]
+    remove_abandoned(tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+def test_links_and_pipes_that_resemble_unfinished_files_stay(tmp_path, path, old):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.txt").touch()
+    for number, target in enumerate((path, tmp_path / "theirs")):
+        link = path.with_name(f".a.h5.{number:012x}{UNFINISHED_SUFFIX}")
+        link.symlink_to(target)
+    os.mkfifo(path.with_name(f".a.h5.{9:012x}{UNFINISHED_SUFFIX}"))
+    remove_abandoned(path.parent)
+    assert len(os.listdir(path.parent)) == 4
+    assert (tmp_path / "theirs" / "thesis.txt").exists()
 
 
 def test_files_that_only_resemble_unfinished_ones_stay(path):
