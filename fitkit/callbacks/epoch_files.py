@@ -7,22 +7,28 @@ import io
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_flag, describe
 from fitkit.callbacks.base import Callback, Logs
+from fitkit.checkpoint.atomic import remove_abandoned, replacing
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 ABSENT = "NA"
 """What a table has where an epoch lacks a value."""
+
+UNKNOWN = "backslashreplace"
+"""How what UTF-8 can't say (half of a surrogate pair) is written: `\\ud800`."""
 
 
 class CSVLogger(Callback):
     """Writes a table with a row for each epoch: `epoch` (from 0), then the logs.
 
     Rank 0 writes, an epoch at a time, so that a crash loses none. A log that first appears in a
-    later epoch gets a new column, with `NA` in the rows above.
+    later epoch gets a new column, with `NA` in the rows above. A log called `epoch` is in the
+    column `epoch_`.
 
     Args:
         filename: the file; its folder must be there.
@@ -55,6 +61,7 @@ class CSVLogger(Callback):
         if not self.model.is_global_zero:
             return
         self._columns = []
+        remove_abandoned(self.filename.parent, self.filename.name, folders=False)
         if not self.append:
             self.filename.write_text("", encoding="utf-8")
             return
@@ -69,11 +76,12 @@ class CSVLogger(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if not self.model.is_global_zero:
             return
-        row = {"epoch": epoch, **{name: _cell(value) for name, value in logs.items()}}
+        cells = {name: _cell(value) for name, value in logs.items()}
+        row = {"epoch": epoch, **beside(["epoch"], cells)}
         new = [name for name in row if name not in self._columns]
         if new:
             self._widen(new)
-        with self.filename.open("a", encoding="utf-8", newline="") as file:
+        with self.filename.open("a", encoding="utf-8", errors=UNKNOWN, newline="") as file:
             self._writer(file).writerow(row)
 
     def _widen(self, new: list[str]) -> None:
@@ -107,7 +115,8 @@ class CSVLogger(Callback):
 class JSONLogger(Callback):
     """Writes a line with a JSON object for each epoch: `epoch` (from 0) and the logs.
 
-    Rank 0 writes, an epoch at a time. JSON knows no NaN and no infinity; they become null.
+    Rank 0 writes, an epoch at a time. JSON knows no NaN and no infinity; they become null. A log
+    called `epoch` is written as `epoch_`.
 
     Args:
         filename: the file; its folder must be there.
@@ -128,6 +137,7 @@ class JSONLogger(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if not self.model.is_global_zero:
             return
+        remove_abandoned(self.filename.parent, self.filename.name, folders=False)
         with self.filename.open("a" if self.append else "w", encoding="utf-8"):
             pass
         lines = whole_lines(self.filename).splitlines(keepends=True)
@@ -139,7 +149,8 @@ class JSONLogger(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if not self.model.is_global_zero:
             return
-        line = json.dumps({"epoch": epoch, **{n: as_json(v) for n, v in logs.items()}})
+        values = {name: as_json(value) for name, value in logs.items()}
+        line = json.dumps({"epoch": epoch, **beside(["epoch"], values)})
         with self.filename.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -148,6 +159,23 @@ def _checked_path(filename: object) -> Path:
     if isinstance(filename, (str, os.PathLike)) and str(filename):
         return Path(filename)
     raise ArgumentTypeError(f"filename={describe(filename)} must be a path.")
+
+
+def beside(columns: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by names that are none of a table's own columns, as it can be written.
+
+    `epoch` becomes `epoch_` (and `epoch_` `epoch__`, so that no two become one).
+    """
+    found = {}
+    for name, value in values.items():
+        clashes = str(name).rstrip("_") in columns
+        found[writable(f"{name}_" if clashes else name)] = value
+    return found
+
+
+def writable(name: object) -> str:
+    """A name as a file in UTF-8 can have it."""
+    return str(name).encode("utf-8", UNKNOWN).decode("utf-8")
 
 
 def whole_lines(path: Path) -> str:
@@ -161,9 +189,9 @@ def whole_lines(path: Path) -> str:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file anew, whole or not at all."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8", newline="")
-    os.replace(beside, path)
+    content = text.encode("utf-8", UNKNOWN)
+    with replacing(path, len(content)) as file:
+        file.write(content)
 
 
 def is_before(epoch: object, first: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from fitkit.arguments import check_count, describe
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.batch_losses import BatchLosses
-from fitkit.callbacks.epoch_files import plain_value
+from fitkit.callbacks.epoch_files import plain_value, writable
 from fitkit.callbacks.learner import rate_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.loggers.hyperparameters import hyperparameters_of
@@ -219,12 +219,15 @@ def _every(update_freq: object) -> int:
 
 
 def scalars(logs: Logs) -> dict[str, float]:
-    """The logs that are one number, as floats; matrices and texts are left out."""
+    """The logs that are one number, as floats; matrices and texts are left out.
+
+    Their names are such as files can have.
+    """
     found = {}
     for name, value in logs.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.reshape(())
         plain = plain_value(value)
         if isinstance(plain, numbers.Real):
-            found[name] = float(plain)
+            found[writable(name)] = float(plain)
     return found

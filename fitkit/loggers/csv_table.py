@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_flag
-from fitkit.callbacks.epoch_files import ABSENT, as_json, is_before, replace_text
+from fitkit.callbacks.epoch_files import (
+    ABSENT,
+    UNKNOWN,
+    as_json,
+    beside,
+    is_before,
+    replace_text,
+)
 from fitkit.loggers.base import Logger
 from fitkit.loggers.rows import begin_file, checked_path
 
@@ -19,6 +26,8 @@ FIRST = ["step", "epoch"]
 
 class CSV(Logger):
     """Writes a table: `step`, `epoch` (`NA` between epochs' ends), then the values.
+
+    A value called `step` or `epoch` is in the column `step_` or `epoch_`.
 
     The settings go to a second file, `<name>.hyperparameters.json`. A name that first appears
     later becomes a new column, with `NA` in the rows above. A training that is resumed goes on
@@ -66,13 +75,14 @@ class CSV(Logger):
         replace_text(self.hyperparameters_path, json.dumps(as_json(values), indent=2) + "\n")
 
     def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
-        row = {"step": step, "epoch": ABSENT if epoch is None else epoch, **values}
+        row: dict[str, Any] = {"step": step, "epoch": ABSENT if epoch is None else epoch}
+        row |= beside(FIRST, values)
         new = [name for name in row if name not in self._columns]
         if new:
             rows = self._rows()
             self._columns = [*self._columns, *new]
             self._rewrite(rows)
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        with self.path.open("a", encoding="utf-8", errors=UNKNOWN, newline="") as file:
             self._writer(file).writerow(row)
 
     def _rows(self) -> list[dict[str, Any]]:

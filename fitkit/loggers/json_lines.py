@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_flag
-from fitkit.callbacks.epoch_files import as_json
+from fitkit.callbacks.epoch_files import as_json, beside
 from fitkit.loggers.base import Logger
 from fitkit.loggers.rows import begin_file, checked_path, without_later_rows
 
@@ -17,7 +17,8 @@ class JSONLines(Logger):
     """Writes a line for the settings (`{"hyperparameters": {…}}`), then one for each record.
 
     A record has `step`, `epoch` (null between epochs' ends) and the values; JSON knows no NaN and
-    no infinity, they become null. Each line is in the file as soon as it is written. A training
+    no infinity, they become null. Values called `step` or `epoch` are written as `step_` and
+    `epoch_`. Each line is in the file as soon as it is written. A training
     that is resumed goes on with the file, without the records that it makes again.
 
     Args:
@@ -54,7 +55,7 @@ class JSONLines(Logger):
             self._write({"hyperparameters": values})
 
     def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
-        self._write({"step": step, "epoch": epoch, **values})
+        self._write({"step": step, "epoch": epoch, **beside(["step", "epoch"], values)})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.connection is not None:

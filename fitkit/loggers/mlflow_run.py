@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from fitkit.arguments import describe
+from fitkit.callbacks.epoch_files import beside
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.loggers.base import Logger
 
@@ -20,8 +21,8 @@ class MLflow(Logger):
 
     A run of yours that is open when fit begins (`mlflow.start_run()`) is used and left open, where
     neither an experiment nor an address is given. Metrics are over training steps. A training
-    that is resumed goes on with its run. MLflow doesn't take every character in a name: others
-    become `_`.
+    that is resumed goes on with its run. A value called `epoch` is `epoch_` there. MLflow
+    doesn't take every character in a name: others become `_`.
 
     Args:
         experiment: the experiment's name; it is made if it isn't there. None: MLflow's default.
@@ -90,7 +91,7 @@ class MLflow(Logger):
         from mlflow.entities import Metric
 
         if epoch is not None:
-            values = {**values, "epoch": epoch}
+            values = {**beside(["epoch"], values), "epoch": epoch}
         now_ms = int(time.time() * 1000)
         metrics = iter([Metric(_key(k), v, now_ms, step) for k, v in values.items()])
         while some := list(islice(metrics, MOST_METRICS)):

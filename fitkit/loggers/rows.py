@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fitkit.arguments import describe
 from fitkit.callbacks.epoch_files import is_before, replace_text, whole_lines
+from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.errors import ArgumentTypeError
 
 
@@ -24,6 +25,7 @@ def checked_path(path: object, name: str = "path") -> Path:
 
 def begin_file(path: Path, *, keeps: bool) -> None:
     """Make a file that can be written: empty, or as it is but for a line that was cut short."""
+    remove_abandoned(path.parent, path.name, folders=False)
     with path.open("a" if keeps else "w", encoding="utf-8"):
         pass
     if keeps:

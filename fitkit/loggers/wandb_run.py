@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from fitkit.arguments import describe
+from fitkit.callbacks.epoch_files import beside
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.loggers.base import Logger
 from fitkit.loggers.pixels import pixels
@@ -17,6 +18,8 @@ OURS = ("id", "resume")
 
 class WandB(Logger):
     """Logs to Weights & Biases; with `mode="offline"` into files, to be sent by `wandb sync`.
+
+    A value called `step` or `epoch` is `step_` or `epoch_` there.
 
     A run that is open when fit begins is used and left open. Charts are over `step`, the training
     batches so far; `epoch` counts from 0. A training that is resumed goes on with its run.
@@ -70,7 +73,7 @@ class WandB(Logger):
         place: dict[str, float] = {"step": step}
         if epoch is not None:
             place["epoch"] = epoch
-        self.connection.log({**values, **place})
+        self.connection.log({**beside(["step", "epoch"], values), **place})
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
         shown = self.step if step is None else step

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -97,6 +98,32 @@ def _csv_epochs(path):
 
 def _json_epochs(path):
     return [(entry["epoch"], entry["loss"]) for entry in map(json.loads, path.open())]
+
+
+def test_logs_called_as_a_column_and_names_that_utf8_cannot_say_are_kept_beside(tmp_path):
+    logs = [{"epoch": 7.5, "epoch_": 8.5, "a\ud800": 2.0, "text": "\udfff"}] * 3
+    table, lines = tmp_path / "log.csv", tmp_path / "log.json"
+    for first in (0, 1):  # a restart makes the epochs from 1 on again
+        fit(CSVLogger(table, append=True), *logs, first=first)
+        fit(JSONLogger(lines, append=True), *logs, first=first)
+        assert table.read_text(encoding="utf-8") == (
+            "epoch,epoch_,epoch__,a\\ud800,text\n"
+            "0,7.5,8.5,2.0,\\udfff\n1,7.5,8.5,2.0,\\udfff\n2,7.5,8.5,2.0,\\udfff\n"
+        )
+        records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+        assert records == [
+            {"epoch": epoch, "epoch_": 7.5, "epoch__": 8.5, "a\\ud800": 2.0, "text": "\udfff"}
+            for epoch in range(3)
+        ]
+
+
+def test_a_table_is_never_widened_through_somebody_elses_link(tmp_path):
+    path, other = tmp_path / "log.csv", tmp_path / "other"
+    other.write_text("secret")
+    (tmp_path / f"log.csv.{os.getpid()}.tmp").symlink_to(other)
+    fit(CSVLogger(path), {"loss": 0.5})
+    assert path.read_text() == "epoch,loss\n0,0.5\n"
+    assert other.read_text() == "secret"
 
 
 def test_what_can_not_be_written_is_said_before_training(tmp_path):

@@ -194,6 +194,32 @@ def test_a_table_and_lines_can_be_read_back(tmp_path):
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2  # a new fit begins anew
 
 
+class Names(callbacks.Callback):
+    """Adds logs called as the loggers' own columns, and one that UTF-8 can't say."""
+
+    def on_epoch_end(self, epoch, logs):
+        logs.clear()
+        logs.update({"epoch": 7.5, "step": 8.5, "step_": 9.5, "a\ud800": 1.0})
+
+
+def test_names_of_columns_and_names_that_utf8_cannot_say_are_kept_beside(tmp_path):
+    table, lines = tmp_path / "log.csv", tmp_path / "log.jsonl"
+    saves = callbacks.ModelCheckpoint(tmp_path / "run.h5")
+
+    def made():
+        return loggers.CSV(table), loggers.JSONLines(lines), Names()
+
+    fit(compiled(), *made(), saves, epochs=1)
+    fit(compiled(), *made(), epochs=2, resume_from=tmp_path / "run.h5")
+    names = ["epoch_", "step_", "step__", "a\\ud800"]
+    rows = list(csv.reader(table.read_text(encoding="utf-8").splitlines()))
+    values = ["7.5", "8.5", "9.5", "1.0"]
+    assert rows == [["step", "epoch", *names], ["5", "0", *values], ["10", "1", *values]]
+    records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    own = dict(zip(names, map(float, values), strict=True))
+    assert records[1:] == [{"step": 5, "epoch": 0, **own}, {"step": 10, "epoch": 1, **own}]
+
+
 def test_a_logger_travels_to_other_ranks_after_a_fit_too(tmp_path):
     logger = loggers.JSONLines(tmp_path / "a.jsonl", "batch")
     fit(compiled(), logger, epochs=1)
