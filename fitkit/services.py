@@ -71,7 +71,7 @@ class Services:
             value: a number, a tensor with one number, or a torchmetrics object (which is
                 computed over all ranks' samples at the epoch's end, then reset).
             prog_bar: whether the progress bar shows it. Default True.
-            on_step: whether batches' logs have the latest value.
+            on_step: whether batches' logs have the latest value. Default: where `on_epoch=False`.
             on_epoch: whether the epoch's logs have all values of the epoch as one. Where neither
                 is given, the epoch's, and the running value so far in batches' logs. Both True
                 make two names, `<name>_step` and `<name>_epoch`.
@@ -86,7 +86,8 @@ class Services:
                 Lightning's classes; without effect.
 
         Raises:
-            ConfigurationError: outside of a run, or the name came with other arguments before.
+            ConfigurationError: outside of a run, or in `predict`; the name came with other
+                arguments, or another torchmetrics object, before.
             ArgumentTypeError: no number.
         """
         if not isinstance(name, str):
@@ -284,5 +285,12 @@ def _options(
             "sync_dist=True and rank_zero_only=True contradict each other: a value is that of all "
             "ranks or of rank 0."
         )
+    if on_epoch is False:
+        if on_step is False:
+            raise ConfigurationError(
+                "self.log(…, on_step=False, on_epoch=False) keeps the value nowhere. Leave out one "
+                "of the two, or the call."
+            )
+        on_step = True
     by_epoch = on_epoch if on_epoch is not None else not on_step
     return LogOptions(bool(on_step), by_epoch, prog_bar, reduce_fx, sync_dist, rank_zero_only)

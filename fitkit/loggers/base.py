@@ -29,9 +29,10 @@ class Logger(Callback):
     Args:
         update_freq: `"epoch"` (default) logs at epochs' ends. A number n also logs at every n-th
             batch: `batch_loss`, the mean loss of the n batches on rank 0, `batch_learning_rate`,
-            and for n above 1 the other running values, as the progress bar shows them, which
-            takes one look at the device. `"batch"` is 1: each batch's loss and rate. Its losses
-            are read from the device 100 at a time.
+            and the other running values, as the progress bar shows them: the metrics so far and
+            what `self.log` got. For these all metrics are computed and the device is read, which
+            with n = 1 is at each step: a small net may take several times as long.
+            `"batch"` logs each batch's loss and rate alone, and reads the device every 100 batches.
 
     Attributes:
         resumes: whether the training goes on with a later epoch than the first.
@@ -144,7 +145,7 @@ class Logger(Callback):
         if (self._before + batch + 1) % self._every:
             return
         self._waiting.append((batch, rate_of(self.model)))
-        if self._every > 1:
+        if self.update_freq != "batch":
             self._log_waiting({f"batch_{name}": value for name, value in scalars(logs).items()})
         elif len(self._waiting) >= READ_EVERY:
             self._log_waiting({})

@@ -273,7 +273,15 @@ class FitRun:
         group = self.compilation.steps_per_execution
         with running(self.model, self.stage):
             steps = train_batches(
-                batches, self.step, self.learn, callbacks, self._stops_now(), self.note, done, group
+                batches,
+                self.stage,
+                self.step,
+                self.learn,
+                callbacks,
+                self._stops_now(),
+                self.note,
+                done,
+                group,
             )
             if self._ran_out(epoch, steps):
                 return last

@@ -117,9 +117,10 @@ class Logged:
             samples: by how many samples a mean weighs it.
 
         Raises:
-            ConfigurationError: the name came before with other options.
+            ConfigurationError: the name came before with other options, or with another metric.
         """
         entry = self.entries.get(name)
+        metric = None if isinstance(value, torch.Tensor) else value
         if entry is None:
             entry = self.entries[name] = Entry(options)
         elif entry.options != options:
@@ -127,11 +128,15 @@ class Logged:
                 f"self.log({name!r}) came with other arguments before: {entry.options} and now "
                 f"{options}. Log one name in one way, or choose another name."
             )
-        if not isinstance(value, torch.Tensor):
-            entry.metric = value
-            entry.latest = getattr(
-                value, "_forward_cache", None
-            )  # the batch's, if it has called it
+        elif entry.metric is not metric:
+            raise ConfigurationError(
+                f"self.log({name!r}) got another torchmetrics object than before, or a metric and "
+                "a number by turns: an epoch's value would lack all that came before. Make the "
+                "metric once, in __init__, and log that object in each step."
+            )
+        if metric is not None:
+            entry.metric = metric
+            entry.latest = getattr(metric, "_forward_cache", None)  # the batch's, if it was called
             return
         entry.latest = value
         if options.on_epoch:

@@ -18,10 +18,12 @@ from fitkit.training.inferring import Inference
 from fitkit.training.learning import Learning
 from fitkit.training.logbook import LazyLogs
 from fitkit.training.runs import Step
+from fitkit.training.stage import Stage
 
 
 def train_batches(
     batches: Iterator[Any],
+    stage: Stage,
     step: Step,
     learn: Learning,
     callbacks: CallbackList,
@@ -33,6 +35,7 @@ def train_batches(
     """Train on an epoch's batches.
 
     Args:
+        stage: takes what hooks log.
         step: keeps the running values.
         learn: makes the updates.
         stops: whether some rank wants to stop; asked after each group. None where nobody can.
@@ -58,10 +61,14 @@ def train_batches(
         if batch is NoRows:
             empty += 1
         else:
-            if not waits:
+            if begin and not waits:
+                stage.is_opening = True
                 for hook in begin:
                     hook(index, {})
+                stage.is_opening = False
             learn(batch, index)
+            if stage.waiting:
+                stage.take_waiting()
             if index == done + empty:
                 step.after_first()
             waits = True
@@ -90,6 +97,7 @@ def train_batches(
 
 def evaluate_batches(
     batches: Iterator[Any],
+    stage: Stage,
     step: Step,
     callbacks: CallbackList,
     inference: Inference,
@@ -98,6 +106,7 @@ def evaluate_batches(
     """Note losses and metrics of batches, without gradients.
 
     Args:
+        stage: takes what hooks log.
         step: keeps the running values.
         inference: surrounds the steps, and says what makes them from the second on.
         group: batches between two calls of the batch hooks.
@@ -117,10 +126,14 @@ def evaluate_batches(
             if batch is NoRows:
                 empty += 1
             else:
-                if not waits:
+                if begin and not waits:
+                    stage.is_opening = True
                     for hook in begin:
                         hook(index, {})
+                    stage.is_opening = False
                 advance(batch, index)
+                if stage.waiting:
+                    stage.take_waiting()
                 if index == empty:
                     step.after_first()
                     advance = inference.settled(batch)

@@ -126,6 +126,8 @@ class OwnStep:
         stage.samples, stage.is_filler = self.samples, share is not None and share.count == 0
         if self.synchronization is not None:
             self.synchronization.counts = not stage.is_filler
+        if stage.waiting:
+            stage.take_waiting()  # before the ranks exchange the step's values
         keeping = _metrics_kept(self.model) if stage.is_filler else contextlib.nullcontext()
         with keeping:
             outputs = self._run(batch, index, optimizer_idx)

@@ -82,12 +82,14 @@ def evaluate_source(
     with modes_restored(model), running(model, stage):
         model.eval()
         compilation.strategy.before_evaluation(model)
+        stage.is_opening = True  # what is logged here counts with the first batch
         callbacks.call("on_test_begin", {})
+        stage.is_opening = False
         inference = inference_for(model, step, callbacks, "test", source)
         together = InStep(_first(source, steps, shares), compilation.strategy)
         try:
             fed = step.mover.fed(iter(together))
-            batches = evaluate_batches(fed, step, callbacks, inference, group)
+            batches = evaluate_batches(fed, stage, step, callbacks, inference, group)
         except BaseException:
             step.logbook.logged.finish()
             raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fitkit.errors import ConfigurationError
 from fitkit.logging_options import LogOptions
 from fitkit.training.logged import Logged
 from fitkit.training.moving import moved_by
@@ -33,6 +34,8 @@ class Stage:
             `_step_end`, ranks of one node may have the same (ddp2).
         is_over: whether the hook at the pass's end runs.
         is_filler: whether the current batch only fills a place and counts for nothing.
+        is_opening: whether hooks run before a batch whose samples aren't known yet.
+        waiting: what they have logged, until `take_waiting`.
         backward: computes a loss's gradients and averages them over the ranks; training only.
     """
 
@@ -46,6 +49,8 @@ class Stage:
     is_apart: bool = False
     is_over: bool = False
     is_filler: bool = False
+    is_opening: bool = False
+    waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
     backward: Callable[[torch.Tensor], None] | None = None
 
     @staticmethod
@@ -64,7 +69,19 @@ class Stage:
         return self.predicting.inside(model, batch)
 
     def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
-        """Take a value that a hook logs, unless its batch counts for nothing."""
+        """Take a value that a hook logs, unless its batch counts for nothing.
+
+        Raises:
+            ConfigurationError: in `predict`; and what `Logged.add` refuses.
+        """
+        if self.name == "predict":
+            raise ConfigurationError(
+                f"self.log({name!r}) was called in predict, which has no logs. Return the value "
+                "from predict_step, or log it in evaluate's test_step."
+            )
+        if self.is_opening:
+            self.waiting.append((name, value, options, samples))
+            return
         own_steps = self.samples or self.seen
         batch = self.samples if own_steps or self.compiled is None else self.compiled.samples
         if self.is_filler or (batch == 0 and not self.is_over):
@@ -73,6 +90,12 @@ class Stage:
             # What is logged at a pass's end stands for all samples of this rank.
             samples = max(self.seen, 1) if self.is_over else batch
         self.logged.add(name, value, options, samples)
+
+    def take_waiting(self) -> None:
+        """Take what was logged before the current batch, now that its samples are known."""
+        waiting, self.waiting = self.waiting, []
+        for entry in waiting:
+            self.log(*entry)
 
 
 @contextlib.contextmanager

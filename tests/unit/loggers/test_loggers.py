@@ -227,6 +227,21 @@ def test_a_logger_travels_to_other_ranks_after_a_fit_too(tmp_path):
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1 + 5 + 1
 
 
+def test_with_update_freq_1_each_step_has_its_metrics_and_what_it_logged():
+    class Logs(callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            self.model.log("number", batch, on_step=True)
+
+    logger = Keeps(1)
+    fit(compiled(metrics=["mae"], learning_rate=0.0), Logs(), logger, epochs=1)
+    found = [values for _, _, values in logger.records(of_epochs=False)]
+    assert [values["batch_number"] for values in found] == [0, 1, 2, 3, 4]
+    errors = (compiled().net(X) - Y).detach().abs()
+    so_far = [errors[: 4 * n].mean().item() for n in range(1, 6)]
+    assert [values["batch_mae"] for values in found] == pytest.approx(so_far)
+
+
+
 @pytest.mark.parametrize("given", [0, -1, "step", 1.5, True, None])
 def test_a_wrong_update_freq_fails_at_once(given):
     with pytest.raises(ConfigurationError, match="update_freq"):

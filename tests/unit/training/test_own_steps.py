@@ -443,6 +443,7 @@ def test_what_a_training_step_cant_return(returned, message):
     (lambda model: model.log("a", 1.0, sync_dist=True, rank_zero_only=True), "contradict"),
     (lambda model: [model.log("a", 1.0, reduce_fx=fx) for fx in ("mean", "sum")], "one name"),
     (lambda model: model.log_dict([1.0]), "takes a dict"),
+    (lambda model: model.log("a", 1.0, on_step=False, on_epoch=False), "keeps the value nowhere"),
 ])  # fmt: skip
 def test_what_cant_be_logged(log, message):
     class Own(Classifier):
@@ -560,6 +561,37 @@ def test_a_torchmetrics_object_may_be_logged_by_step_and_by_epoch():
     assert history["sum_step"] == [3.0] and history["sum_epoch"] == [6.0]
 
 
+@pytest.mark.parametrize("other", [torchmetrics.SumMetric, lambda: torch.tensor(1.0)])
+def test_a_metric_made_anew_in_each_step_is_refused(other):
+    class Own(Direct):
+        def training_step(self, batch, batch_idx):
+            self.log("sum", other() if batch_idx else torchmetrics.SumMetric())
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(fitkit.ConfigurationError, match="once, in __init__"):
+        Own().fit(X, Y, **QUIET)
+
+
+def test_without_the_epochs_value_a_name_has_the_steps():
+    class Own(Direct):
+        def training_step(self, batch, batch_idx):
+            self.log("number", batch_idx, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    assert Own().fit(X, Y, **QUIET).history["number"] == [3.0]
+
+
+@pytest.mark.parametrize("verb", ["predict", "predict_on_batch"])
+def test_log_in_predict_is_refused(verb):
+    class Own(Direct):
+        def predict_step(self, batch):
+            self.log("a", 1.0)
+            return super().predict_step(batch)
+
+    with pytest.raises(fitkit.ConfigurationError, match="Return the value from predict_step"):
+        getattr(Own(), verb)(X)
+
+
 def test_callbacks_log_with_the_batchs_weight():
     def note(batch, logs):
         model.log("batch", batch)
@@ -569,6 +601,40 @@ def test_callbacks_log_with_the_batchs_weight():
         callback = fitkit.callbacks.LambdaCallback(on_train_batch_end=note)
         history = model.fit(X, Y, callbacks=callback, **QUIET).history
         assert history["batch"] == [pytest.approx((0 * 16 + 1 * 16 + 2 * 16 + 3 * 2) / 50)]
+
+
+@pytest.mark.parametrize("kind", ["own", "compiled", "grouped"])
+def test_what_is_logged_before_a_batch_is_weighed_by_the_batch_that_begins(kind):
+    """Of 16, 16, 16 and 2 samples; with `grouped` the hook is called before the first and third."""
+
+    class Begins(fitkit.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.log("count", 1.0, reduce_fx="sum")
+            self.model.log("mean", float(batch))
+            self.model.log("weighed", float(batch), batch_size=batch + 1)
+
+        def on_test_begin(self, logs=None):
+            self.model.log("passes", 1.0, reduce_fx="sum")
+
+        def on_test_batch_begin(self, batch, logs=None):
+            self.on_train_batch_begin(batch)
+
+    class Own(Direct):
+        def validation_step(self, batch, batch_idx):
+            return super().validation_step(batch, batch_idx)
+
+    model = fitkit.Model(linear()) if kind == "compiled" else Own()
+    model.compile("sgd", "cross_entropy", steps_per_execution=2 if kind == "grouped" else 1)
+    data = {"validation_data": (X, Y), "epochs": 2}
+    history = model.fit(X, Y, callbacks=Begins(), **data, **QUIET).history
+    batches = [(0, 16), (2, 16)] if kind == "grouped" else [(0, 16), (1, 16), (2, 16), (3, 2)]
+    mean = sum(b * n for b, n in batches) / sum(n for _, n in batches)
+    by_number = sum(b * (b + 1) for b, _ in batches) / sum(b + 1 for b, _ in batches)
+    for prefix in ("", "val_"):
+        assert history[f"{prefix}count"] == [len(batches)] * 2
+        assert history[f"{prefix}mean"] == [pytest.approx(mean)] * 2
+        assert history[f"{prefix}weighed"] == [pytest.approx(by_number)] * 2
+    assert history["val_passes"] == [1.0, 1.0]
 
 
 def test_lightnings_smaller_conveniences():
