@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from fitkit.callbacks.base import HOOKS, Callback
 from fitkit.errors import ConfigurationError
 from fitkit.notices import warn
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
 STAGES = ("training", "validation", "test", "predict")
 """What a step can be part of; `fit` has the first two, `evaluate` and `predict` the others."""
+
+
+CLOSE = 0.87
+"""How alike a name must be to a hook's for being a slip of the pen."""
 
 
 class Hooks:
@@ -184,6 +190,29 @@ def _check_class(kind: type) -> None:
             warn(f"{kind.__name__}.{name} is never called by fitkit. {INSTEAD[name]}")
 
 
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Warn of callbacks' methods that look like hooks, once a class."""
+    for callback in callbacks:
+        _check_callback(type(callback))
+
+
+@functools.cache
+def _check_callback(kind: type) -> None:
+    for name in dir(kind):
+        if name in HOOKS or not name.startswith("on_") or not callable(getattr(kind, name)):
+            continue
+        close = difflib.get_close_matches(name, HOOKS, n=1, cutoff=CLOSE)
+        meant = CALLBACK_HOOKS.get(name) or (close[0] if close and name not in INSTEAD else None)
+        if meant is not None and getattr(kind, meant) is not getattr(Callback, meant):
+            continue  # it serves two libraries, or calls the method itself
+        advice = INSTEAD.get(name)
+        if meant is not None:
+            arguments = ", ".join(inspect.signature(getattr(Callback, meant)).parameters)
+            advice = f"Write def {meant}({arguments})."
+        if advice is not None:
+            warn(f"{kind.__name__}.{name} is never called by fitkit. {advice}")
+
+
 def _own_bases(kind: type) -> list[type]:
     return [
         base
@@ -197,7 +226,7 @@ def _meant(name: str) -> str | None:
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
     hooks = [hook for hook in vars(Hooks) if not hook.startswith("_") and hook != "running"]
-    close = difflib.get_close_matches(name, hooks, n=1, cutoff=0.87)
+    close = difflib.get_close_matches(name, hooks, n=1, cutoff=CLOSE)
     return close[0] if close else None
 
 
@@ -217,42 +246,52 @@ OTHER_NAMES = {
 }
 """What people call our hooks, beyond slips of the pen."""
 
-_CALLBACK = "Write a callback with {} and give it to fit."
+CALLBACK_HOOKS = {
+    "on_fit_start": "on_train_begin",
+    "on_fit_end": "on_train_end",
+    "on_train_start": "on_train_begin",
+    "on_train_end": "on_train_end",
+    "on_epoch_start": "on_epoch_begin",
+    "on_epoch_end": "on_epoch_end",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_batch_start": "on_train_batch_begin",
+    "on_train_batch_end": "on_train_batch_end",
+    "on_validation_start": "on_test_begin",
+    "on_validation_end": "on_test_end",
+    "on_validation_epoch_start": "on_test_begin",
+    "on_validation_epoch_end": "on_test_end",
+    "on_validation_batch_start": "on_test_batch_begin",
+    "on_validation_batch_end": "on_test_batch_end",
+    "on_test_start": "on_test_begin",
+    "on_test_end": "on_test_end",
+    "on_test_epoch_start": "on_test_begin",
+    "on_test_epoch_end": "on_test_end",
+    "on_test_batch_start": "on_test_batch_begin",
+    "on_test_batch_end": "on_test_batch_end",
+    "on_predict_start": "on_predict_begin",
+    "on_predict_end": "on_predict_end",
+    "on_predict_epoch_start": "on_predict_begin",
+    "on_predict_epoch_end": "on_predict_end",
+    "on_predict_batch_start": "on_predict_batch_begin",
+    "on_predict_batch_end": "on_predict_batch_end",
+}
+"""Lightning's hooks for which fitkit's callbacks have one, and its name."""
+
 _LOADER = "Give the data to {}."
 _MANUAL = "Set automatic_optimization = False and do it in training_step."
 INSTEAD = {
-    "on_train_start": _CALLBACK.format("on_train_begin"),
-    "on_train_end": _CALLBACK.format("on_train_end"),
-    "on_fit_start": _CALLBACK.format("on_train_begin"),
-    "on_fit_end": _CALLBACK.format("on_train_end"),
-    "on_epoch_start": _CALLBACK.format("on_epoch_begin"),
-    "on_epoch_end": _CALLBACK.format("on_epoch_end"),
-    "on_train_epoch_start": _CALLBACK.format("on_epoch_begin"),
+    **{n: f"Write a callback with {ours} and give it to fit." for n, ours in CALLBACK_HOOKS.items()},
     "on_train_epoch_end": "Override training_epoch_end, or write a callback with on_epoch_end.",
-    "on_validation_start": _CALLBACK.format("on_test_begin"),
-    "on_validation_end": _CALLBACK.format("on_test_end"),
     "on_validation_epoch_end": "Override validation_epoch_end.",
     "on_test_epoch_end": "Override test_epoch_end.",
-    "on_train_batch_start": _CALLBACK.format("on_train_batch_begin"),
-    "on_train_batch_end": _CALLBACK.format("on_train_batch_end"),
     "train_dataloader": _LOADER.format("fit(loader)"),
     "val_dataloader": _LOADER.format("fit(…, validation_data=loader)"),
     "test_dataloader": _LOADER.format("evaluate(loader)"),
     "predict_dataloader": _LOADER.format("predict(loader)"),
-    "on_validation_epoch_start": _CALLBACK.format("on_test_begin"),
-    "on_validation_batch_start": _CALLBACK.format("on_test_batch_begin"),
-    "on_validation_batch_end": _CALLBACK.format("on_test_batch_end"),
-    "on_test_start": _CALLBACK.format("on_test_begin"),
-    "on_test_end": _CALLBACK.format("on_test_end"),
-    "on_test_epoch_start": _CALLBACK.format("on_test_begin"),
-    "on_test_batch_start": _CALLBACK.format("on_test_batch_begin"),
-    "on_test_batch_end": _CALLBACK.format("on_test_batch_end"),
-    "on_predict_start": _CALLBACK.format("on_predict_begin"),
-    "on_predict_end": _CALLBACK.format("on_predict_end"),
-    "on_predict_batch_start": _CALLBACK.format("on_predict_batch_begin"),
-    "on_predict_batch_end": _CALLBACK.format("on_predict_batch_end"),
     "predict_epoch_end": "Use what predict returns.",
     "prepare_data": "Call it before fit.",
+    "on_before_backward": _MANUAL,
     "on_after_backward": _MANUAL,
     "on_before_optimizer_step": _MANUAL,
     "on_before_zero_grad": _MANUAL,

@@ -15,7 +15,7 @@ from fitkit.callbacks.history import History
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.hooks import STAGES, Hooks, check_steps, evaluation_stage, overridden
+from fitkit.hooks import STAGES, Hooks, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.pictures.results import Results
 from fitkit.services import Services
 from fitkit.training.compilation import UNSET, Compilation
@@ -435,6 +435,7 @@ class Model(Hooks, Services, nn.Module):
         """Check what a job needs of the model, and its data."""
         strategy = self.compilation.strategy
         check_steps(self)
+        check_callbacks(job.callback_list.callbacks)
         if self.net is None and type(self).forward is Model.forward and not self._never_forwards():
             self.forward()  # says what is missing
         job.prepare(strategy.precision.input_dtype(self), strategy.share_count)

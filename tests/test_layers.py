@@ -54,6 +54,7 @@ LAYERS = {
 
 WITHIN_A_LAYER = {
     ("arguments", "registry"),
+    ("hooks", "callbacks"),
     ("hyperparameters", "arguments"),
     ("logging_options", "arguments"),
     ("seeding", "arguments"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag
 from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.loss_spikes import DetectLossSpike
 from fitkit.callbacks.ranks import from_all_ranks, say
-from fitkit.callbacks.terminate_on_nan import NonFiniteError
+from fitkit.callbacks.terminate_on_nan import NonFiniteError, TerminateOnNaN
 from fitkit.distributed.sharding.whole import whole
 from fitkit.notices import warn
 
@@ -195,3 +197,23 @@ class DetectNonFinite(Callback):
             handle.remove()
         self._handles = []
         self._looks = False
+
+
+def non_finite_losses(logs: Logs, callbacks: Iterable[Callback]) -> str | None:
+    """What to say of an epoch's or an evaluation's losses that are NaN or infinite.
+
+    Returns:
+        A sentence, or None: there is none, or a callback looks after them.
+    """
+    told = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
+    found = [f"{name} is {loss}" for name, loss in told.items() if not math.isfinite(loss)]
+    if not found or any(isinstance(callback, WATCHES) for callback in callbacks):
+        return None
+    return (
+        f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names the "
+        "first module in training whose output or gradient is NaN or infinite."
+    )
+
+
+WATCHES = (DetectNonFinite, TerminateOnNaN, DetectLossSpike)
+"""Who says or does something about such losses by itself."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
+from fitkit.callbacks.non_finite import non_finite_losses
 from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError
@@ -122,6 +123,7 @@ class FitRun:
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[Stage, Step] | None = None
         self.history = History()
+        self.told_non_finite = False
 
     def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
         """The warm-up, from its beginning or from where it was."""
@@ -299,12 +301,22 @@ class FitRun:
             named = {validation_name(name): value for name, value in values.items()}
             # Where a step logs both "x" and "val_x", the latter is meant.
             logs.update({**named, **{n: v for n, v in values.items() if validation_name(n) == n}})
+        self._warn_of_non_finite(epoch, logs)
         self._schedule(epoch, logs)
         self.logs = logs
         callbacks.call("on_epoch_end", epoch, logs)
         if self.job.callback_list.callbacks:
             self.model.stop_training = self._any_stops()
         return logs
+
+    def _warn_of_non_finite(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Say once that a loss is no number, on rank 0."""
+        if self.told_non_finite or self.collectives.rank:
+            return
+        sentence = non_finite_losses(logs, self.job.callback_list.callbacks)
+        if sentence is not None:
+            self.told_non_finite = True
+            warn(f"In epoch {epoch + 1} {sentence}")
 
     def _look_at_a_batch(self) -> None:
         """Learn which metrics there are, where an epoch was cut after its last batch."""

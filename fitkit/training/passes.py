@@ -10,6 +10,7 @@ import torch
 
 from fitkit import trees
 from fitkit.callbacks import CallbackList
+from fitkit.callbacks.non_finite import non_finite_losses
 from fitkit.data.batches import NoRows
 from fitkit.data.sources import Source
 from fitkit.data.stream import limited
@@ -59,7 +60,11 @@ def _evaluated(model: Model, compilation: Compilation, job: PassJob) -> dict[str
     group = compilation.steps_per_execution
     callbacks.begin(model, pass_params("evaluate", source, job, group))
     with backend_flags(compilation), net_prepared(model, compilation), closing(callbacks):
-        return evaluate_source(model, compilation, source, job.steps, stage, step, callbacks)
+        values = evaluate_source(model, compilation, source, job.steps, stage, step, callbacks)
+    sentence = non_finite_losses(values, job.callback_list.callbacks)
+    if sentence is not None and model.is_global_zero and model.fit_state.run is None:
+        warn(f"In evaluate {sentence}")
+    return values
 
 
 def evaluate_source(

@@ -150,6 +150,41 @@ def test_it_stops_or_warns_instead_and_leaves_no_hook_behind():
     assert all(not p._backward_hooks for p in (*net.parameters(), *good.parameters()))
 
 
+# ------------------------------------------------------------------ without a callback
+
+
+def said(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_loss_that_is_no_number_is_said_once_a_fit_and_names_who_finds_it():
+    (message,) = said(lambda: trained(Callback(), y=with_nan(9), validation_data=(X, Y)))
+    assert message.startswith("In epoch 1 loss is nan and val_loss is nan. fit(…, callbacks=")
+    assert "fitkit.callbacks.DetectNonFinite()" in message
+    (message,) = said(lambda: trained(Callback(), validation_data=(X, with_nan(3, math.inf))))
+    assert message.startswith("In epoch 1 val_loss is inf. fit(")
+    assert said(lambda: trained(Callback(), validation_data=(X, Y))) == []
+
+
+def test_evaluate_says_too_that_its_loss_is_no_number():
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    (message,) = said(lambda: model.evaluate(X, with_nan(3), verbose=0))
+    assert message.startswith("In evaluate loss is nan. fit(")
+    assert said(lambda: model.evaluate(X, Y, verbose=0)) == []
+
+
+@pytest.mark.parametrize("watch", [
+    TerminateOnNaN(), DetectNonFinite("stop"), DetectLossSpike(action="stop"),
+])  # fmt: skip
+def test_who_looks_after_such_losses_is_left_to_it(watch):
+    assert said(lambda: trained(watch, y=with_nan(9))) == []
+
+
+
 # ------------------------------------------------------------------ DetectLossSpike
 
 

@@ -473,6 +473,34 @@ def test_names_that_look_like_hooks_bring_a_warning_with_the_right_name():
     assert "shared_step" not in messages
 
 
+def test_lightnings_hooks_on_a_callback_bring_a_warning_with_the_right_name():
+    class Lightnings(fitkit.callbacks.Callback):
+        def on_train_epoch_end(self, trainer, module): ...
+        def on_validation_epoch_end(self, trainer, module): ...
+        def on_train_start(self, trainer, module): ...
+        def on_epoch_ends(self, epoch, logs): ...
+        def on_after_backward(self, trainer, module): ...
+        def on_my_mind(self): ...
+        on_records = ()
+
+    class OfBoth(fitkit.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs): ...
+        def on_train_epoch_end(self, trainer, module): ...
+
+    with pytest.warns(UserWarning, match="never called") as caught:
+        Direct().fit(X, Y, callbacks=[Lightnings(), OfBoth(), Lightnings()], **QUIET)
+    begin = "Lightnings.{} is never called by fitkit. {}"
+    assert sorted(str(warning.message) for warning in caught) == [
+        begin.format(name, advice) for name, advice in [
+            ("on_after_backward", fitkit.hooks.INSTEAD["on_after_backward"]),
+            ("on_epoch_ends", "Write def on_epoch_end(self, epoch, logs)."),
+            ("on_train_epoch_end", "Write def on_epoch_end(self, epoch, logs)."),
+            ("on_train_start", "Write def on_train_begin(self, logs)."),
+            ("on_validation_epoch_end", "Write def on_test_end(self, logs)."),
+        ]
+    ]  # fmt: skip
+
+
 def test_a_step_needs_a_batch_and_nothing_that_there_isnt():
     for step in (lambda self: None, lambda self, batch, batch_idx, dataloader_idx: None):
         kind = type("Own", (Classifier,), {"training_step": step})
