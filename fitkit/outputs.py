@@ -29,11 +29,14 @@ class LossHint:
             where unknown.
         class_axis: the dimension of classes that the loss reads, where several fit: 1 or -1;
             None where it has none, or where unknown.
+        is_shifted: whether the prediction at a place of dimension 1 is of the next place's label,
+            as a causal language model's is.
     """
 
     takes: str | None = None
     task: str | None = None
     class_axis: int | None = None
+    is_shifted: bool = False
 
 
 def named_outputs(prediction: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.arguments import describe
@@ -25,7 +26,7 @@ from fitkit.losses.targets import HALF_TYPES, classes
 from fitkit.losses.weights import weighted_mean
 from fitkit.naming import callable_name, snake_case
 from fitkit.notices import warn
-from fitkit.outputs import LossHint
+from fitkit.outputs import SINGLE, LossHint, named_outputs
 from fitkit.trees import leaves
 
 FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
@@ -287,6 +288,74 @@ class OwnLoss(Loss):
     def check(self, prediction: Any, target: Any = None) -> None:
         if _carried(prediction) is None:
             raise _nothing_carried(prediction)
+        rule = labels_rule(prediction, target)
+        if rule is not None:
+            self.hint = LossHint("logits", "classes", -1, is_shifted=rule == "shifted")
+
+
+IGNORED = -100
+"""Labels of this value count for nothing, in torch's losses and in Hugging Face's models."""
+
+MOST_SCORES = 2**24
+"""So many logits are copied at once at most: those of a batch may be gigabytes."""
+
+
+@torch.no_grad()
+def labels_rule(prediction: Any, target: Any) -> str | None:
+    """Which label each of a net's logits is for, by the loss that the net has computed itself.
+
+    The cross entropy of the logits is computed in both ways and compared with the net's loss.
+    Where both fit (as while all logits are equal) or none does (where an auxiliary loss was
+    added, say), an output whose class is called `…CausalLM…`, as Hugging Face's are, is shifted.
+
+    Args:
+        prediction: the net's output, with its loss and its logits, (N, C) or (N, T, C).
+        target: the labels, (N,) or (N, T); -100 where there is none.
+
+    Returns:
+        `"shifted"`: logits[:, t] are for labels[:, t + 1], and the last for none; `"aligned"`:
+        each is for the label in its place; None: that can't be told.
+    """
+    loss, logits = _carried(prediction), named_outputs(prediction).get(SINGLE)
+    if loss is None or not isinstance(logits, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return None
+    has_labels = not target.is_floating_point() and target.dtype is not torch.bool
+    if not has_labels or logits.ndim not in (2, 3) or target.shape != logits.shape[:-1]:
+        return None
+    by_class = "shifted" if logits.ndim == 3 and "CausalLM" in type(prediction).__name__ else None
+    counted = target[target != IGNORED]
+    if not counted.numel() or counted.min() < 0 or counted.max() >= logits.shape[-1]:
+        return by_class
+    if logits.ndim == 2:  # N places of one sample
+        ways = {"aligned": _cross_entropy(logits.unsqueeze(0), target.unsqueeze(0), 0)}
+    else:
+        ways = {way: _cross_entropy(logits, target, n) for n, way in enumerate(LABELS_RULES)}
+    value = loss.double().mean().item()
+    # What bfloat16 can hold was rounded to it, by up to 4e-3, before predictions were widened.
+    tolerance = 1e-2 if bool((loss == loss.bfloat16()).all()) else 1e-3
+    away = {way: abs(found - value) for way, found in ways.items()}
+    fitting = [way for way in away if away[way] <= tolerance * abs(value)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if by_class is None and len(fitting) == 2:
+        near, far = sorted(fitting, key=away.__getitem__)
+        return near if 10 * away[near] < away[far] else None
+    return by_class
+
+
+LABELS_RULES = ("aligned", "shifted")
+"""What `labels_rule` tells, by how many places further a logit's label is."""
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> float:
+    """The mean over all labels that count: of logits (N, T, C), for labels (N, T) `shift` later."""
+    logits, labels = logits[:, : logits.shape[1] - shift], labels[:, shift:].long()
+    rows = max(1, MOST_SCORES // max(1, logits[0].numel()))
+    sums = [
+        F.cross_entropy(some.float().flatten(0, 1), theirs.flatten(), reduction="sum").double()
+        for some, theirs in zip(logits.split(rows), labels.split(rows), strict=True)
+    ]
+    return (sum(sums) / (labels != IGNORED).sum()).item()
 
 
 def resolve(loss: Any) -> Loss:

@@ -122,6 +122,7 @@ class Mean:
         finish: what makes the result of the mean; None: nothing.
 
     Attributes:
+        reading: what the function is given.
         totals: the sums.
         weighted: whether batches' weights count.
         keeps_batches: whether what it was given is still there later; sums keep nothing.
@@ -140,7 +141,7 @@ class Mean:
     ) -> None:
         self.totals = Totals(device)
         self.weighted = False
-        self._reading = reading
+        self.reading = reading
         self._values = values
         self._skip_ignored = skip_ignored
         self._finish = finish
@@ -162,7 +163,7 @@ class Mean:
 
     def update(self, batch: Batch) -> None:
         """Add a batch."""
-        prediction, target = batch.read(self._reading)
+        prediction, target = batch.read(self.reading)
         values = self._values(prediction, target)
         self._counts = not values.is_floating_point()
         counted = None

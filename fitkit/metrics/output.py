@@ -15,7 +15,7 @@ from fitkit.metrics.gauges import Batch, Call, Mean, Totals
 from fitkit.metrics.given import Entry
 from fitkit.metrics.merging import State, load_merged, state_of
 from fitkit.metrics.pending import Pending
-from fitkit.metrics.readings import AsGiven
+from fitkit.metrics.readings import AsGiven, Shifted
 from fitkit.metrics.task import FirstBatch
 from fitkit.metrics.wrapped import Each, Joined, is_torchmetric, share_states, wrap_object
 from fitkit.trees import leaves, sample_count
@@ -178,6 +178,8 @@ def _build(entry: Entry, first: FirstBatch) -> Mean | Call | Joined | Each:
         gauge = wrap_object(entry.metric, first)
     else:
         gauge = Call(entry.metric, device)
+    if first.hint.is_shifted and not isinstance(gauge, Call) and gauge.reading is not None:
+        gauge.reading = Shifted(gauge.reading)
     if isinstance(gauge, (Mean, Joined)):
         first.check_tensors()  # such batches wait and are joined
     if isinstance(gauge, (Mean, Call)):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fitkit.metrics.task import Task, mismatch, same_entries
+from fitkit.metrics.task import Task, mismatch, same_entries, shifted
 
 Reading = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -23,6 +23,20 @@ class AsGiven:
 
     def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return prediction, target
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted:
+    """Each place's prediction beside the next place's label; the last prediction has none.
+
+    Attributes:
+        reading: how such a pair is read.
+    """
+
+    reading: Reading
+
+    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return self.reading(*shifted(prediction, target))
 
 
 @dataclasses.dataclass(frozen=True)

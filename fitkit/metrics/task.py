@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class FirstBatch:
     """
 
     def __init__(self, prediction: object, target: object, hint: LossHint) -> None:
+        if hint.is_shifted:
+            prediction, target = shifted(prediction, target)
         self.given = (prediction, target)
         self.hint = hint
         self._tasks: dict[str, Task] = {}
@@ -151,6 +154,11 @@ class FirstBatch:
                 "Pass a torchmetrics object in place of the name, as "
                 "torchmetrics.classification.MulticlassAccuracy(num_classes=…), or a callable."
             )
+
+
+def shifted(prediction: Any, target: Any) -> tuple[Any, Any]:
+    """The predictions (N, T - 1, …) of all places but the last, and the next places' labels."""
+    return prediction[:, :-1], target[:, 1:]
 
 
 def class_axis(prediction: torch.Size, target: torch.Size, axes: tuple[int, ...]) -> int | None:

@@ -79,12 +79,12 @@ class Each(Wrapped):
     def __init__(self, metric: Metric, reading: Reading | None = None) -> None:
         super().__init__(metric)
         self._keeps_batches = self.keeps_batches
-        self._reading = reading
+        self.reading = reading
 
     def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
         """Add a batch; weights don't count."""
-        if self._reading is not None:
-            prediction, target = self._reading(prediction, target)
+        if self.reading is not None:
+            prediction, target = self.reading(prediction, target)
         if self._keeps_batches:
             # The caller may overwrite its memory with the next batch.
             prediction, target = map_leaves(_copied, prediction), map_leaves(_copied, target)

@@ -184,7 +184,6 @@ def test_who_looks_after_such_losses_is_left_to_it(watch):
     assert said(lambda: trained(watch, y=with_nan(9))) == []
 
 
-
 # ------------------------------------------------------------------ DetectLossSpike
 
 

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.losses import loss as loss_module
 from fitkit.losses import resolve
+from fitkit.losses.loss import labels_rule
 from fitkit.losses.modules import KNOWN
 from fitkit.naming import snake_case
 
@@ -396,3 +398,64 @@ def test_lambdas_and_partials_of_partials_have_names_to_log():
     assert resolve(lambda prediction, target: prediction.mean()).name == "lambda"
     twice = functools.partial(functools.partial(squared))
     assert resolve(twice).name == "squared"
+
+
+# ------------------------------------------------------------------ which label a logit is for
+
+
+class CausalLMOutput(dict):
+    """An output called as Hugging Face's language models call theirs."""
+
+
+PLACES = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(5, (4, 6), generator=torch.Generator().manual_seed(1))
+TOKENS[:, 4] = -100
+TOKENS[0] = -100
+
+
+def in_place(logits, labels, **options):
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+
+
+def of_the_next(logits, labels):
+    return in_place(logits[:, :-1], labels[:, 1:])
+
+
+@pytest.mark.parametrize(("logits", "labels", "loss", "expected"), [
+    (PLACES, TOKENS, of_the_next, "shifted"),
+    (PLACES, TOKENS, in_place, "aligned"),
+    (PLACES[1], TOKENS[1], in_place, "aligned"),
+    (PLACES, TOKENS, lambda x, y: of_the_next(x, y).bfloat16().float(), "shifted"),
+    (PLACES, TOKENS, lambda x, y: in_place(x.bfloat16(), y).float(), "aligned"),
+    (PLACES / 1e3, TOKENS, of_the_next, "shifted"),  # where both are within 1e-3 of each other
+    (PLACES / 1e3, TOKENS, in_place, "aligned"),
+    (torch.zeros(4, 6, 5), TOKENS, of_the_next, None),
+    (PLACES, TOKENS, lambda x, y: of_the_next(x, y) + 0.1, None),
+    (PLACES, TOKENS, lambda x, y: in_place(x, y, label_smoothing=0.2), None),
+    (PLACES, TOKENS.clamp(max=-100), lambda x, y: x.sum() * 0, None),
+    (PLACES, TOKENS + 5 * (TOKENS == 4), lambda x, y: x.mean(), None),
+    (PLACES, TOKENS[:, 1:], lambda x, y: x.mean(), None),
+    (PLACES, PLACES, F.mse_loss, None),
+    (PLACES, None, lambda x, y: x.mean(), None),
+])  # fmt: skip
+def test_the_nets_own_loss_tells_which_label_a_logit_is_for(
+    logits, labels, loss, expected, monkeypatch
+):
+    for most in (loss_module.MOST_SCORES, 40):  # 40: one sample after the other
+        monkeypatch.setattr(loss_module, "MOST_SCORES", most)
+        output = {"loss": loss(logits, labels), "logits": logits}
+        assert labels_rule(output, labels) == expected
+
+
+@pytest.mark.parametrize(("logits", "labels", "loss", "expected"), [
+    (PLACES, TOKENS, lambda x, y: of_the_next(x, y) + 0.1, "shifted"),
+    (torch.zeros(4, 6, 5), TOKENS, of_the_next, "shifted"),
+    (PLACES, TOKENS.clamp(max=-100), of_the_next, "shifted"),
+    (PLACES, TOKENS, in_place, "aligned"),
+    (PLACES, TOKENS[:, 1:], lambda x, y: x.mean(), None),  # as for CTC
+])  # fmt: skip
+def test_an_output_of_a_causal_language_models_class_is_shifted_in_doubt(
+    logits, labels, loss, expected
+):
+    output = CausalLMOutput(loss=loss(logits, labels), logits=logits)
+    assert labels_rule(output, labels) == expected
