@@ -48,8 +48,9 @@ class Hooks:
                 `optimizer_idx` gets the number of the one whose turn it is.
 
         Returns:
-            The loss, a tensor with one number, or a dict that has it as `"loss"`. With
-            `automatic_optimization = False` anything. None leaves the batch out.
+            The loss, a tensor with one number, the mean over the batch's samples; or a dict that
+            has it as `"loss"`. With `automatic_optimization = False` anything. None leaves the
+            batch out.
         """
         return self.running.compiled_loss(self, _batch_of(arguments, named))
 
@@ -193,7 +194,7 @@ def _check_class(kind: type) -> None:
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
     """Warn of callbacks' methods that look like hooks, once a class."""
     for callback in callbacks:
-        _check_callback(type(callback))
+        _check_callback(type(callback))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -281,7 +282,10 @@ CALLBACK_HOOKS = {
 _LOADER = "Give the data to {}."
 _MANUAL = "Set automatic_optimization = False and do it in training_step."
 INSTEAD = {
-    **{n: f"Write a callback with {ours} and give it to fit." for n, ours in CALLBACK_HOOKS.items()},
+    **{
+        theirs: f"Write a callback with {ours} and give it to fit."
+        for theirs, ours in CALLBACK_HOOKS.items()
+    },
     "on_train_epoch_end": "Override training_epoch_end, or write a callback with on_epoch_end.",
     "on_validation_epoch_end": "Override validation_epoch_end.",
     "on_test_epoch_end": "Override test_epoch_end.",
