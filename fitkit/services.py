@@ -22,6 +22,7 @@ from fitkit.logging_options import (
     joined_values,
     reduction_named,
 )
+from fitkit.losses import checked_count
 from fitkit.optimizers import held_by
 
 if TYPE_CHECKING:
@@ -223,12 +224,18 @@ class Services:
         found = [plan.scheduler for plan in self.fit_state.schedulers]
         return (found[0] if len(found) == 1 else found) if found else None
 
-    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def manual_backward(self, loss: torch.Tensor, *, count: Any = None, **options: Any) -> None:
         """Compute a loss's gradients, averaged over the ranks, in a step that makes its updates.
 
         Args:
             loss: a tensor with one number: the mean over this rank's samples.
+            count: what the loss is the mean over where that isn't the samples: the number of
+                labels that count, or their weights' sum. Ranks weigh by it. Default None.
             **options: of `Tensor.backward` (`retain_graph`, …).
+
+        Raises:
+            ConfigurationError: called elsewhere than in a `training_step` that makes its updates,
+                or `count` isn't a number from 0.
 
         Ranks:
             Collective: every rank calls it equally often.
@@ -238,7 +245,9 @@ class Services:
                 "manual_backward belongs into training_step, with automatic_optimization = False "
                 "(set it in __init__)."
             )
-        self.running.backward(loss, **options)
+        if count is not None:
+            count = checked_count(count, "manual_backward was given count")
+        self.running.backward(loss, count, **options)
 
     def clip_gradients(
         self,

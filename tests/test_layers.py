@@ -107,7 +107,7 @@ def test_no_file_outgrows_its_subject():
     long = {
         str(path.relative_to(PACKAGE)): lines
         for path in PACKAGE.rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > 450
+        if (lines := len(path.read_text().splitlines())) > 700
     }
     # model.py is the public face: two thirds of it are docstrings and signatures.
     long.pop("model.py", None)

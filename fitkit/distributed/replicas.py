@@ -105,7 +105,14 @@ class Replicas(Door):
         if hasattr(type(self.net), "end_replicas"):
             whole: Any = self.net
             whole.end_replicas([replica.module for replica in replicas])
-        return gather(outputs, replicas[0].device, None if method else weights)
+        if method:
+            return gather(outputs, replicas[0].device)
+        counts: list[Any] = []
+        if self.weigh is not None:
+            inputs = [kwargs or (args[0] if len(args) == 1 else args) for args, kwargs in parts]
+            counts = [self.weigh(*pair) for pair in zip(outputs, inputs, strict=True)]
+        is_known = bool(counts) and None not in counts
+        return gather(outputs, replicas[0].device, counts if is_known else weights)
 
     def _run(
         self, replicas: list[Replica], weights: list[int], method: str, parts: list[Part]

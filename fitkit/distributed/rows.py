@@ -88,7 +88,7 @@ def _are_texts(items: Any) -> bool:
 
 
 def gather(
-    outputs: list[Any], device: torch.device | None = None, weights: list[int] | None = None
+    outputs: list[Any], device: torch.device | None = None, weights: list[Any] | None = None
 ) -> Any:
     """What the replicas returned, as one.
 
@@ -101,8 +101,9 @@ def gather(
     Args:
         outputs: one tree a replica.
         device: where the joined tensors are; None for the first replica's.
-        weights: the replicas' numbers of samples, where the outputs are those of a whole net: a
-            scalar `loss` among them, as Hugging Face's models give, becomes the mean by them.
+        weights: what each replica's loss was the mean over, where the outputs are those of a
+            whole net: a scalar `loss` among them, as Hugging Face's models give, becomes the mean
+            by them.
 
     Raises:
         ConfigurationError: outputs of different structure, or shapes that differ beyond
@@ -152,10 +153,15 @@ def _gather(outputs: list[Any], join: Join, path: str) -> Any:
     return _rebuilt(first, joined)
 
 
-def mean_by(values: torch.Tensor, weights: list[int]) -> torch.Tensor:
-    """The mean of a vector with one entry a replica, by the replicas' numbers of samples."""
-    shares = torch.tensor(weights, dtype=values.dtype, device=values.device)
-    return (values * (shares / max(sum(weights), 1))).sum()
+def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
+    """The mean of a vector with one entry a replica, by what each entry is the mean over.
+
+    An entry that is the mean over nothing counts for nothing, though it is NaN.
+    """
+    shares = torch.stack([torch.as_tensor(w, dtype=values.dtype) for w in weights])
+    shares = shares.to(values.device)
+    counted = torch.where(shares > 0, values, torch.zeros_like(values))
+    return (counted * (shares / shares.sum().clamp_min(torch.finfo(values.dtype).tiny))).sum()
 
 
 def join_leaves(leaves: list[Any], device: torch.device | None = None) -> Any:

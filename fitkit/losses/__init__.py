@@ -1,6 +1,6 @@
 """Losses: names, torch.nn losses and callables as one kind of object, for one output or several."""
 
-from fitkit.losses.compiled import CompiledLoss
-from fitkit.losses.loss import Loss, resolve
+from fitkit.losses.compiled import CompiledLoss, Term
+from fitkit.losses.loss import Count, Loss, checked_count, resolve
 
-__all__ = ["CompiledLoss", "Loss", "resolve"]
+__all__ = ["CompiledLoss", "Count", "Loss", "Term", "checked_count", "resolve"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses.guards import check_learns
-from fitkit.losses.loss import KnownLoss, Loss, OwnLoss, resolve
+from fitkit.losses.loss import Count, KnownLoss, Loss, OwnLoss, resolve
 from fitkit.outputs import SINGLE, LossHint, by_output, log_name, named_outputs
-from fitkit.trees import is_container
+from fitkit.trees import is_container, leaves
 
 Losses = Loss | list[Loss | None] | dict[Hashable, Loss | None]
 Scales = float | list[float] | dict[Hashable, float]
@@ -33,6 +34,22 @@ class _Part:
     loss: Loss
     scale: float = 1.0
     classes: int | None = None
+
+
+@dataclasses.dataclass
+class Term:
+    """One output's loss in a batch: its log's name, its loss weight, its mean, and over what."""
+
+    name: str
+    scale: float
+    value: torch.Tensor
+    count: Count
+
+
+def total_of(terms: list[Term]) -> torch.Tensor:
+    """The sum of several outputs' losses by their loss weights."""
+    values = [t.value if t.scale == 1.0 else t.scale * t.value for t in terms]
+    return functools.reduce(torch.add, values)
 
 
 @dataclasses.dataclass
@@ -90,6 +107,60 @@ class CompiledLoss:
         if self._plan is None or len(self._plan.parts) < 2:
             return []
         return [_part_name(part) for part in self._plan.parts]
+
+    def may_count(self, targets: list[Any] | None) -> bool:
+        """Whether some loss may be a mean over something else than samples.
+
+        Args:
+            targets: all that there will be; None where that isn't known.
+        """
+        known = None if targets is None else list(leaves(targets))
+        return any(loss is not None and loss.may_count(known) for loss in _each(self._losses))
+
+    def counted(
+        self, prediction: Any, target: Any, weight: Any, *, is_part: bool
+    ) -> tuple[torch.Tensor, Count]:
+        """The loss of a net with one loss, and what its mean was taken over: None for samples."""
+        plan = self._plan_of(prediction)
+        ((part, its_prediction, its_target),) = _pairs(plan, prediction, target)
+        its_weight = _weights(plan, weight).get(part.output)
+        value, count = part.loss.counted(
+            its_prediction, its_target, its_weight, part.classes, is_part=is_part
+        )
+        return (value if part.scale == 1.0 else part.scale * value), count
+
+    @property
+    def own(self) -> OwnLoss | None:
+        """The loss that the net computes itself, where it does."""
+        return self._losses if isinstance(self._losses, OwnLoss) else None
+
+    def count_of_replica(self, prediction: Any, target: Any) -> Count:
+        """What the loss is the mean over that a net, which computes it itself, gives a replica."""
+        return self._losses.count(prediction, target) if isinstance(self._losses, OwnLoss) else None
+
+    def counts(self, target: Any) -> list[Count]:
+        """What each output's mean is taken over, of a batch whose forward hasn't run."""
+        assert self._plan is not None
+        targets = _targets(self._plan, target)
+        return [
+            part.loss.count(None, targets[part.output], part.classes) for part in self._plan.parts
+        ]
+
+    def terms(self, prediction: Any, target: Any, weight: Any, *, is_part: bool) -> list[Term]:
+        """The losses of a batch's several outputs, each with what its mean was taken over."""
+        plan = self._plan_of(prediction)
+        weights = _weights(plan, weight)
+        found = []
+        for part, its_prediction, its_target in _pairs(plan, prediction, target):
+            value, count = part.loss.counted(
+                its_prediction,
+                its_target,
+                weights.get(part.output),
+                part.classes,
+                is_part=is_part,
+            )
+            found.append(Term(_part_name(part), part.scale, value, count))
+        return found
 
     @property
     def direct(self) -> Callable[[Any, Any], torch.Tensor] | None:

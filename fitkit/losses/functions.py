@@ -59,8 +59,15 @@ class CountedLabels:
         self._ignore_index = ignore_index
         self._module = module
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether labels count by weights of their classes."""
+        return getattr(self._module, "weight", None) is not None
+
     def counts_all(self, target: torch.Tensor) -> bool:
-        """Whether no label is ignored; read from the device."""
+        """Whether each label counts as 1; read from the device."""
+        if self.has_weights:
+            return False
         if not target.numel():
             return True
         above = bool(target.min() > self._ignore_index)  # which takes a sixth of comparing each
@@ -72,7 +79,8 @@ class CountedLabels:
         weight = getattr(self._module, "weight", None)
         if weight is None:
             return counts.sum()
-        return (weight[torch.where(counts, target, 0)] * counts).sum()
+        labels = torch.where(counts, target, 0).to(weight.device, torch.int64)
+        return (weight[labels] * counts.to(weight.device)).sum()
 
 
 def torch_binary_cross_entropy(

@@ -6,6 +6,8 @@ Reference: the meaning of each name is in `names.py`, that of weights in `weight
 from __future__ import annotations
 
 import abc
+import math
+import numbers
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -32,6 +34,33 @@ from fitkit.trees import leaves
 FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 """How many float32 the CPU computes at once. Along a last axis shorter than that, torch's softmax
 takes two to seven times as long (0.15 µs a row) as along an axis with another behind it."""
+
+
+Count = float | torch.Tensor | None
+"""What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
+
+
+def checked_count(count: Any, what: str) -> float | torch.Tensor:
+    """What a loss is the mean over, as a number or a tensor on its device.
+
+    Raises:
+        ConfigurationError: it isn't one number from 0.
+    """
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
+        count = count.detach().reshape(())
+        if not count.is_cpu:
+            return count  # reading it would wait for the device
+        count = count.item()
+    if isinstance(count, (bool, str)) or not isinstance(count, numbers.Real):
+        raise ConfigurationError(
+            f"{what}={describe(count)}. It must be one number: how many labels (or samples, or "
+            "their weights) the loss is the mean over."
+        )
+    if not 0 <= count < math.inf:
+        raise ConfigurationError(
+            f"{what}={describe(count)}. What a loss is the mean over is a finite number from 0."
+        )
+    return count if isinstance(count, (int, float)) else float(count)
 
 
 class Loss(abc.ABC):
@@ -94,6 +123,39 @@ class Loss(abc.ABC):
         """
         return  # most losses take any number
 
+    def may_count(self, targets: list[Any] | None) -> bool:
+        """Whether the mean may be taken over something else than samples.
+
+        Args:
+            targets: all that there will be; None where that isn't known.
+        """
+        return False
+
+    def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
+        """What the mean over a batch was taken over; None for its samples.
+
+        Args:
+            prediction: the net's; None for a batch whose forward hasn't run.
+            classes: what `count_classes` gave.
+        """
+        return None
+
+    def counted(
+        self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
+    ) -> tuple[torch.Tensor, Count]:
+        """The mean over a batch, and what it was taken over.
+
+        Args:
+            weight: the sample weights; None for none.
+            classes: what `count_classes` gave.
+            is_part: whether the batch is a part of what an update sees: nothing in it may count.
+        """
+        if weight is None:
+            mean = self(prediction, target)
+        else:
+            mean = self.weighted(prediction, target, weight)
+        return mean, self.count(prediction, target, classes)
+
     def to(self, device: torch.device | str) -> None:
         """Move class weights and other buffers, where it has some."""
         return  # most have none
@@ -150,6 +212,31 @@ class KnownLoss(Loss):
         values = self._each(prediction, target)
         return values if values.ndim == 1 else values.flatten(1).mean(1)
 
+    def may_count(self, targets: list[Any] | None) -> bool:
+        if self._counted is None:
+            return False
+        known = targets and all(isinstance(target, torch.Tensor) for target in targets)
+        return not known or not all(self._counted.counts_all(target) for target in targets or ())
+
+    def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
+        if self._counted is None or classes is None:
+            return None
+        return self._counted(torch.as_tensor(target))
+
+    def counted(
+        self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
+    ) -> tuple[torch.Tensor, Count]:
+        weighs = self._counted is not None and self._counted.has_weights and classes is not None
+        if not (is_part and weighs):
+            return super().counted(prediction, target, weight, classes, is_part=is_part)
+        # torch divides by the labels' weights; where they are 0 there is no gradient either.
+        count = self._counted(target)
+        divisor = count + (count == 0)
+        values = self.per_sample(prediction, target)
+        if weight is None:
+            return values.sum() / divisor, count
+        return weighted_mean(values, weight, divisor), count
+
     def joins(self, target: torch.Tensor) -> bool:
         """Whether the loss is the mean of `of_each`, whichever of these targets come together:
         none is ignored, no weights of the loss's own may be meant for a batch's places, and no code
@@ -202,6 +289,7 @@ class CustomLoss(Loss):
         self.label = f"The loss {self.name}"
         self._function = function
         self._each = function
+        self._has_warned = False
         if isinstance(function, nn.Module) and isinstance(
             getattr(function, "reduction", None), str
         ):
@@ -213,6 +301,19 @@ class CustomLoss(Loss):
         if not result.requires_grad:
             self._check_detached(prediction)
         return result.mean() if result.ndim else result
+
+    def may_count(self, targets: list[Any] | None) -> bool:
+        return True
+
+    def counted(
+        self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
+    ) -> tuple[torch.Tensor, Count]:
+        if weight is not None:
+            return self.weighted(prediction, target, weight), None
+        result = self._call(self._function, prediction, target)
+        if not result.requires_grad:
+            self._check_detached(prediction)
+        return (result.mean(), result.numel()) if result.ndim else (result, None)
 
     def per_sample(self, prediction: Any, target: Any) -> torch.Tensor:
         result = self._call(self._each, prediction, target)
@@ -226,6 +327,23 @@ class CustomLoss(Loss):
 
     def check(self, prediction: Any, target: Any) -> None:
         check_broadcast(self.label, self._function, prediction, target)
+        ignored = getattr(self._function, "ignore_index", IGNORED)
+        if self._has_warned or not isinstance(ignored, int):
+            return
+        labels = [leaf for leaf in leaves(target) if isinstance(leaf, torch.Tensor)]
+        labels = [leaf for leaf in labels if not leaf.is_floating_point()]
+        if any(bool((leaf == ignored).any()) for leaf in labels):
+            with torch.no_grad():
+                is_mean = self._call(self._function, prediction, target).ndim == 0
+            if is_mean:
+                self._has_warned = True
+                warn(
+                    f"{self.label} gives one number for a batch that has labels of {ignored}. "
+                    "Where these don't count in it, fitkit can't tell what its mean is taken "
+                    "over, and weighs batches by their samples: the result depends on how they "
+                    "are cut. Let it return its values before the mean, for the labels that "
+                    "count; fitkit takes the mean."
+                )
 
     def to(self, device: torch.device | str) -> None:
         if isinstance(self._function, nn.Module):
@@ -267,12 +385,78 @@ class OwnLoss(Loss):
 
     def __init__(self) -> None:
         self.name, self.label, self.hint = "loss", "The net's own loss", LossHint()
+        self.rule: str | None = None
+        self.is_settled = False
+        self._has_warned = False
 
     def __call__(self, prediction: Any, target: Any = None) -> torch.Tensor:
         value = _carried(prediction)
         if value is None:
             raise _nothing_carried(prediction)
         return value.mean() if value.ndim else value
+
+    def may_count(self, targets: list[Any] | None) -> bool:
+        return True
+
+    def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
+        if not is_labels(target):
+            return None
+        if not self.is_settled:
+            self._settle(prediction, target)
+        if self.rule is None:
+            return None if self.is_settled else (target != IGNORED).sum()
+        labels = target[:, 1:] if self.rule == "shifted" else target
+        return (labels != IGNORED).sum()
+
+    def settle_by_sum(self, mean: Any, summed: Any, target: Any) -> None:
+        """Find out which labels the net's loss is the mean over, from the same batch's sum.
+
+        Args:
+            mean: what the net gave for a batch.
+            summed: what it gave for the batch with `num_items_in_batch=1`.
+            target: the batch's labels.
+        """
+        own, total = _carried(mean), _carried(summed)
+        if own is None or total is None or not is_labels(target) or not float(own):
+            return
+        found = float(total) / float(own)
+        counts = {"aligned": int((target != IGNORED).sum())}
+        if target.ndim == 2:
+            counts["shifted"] = int((target[:, 1:] != IGNORED).sum())
+        rule = min(counts, key=lambda name: abs(counts[name] - found))
+        is_clear = len(set(counts.values())) == len(counts)
+        if is_clear and abs(counts[rule] - found) < 0.25:  # labels are whole
+            self._take(rule)
+
+    def agree(self, collectives: Any) -> None:
+        """Weigh by the same labels on every rank, also where a rank's first batch has none.
+
+        Ranks:
+            Collective.
+        """
+        settled = [rule for known, rule in collectives.gather((self.is_settled, self.rule)) if known]
+        if settled:
+            self._take(settled[0] if len(set(settled)) == 1 else None)
+
+    def _take(self, rule: str | None) -> None:
+        self.rule, self.is_settled = rule, True
+        if rule is not None:
+            self.hint = LossHint("logits", "classes", -1, is_shifted=rule == "shifted")
+
+    def _settle(self, prediction: Any, target: torch.Tensor) -> None:
+        """Find out which labels the net's loss is the mean over, at a batch where some count."""
+        ignored = target == IGNORED
+        if bool(ignored.all()):
+            return  # nothing was computed yet that could tell
+        self._take(labels_rule(prediction, target))
+        if self.rule is None and bool(ignored.any()) and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "Labels of -100 don't count in the net's own loss, and fitkit can't tell what "
+                "its mean is taken over: batches are weighed by their samples, so the result "
+                "depends on how they are cut. Return logits beside the loss, give compile a loss, "
+                "or return {'loss': loss, 'count': labels that count} from a training_step."
+            )
 
     def per_sample(self, prediction: Any, target: Any = None) -> torch.Tensor:
         value = _carried(prediction)
@@ -288,9 +472,8 @@ class OwnLoss(Loss):
     def check(self, prediction: Any, target: Any = None) -> None:
         if _carried(prediction) is None:
             raise _nothing_carried(prediction)
-        rule = labels_rule(prediction, target)
-        if rule is not None:
-            self.hint = LossHint("logits", "classes", -1, is_shifted=rule == "shifted")
+        if is_labels(target) and not self.is_settled:
+            self._settle(prediction, target)
 
 
 IGNORED = -100
@@ -298,6 +481,12 @@ IGNORED = -100
 
 MOST_SCORES = 2**24
 """So many logits are copied at once at most: those of a batch may be gigabytes."""
+
+
+def is_labels(target: Any) -> bool:
+    """Whether a target is one tensor of class indices."""
+    is_tensor = isinstance(target, torch.Tensor) and target.ndim > 0
+    return is_tensor and not target.is_floating_point() and target.dtype is not torch.bool
 
 
 @torch.no_grad()
@@ -317,10 +506,9 @@ def labels_rule(prediction: Any, target: Any) -> str | None:
         each is for the label in its place; None: that can't be told.
     """
     loss, logits = _carried(prediction), named_outputs(prediction).get(SINGLE)
-    if loss is None or not isinstance(logits, torch.Tensor) or not isinstance(target, torch.Tensor):
+    if loss is None or not isinstance(logits, torch.Tensor) or not is_labels(target):
         return None
-    has_labels = not target.is_floating_point() and target.dtype is not torch.bool
-    if not has_labels or logits.ndim not in (2, 3) or target.shape != logits.shape[:-1]:
+    if logits.ndim not in (2, 3) or target.shape != logits.shape[:-1]:
         return None
     by_class = "shifted" if logits.ndim == 3 and "CausalLM" in type(prediction).__name__ else None
     counted = target[target != IGNORED]
@@ -408,12 +596,12 @@ def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:
     return prediction if target.dtype is prediction.dtype else prediction.float()
 
 
-def _carried(prediction: Any) -> torch.Tensor | None:
+def _carried(prediction: Any, name: str = "loss") -> torch.Tensor | None:
     """The loss in a net's output: its attribute `loss`, or its key."""
     if isinstance(prediction, Mapping):
-        value = prediction.get("loss")
+        value = prediction.get(name)
     else:
-        value = getattr(prediction, "loss", None)
+        value = getattr(prediction, name, None)
     return value if isinstance(value, torch.Tensor) else None
 
 

@@ -78,6 +78,10 @@ class Caller:
             return True
         return len(self._required) != 1
 
+    def takes(self, x: Any, name: str) -> bool:
+        """Whether inputs enter by keyword, and one of this name may be among them."""
+        return name in self._names and isinstance(x, Mapping) and self.by_keyword(x)
+
     def by_position(self, x: tuple[Any, ...] | list[Any]) -> bool:
         """Whether a tuple's or list's entries are arguments of their own."""
         if self._spread:

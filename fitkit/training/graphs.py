@@ -102,6 +102,9 @@ class Graphed:
     def is_between_groups(self) -> bool:
         return bool(self._learn.is_between_groups)
 
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return self._learn.watch(batches)
+
     def finish(self) -> None:
         self._learn.finish()
         # Between epochs callbacks may freeze layers, load weights, …

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,14 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from fitkit.data.batches import NoRows
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden, step_arguments
+from fitkit.losses import Count
 from fitkit.notices import warn
 from fitkit.training.compilation import DEFAULTS, Compilation
 from fitkit.training.fit_state import FitState
 from fitkit.training.graphs import graphed, not_captured, why_not
 from fitkit.training.stage import Stage
-from fitkit.training.updates import Updater
+from fitkit.training.updates import Updater, nothing_if
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -32,8 +35,33 @@ class Learning(Protocol):
     def is_between_groups(self) -> bool:
         """Whether no batch waits for others to make an update with it."""
 
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """An epoch's batches, of which the learning may look at the next ones."""
+
     def finish(self) -> None:
         """Make the update of a group of batches that the epoch's end cuts short."""
+
+
+class Upcoming:
+    """Batches, of which the next ones can be looked at before they are taken."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._seen: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._seen.popleft() if self._seen else next(self._batches)
+
+    def peek(self, count: int) -> list[Any]:
+        """The next `count` batches that have rows, or fewer where there aren't so many."""
+        found = [batch for batch in self._seen if batch is not NoRows]
+        while len(found) < count and (batch := next(self._batches, None)) is not None:
+            self._seen.append(batch)
+            found += [] if batch is NoRows else [batch]
+        return found[:count]
 
 
 class Automatic:
@@ -49,6 +77,7 @@ class Automatic:
         self._step = step
         self._updater = updater
         self._alone = alone
+        self._upcoming = Upcoming(iter(()))
         self.finish = updater.finish
 
     @property
@@ -58,6 +87,7 @@ class Automatic:
     def __call__(self, batch: Any, index: int, **optimizer: int) -> None:
         step, updater = self._step, self._updater
         updater.clear()
+        step.is_part = updater.sees_parts
         if updater.accumulates:
             with updater.around_step():
                 self._learn(step(batch, index, **optimizer))
@@ -67,13 +97,31 @@ class Automatic:
                 self._learn(None)
                 return
             again = partial(step.again, batch, index, **optimizer)
-            updater.step_with_closure(loss, again, step.samples, step.total)
+            updater.step_with_closure(loss, again, step.samples, step.total, step.count)
         else:
             self._learn(step(batch, index, **optimizer))
 
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """An epoch's batches, of which the next ones can be looked at."""
+        if not self._step.may_count:
+            return batches
+        self._upcoming = Upcoming(batches)
+        return self._upcoming
+
+    def share(self, other: Automatic) -> None:
+        """Look at the same next batches as another learner."""
+        self._upcoming = other._upcoming
+
+    def _ahead(self, batches: int) -> list[list[float]]:
+        return [self._step.counts_of(batch) for batch in self._upcoming.peek(batches)]
+
     def _learn(self, loss: torch.Tensor | None) -> None:
+        step = self._step
         if loss is not None:
-            self._updater.step(loss, self._step.samples, self._step.total)
+            if step.terms is None:
+                self._updater.step(loss, step.samples, step.total, step.count)
+            else:
+                self._updater.step_terms(step.terms, step.samples, step.total, self._ahead)
         elif not self._alone:
             raise ConfigurationError(
                 "training_step returned None, to leave out a batch. Several ranks make each step "
@@ -109,6 +157,13 @@ class Alternating:
             with only_for(self._optimizers[number], self._state):
                 self._learners[number](batch, index, optimizer_idx=number)
 
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        first, *others = self._learners
+        batches = first.watch(batches)
+        for learner in others:
+            learner.share(first)
+        return batches
+
     @property
     def is_between_groups(self) -> bool:
         return all(learner.is_between_groups for learner in self._learners)
@@ -138,6 +193,9 @@ class Manual:
         for scaling in self._state.scalings:
             scaling.update()
         self._after_update()
+
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
 
     @property
     def is_between_groups(self) -> bool:
@@ -180,9 +238,13 @@ def learning_for(
         check_manual(model, compilation)
         parameters = compilation.trainable(model)
 
-        def backward(loss: torch.Tensor, **options: Any) -> None:
-            share = step.samples * strategy.shares.world_size
-            scaled = loss if share == step.total else loss * (share / step.total)
+        def backward(loss: torch.Tensor, count: Count = None, **options: Any) -> None:
+            mine, whole = step.samples, step.total
+            if count is not None and strategy.shares.world_size > 1:
+                mine = float(count)
+                (whole,) = strategy.shares.sums([mine])
+            share = mine * strategy.shares.world_size
+            scaled = loss if share == whole else nothing_if(loss, mine) * (share / whole)
             if state.scalings:
                 scaled = state.scalings[0].scaler.scale(scaled)
             scaled.backward(**options)

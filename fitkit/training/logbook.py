@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
+from fitkit.losses import Term
 from fitkit.metrics.output import OutputMeters
 from fitkit.training.logged import Logged
 from fitkit.training.running_mean import RunningMean
@@ -19,6 +20,8 @@ class Logbook:
         meters: the pass's metrics.
 
     Attributes:
+        scales: the loss weights of the parts, where these are means over different things: the
+            loss is their sum then, not a mean of batches' losses.
         steps: how many steps this rank has made.
         fillers: how many of them only filled a place.
     """
@@ -26,6 +29,7 @@ class Logbook:
     def __init__(self, meters: Any) -> None:
         self.loss = RunningMean()
         self.parts: dict[str, RunningMean] = {}
+        self.scales: dict[str, float] = {}
         self.meters = meters
         self.logged = Logged()
         self.steps = self.fillers = 0
@@ -34,6 +38,13 @@ class Logbook:
         """Take the losses of a batch's several outputs."""
         for name, value in parts.items():
             self.parts.setdefault(name, RunningMean()).add(value.detach(), samples)
+
+    def add_terms(self, terms: list[Term], samples: int) -> None:
+        """Take the losses of a batch's several outputs, each the mean over something else."""
+        for term in terms:
+            mean = self.parts.setdefault(term.name, RunningMean())
+            mean.add(term.value.detach(), samples if term.count is None else term.count)
+            self.scales[term.name] = term.scale
 
     def join_loss(
         self,
@@ -66,23 +77,29 @@ class Logbook:
         self.logged.reset()
         self.steps = self.fillers = 0
 
-    def sums(self) -> dict[str, tuple[float, int]]:
-        """The sum and the number of samples of the loss and of each of its parts."""
-        return {
-            "loss": self.loss.sums(),
-            **{name: part.sums() for name, part in self.parts.items()},
-        }
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """The sum of the loss and of each of its parts, and over what it was taken."""
+        parts = {name: part.sums() for name, part in self.parts.items()}
+        return parts if self.scales else {"loss": self.loss.sums(), **parts}
 
     def results(self) -> dict[str, Any]:
         """All running values as Python floats: the loss, its parts, the metrics, the logged."""
         with self.meters.up_to_date():
-            found = {"loss": self.loss.result()}
-            found.update({name: part.result() for name, part in self.parts.items()})
+            parts = {name: part.result() for name, part in self.parts.items()}
+            found = {"loss": whole_loss(parts, self.scales, self.loss.result()), **parts}
             return {
                 **{name: value for name, value in found.items() if value is not None},
                 **self.meters.results(),
                 **self.logged.results(),
             }
+
+
+def whole_loss(
+    parts: Mapping[str, float | None], scales: dict[str, float], loss: float | None
+) -> float | None:
+    """The loss of several outputs, from their means where these are over different things."""
+    known = [scale * mean for name, scale in scales.items() if (mean := parts.get(name)) is not None]
+    return sum(known) if known else loss
 
 
 class LazyLogs(MutableMapping[str, Any]):

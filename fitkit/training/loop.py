@@ -57,7 +57,7 @@ def train_batches(
     index = done - 1
     empty = 0
     waits = False  # the group's batches so far, for the hooks at its end
-    for index, batch in enumerate(batches, done):
+    for index, batch in enumerate(learn.watch(batches), done):
         if batch is NoRows:
             empty += 1
         else:

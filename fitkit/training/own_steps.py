@@ -18,6 +18,7 @@ from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden, step_arguments
+from fitkit.losses import Count, Term, checked_count
 from fitkit.logging_options import is_metric
 from fitkit.notices import warn
 from fitkit.training.logbook import Logbook
@@ -41,6 +42,7 @@ class OwnStep:
     Attributes:
         samples: of the last batch on this rank; 0 where it only filled a place.
         total: of the last batches on all ranks.
+        count, terms, may_count, is_part: as in `CompiledStep`.
         synchronization: what synchronised batch normalisations are told; None where there are none.
         outputs: what the steps returned; None where nobody wants it.
     """
@@ -64,6 +66,9 @@ class OwnStep:
         self.logbook = logbook
         self.samples = 0
         self.total = 0
+        self.count: Count = None
+        self.terms: list[Term] | None = None
+        self.may_count, self.is_part = True, False
         self.outputs: list[Any] | None = None
         self._collectives = collectives
         self._around = around
@@ -133,11 +138,13 @@ class OwnStep:
             outputs = self._run(batch, index, optimizer_idx)
             loss = self._loss(outputs)
         if stage.is_filler:
+            self.count = None if self.count is None else 0
             self.logbook.fillers += 1
         else:
             stage.seen += self.samples
             if loss is not None:
-                self.logbook.loss.add(loss.detach(), self.samples)
+                weight = self.samples if self.count is None else self.count
+                self.logbook.loss.add(loss.detach(), weight)
             if self.outputs is not None:
                 self.outputs.append(_kept(outputs, training=stage.name == "training"))
         if stage.name == "training":  # elsewhere ranks may make unequal numbers of steps
@@ -187,6 +194,7 @@ class OwnStep:
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         found = getattr(found, "loss", found)  # an object with .loss, as Hugging Face's
         loss = None
+        self.count = self._count(outputs, found)
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             loss = found.reshape(())
         elif self.stage.name != "training" and isinstance(found, float):
@@ -195,6 +203,20 @@ class OwnStep:
             self._check(loss, found, outputs)
         self._is_first = False
         return loss
+
+    def _count(self, outputs: Any, loss: Any) -> Count:
+        """What the step's loss was the mean over: as the step says it, or as the compiled loss."""
+        if isinstance(outputs, Mapping) and outputs.get("count") is not None:
+            return checked_count(outputs["count"], f"{self._method} returned 'count'")
+        compiled = self.stage.compiled
+        is_compiled = compiled is not None and loss is not None and compiled.inside_loss is loss
+        self.terms = compiled.terms if is_compiled else None
+        return compiled.count if is_compiled else None
+
+    def counts_of(self, batch: Any) -> list[float]:
+        """As `CompiledStep.counts_of`, where the compiled loss is what the step returns."""
+        found: list[float] = self.stage.compiled.counts_of(batch)
+        return found
 
     def _check(self, loss: torch.Tensor | None, found: Any, outputs: Any) -> None:
         """Refuse what can't be learned from."""
@@ -215,10 +237,14 @@ class OwnStep:
 
 
 def with_mean_loss(outputs: Any, weights: list[int]) -> Any:
-    """Gathered outputs with the replicas' losses as their mean, weighted by samples."""
+    """Gathered outputs with the replicas' losses as their mean, by their counts or samples."""
     if isinstance(outputs, Mapping):
         if not isinstance(outputs.get("loss"), torch.Tensor):
             return outputs
+        counts = outputs.get("count")
+        if isinstance(counts, torch.Tensor) and counts.shape == (len(weights),):
+            loss = with_mean_loss(outputs["loss"], list(counts))
+            return {**outputs, "loss": loss, "count": counts.sum()}
         return {**outputs, "loss": with_mean_loss(outputs["loss"], weights)}
     if isinstance(outputs, torch.Tensor) and outputs.shape == (len(weights),):
         return mean_by(outputs, weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fitkit.distributed.collectives import Collectives
-from fitkit.training.logbook import Logbook
+from fitkit.training.logbook import Logbook, whole_loss
 
 
 def reduced(
@@ -37,6 +37,10 @@ def reduced(
         *collectives.gather(noted_by(logbook, logbook.steps, collectives.rank)),
     ]
     values = _means([notes["sums"] for notes in told])
+    scales = {name: scale for notes in told for name, scale in notes.get("scales", {}).items()}
+    loss = whole_loss(values, scales, values.get("loss"))
+    if loss is not None:
+        values = {"loss": loss, **{n: v for n, v in values.items() if n != "loss"}}
     metrics: dict[str, Any] = {}
     states = [notes["metrics"] for notes in told if notes["metrics"] is not None]
     if logbook.meters.state() is not None:
@@ -61,6 +65,7 @@ def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
     """What this rank has noted of a pass, as plain data."""
     return {
         "sums": logbook.sums(),
+        "scales": dict(logbook.scales),
         "metrics": logbook.meters.state(),
         "logged": logbook.logged.state(),
         "steps": steps,
@@ -69,7 +74,7 @@ def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
     }
 
 
-def _means(all_sums: list[dict[str, tuple[float, int]]]) -> dict[str, Any]:
+def _means(all_sums: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
     means = {}
     for name in dict.fromkeys(name for sums in all_sums for name in sums):
         pairs = [sums[name] for sums in all_sums if name in sums]

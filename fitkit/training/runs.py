@@ -15,6 +15,7 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.parts import part_of
 from fitkit.data.sharding import sharded
 from fitkit.data.sources import Source
+from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy
 from fitkit.hooks import has_own_steps, overridden
@@ -46,6 +47,7 @@ def compiled_step(
     class_weights: ClassWeights | None = None,
     all_targets: list[Any] | None = None,
     name: str = "x",
+    ranks: Collectives | None = None,
 ) -> CompiledStep:
     """A step with its own logbook and meters, so that calls can nest."""
     strategy = compilation.strategy
@@ -60,6 +62,7 @@ def compiled_step(
         class_weights,
         all_targets,
         name,
+        ranks,
     )
 
 
@@ -77,10 +80,13 @@ def step_for(
     if stage != "training":
         door = strategy.evaluation_door(model)
     elif learns_alone(model):
+        known = None if all_targets is None else all_targets[:1]
+        strategy.may_count = has_own_steps(model, stage) or compilation.loss.may_count(known)
         door = strategy.door(model)
     else:
         door = strategy.plain_door(model)
-    compiled = compiled_step(model, compilation, door, class_weights, all_targets, name)
+    ranks = strategy.shares if stage == "training" else None
+    compiled = compiled_step(model, compilation, door, class_weights, all_targets, name, ranks)
     running = Stage(stage, compiled.logbook.logged, compiled)
     running.transferred = compiled.mover.transfer
     by_turns = stage == "training" and not learns_alone(model)

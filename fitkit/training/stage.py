@@ -51,7 +51,7 @@ class Stage:
     is_filler: bool = False
     is_opening: bool = False
     waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
-    backward: Callable[[torch.Tensor], None] | None = None
+    backward: Callable[..., None] | None = None
 
     @staticmethod
     def moved(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:

@@ -16,11 +16,13 @@ from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_secon
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
 from fitkit.data.transfer import LABEL_KEYS
+from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError
-from fitkit.losses import CompiledLoss
+from fitkit.losses import CompiledLoss, Count, Term
+from fitkit.losses.compiled import total_of
 from fitkit.training.calling import Caller
 from fitkit.training.explain import raise_explained, shapes_of
 from fitkit.training.logbook import Logbook
@@ -44,10 +46,15 @@ class CompiledStep:
         all_targets: all targets of in-memory data (several data sets': a list), whose labels
             are checked at the first batch, and decide whether an evaluation's losses are joined.
         name: how the user called the data, for messages.
+        ranks: those that train together, in training; None elsewhere.
 
     Attributes:
         samples: of the last batch on this rank; 0 where it only filled a place.
         total: of the last batches on all ranks.
+        count: what the last batch's loss was the mean over; None for its samples.
+        may_count: whether losses may be means over something else than samples.
+        terms: the last batch's losses, where several outputs may count differently.
+        is_part: whether the next batch is only a part of what an update sees.
         synchronization: what synchronised batch normalisations are told; None where there are none.
     """
 
@@ -62,11 +69,13 @@ class CompiledStep:
         class_weights: ClassWeights | None = None,
         all_targets: list[Any] | None = None,
         name: str = "x",
+        ranks: Collectives | None = None,
     ) -> None:
         self.door = door
         self.forward = forward_of(door)
         self.caller = caller
         self.mover = mover
+        self._ranks = ranks
         self._move = mover.move
         self._around, self._wide = precision.forward, precision.predictions
         self._is_plain = precision.is_plain
@@ -81,6 +90,13 @@ class CompiledStep:
         self.checked = self._had_target = False
         self.samples = 0
         self.total = 0
+        self.may_count = loss.may_count(self.all_targets[:1] or None)
+        if loss.own is not None:
+            door.weigh = lambda output, x: _number(loss.count_of_replica(output, labels_inside(x)))
+        self.count: Count = None
+        self.terms: list[Term] | None = None
+        self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
+        self.is_part = False
         self._replicas = threading.Lock()
 
     @property
@@ -117,6 +133,7 @@ class CompiledStep:
         if share is not None:
             self.samples, self.total = share.count, share.total
             if share.count == 0:
+                self.count = None if self.count is None else 0
                 return loss
         self.note(prediction, loss.detach(), parts, y, weight)
         return loss
@@ -138,6 +155,7 @@ class CompiledStep:
         if self.class_weights is not None or (self.meters is not None and meters is None):
             return self
         forward, add = bare(self.door) if alone else self.forward, self.logbook.loss.add
+        counted = self.loss.counted if self.may_count else None
         update = of_each = shape = None
         if meters is not None:
             update = meters.update_more
@@ -152,14 +170,20 @@ class CompiledStep:
                 prediction = forward(x)
                 # A prediction of another shape: what doesn't fit shall fail by itself, before
                 # it is joined with others.
-                if of_each is None or prediction.shape != shape:
+                count: Count = None
+                if counted is not None:
+                    value, count = counted(prediction, y, None, is_part=False)
+                elif of_each is None or prediction.shape != shape:
                     value, shape = loss(prediction, y), prediction.shape
             except Exception as error:
                 self._explain(error, x, y)
                 raise
             self.samples = self.total = samples = y.shape[0]
             if of_each is None:
-                add(value.detach() if value.requires_grad else value, samples)
+                add(
+                    value.detach() if value.requires_grad else value,
+                    samples if count is None else count,
+                )
             if update is not None:
                 update(prediction, y, None)
 
@@ -175,7 +199,11 @@ class CompiledStep:
     ) -> None:
         """Note a batch of `samples` samples in the logbook, with the metrics."""
         logbook, samples = self.logbook, self.samples
-        logbook.loss.add(loss, samples)
+        if self.terms is not None:
+            logbook.loss.last = loss
+            logbook.add_terms(self.terms, samples)
+        else:
+            logbook.loss.add(loss, samples if self.count is None else self.count)
         if parts:
             logbook.add_parts(parts, samples)
         if self.meters is not None:
@@ -207,6 +235,7 @@ class CompiledStep:
                 prediction = None
         if prediction is None:
             prediction, loss, parts = self.compute(model, x, y, weight)
+        self.inside_loss = loss
         with self._replicas, torch.no_grad():
             if counts and parts:
                 self.logbook.add_parts(parts, samples_in(x, y))
@@ -243,13 +272,62 @@ class CompiledStep:
             prediction = self._wide(prediction)
             if is_first:
                 self._check(prediction, x, y)
-            loss, parts = self.loss(prediction, y, weight)
+                self._ask_for_sum(x, y)
+            if self.may_count:
+                loss, parts = self._counted(prediction, y, weight)
+            else:
+                loss, parts = self.loss(prediction, y, weight)
             if is_first:
                 self.loss.check_learns(loss)
         except Exception as error:
             self._explain(error, x, y)
             raise
         return prediction, loss, parts
+
+    def _counted(
+        self, prediction: Any, y: Any, weight: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss and its parts, with what their means are taken over."""
+        self.count = None
+        if self.loss.part_names:
+            terms = self.loss.terms(prediction, y, weight, is_part=self.is_part)
+            if any(term.count is not None for term in terms):
+                for term in terms:
+                    term.count = _number(term.count)
+                self.terms = terms
+                return total_of(terms), {}
+            self.terms = None
+            return total_of(terms), {term.name: term.value.detach() for term in terms}
+        own, ranks = self.loss.own, self._ranks
+        if own is not None and ranks is not None and not own.is_settled:
+            own.count(prediction, y)
+            own.agree(ranks)
+        loss, count = self.loss.counted(prediction, y, weight, is_part=self.is_part)
+        self.count = _number(count)
+        return loss, {}
+
+    def _ask_for_sum(self, x: Any, y: Any) -> None:
+        """Find out what a net's own loss is the mean over, where it can give its sum, too."""
+        own, net = self.loss.own, self.door.net
+        if own is None or own.is_settled or not self.caller.takes(x, "num_items_in_batch"):
+            return
+        modes = [(child, child.training) for child in net.modules()]
+        net.eval()
+        try:
+            with torch.no_grad(), self._around(self._kind):
+                mean = self.caller(net, x)
+                own.settle_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
+        finally:
+            for child, training in modes:
+                child.training = training
+
+    def counts_of(self, batch: Any) -> list[float]:
+        """What each output's mean will be taken over, of a batch that is still to be computed."""
+        share = batch if type(batch) is Share else None
+        x, y, _ = unpack(batch if share is None else share.batch)
+        samples = samples_in(x, y) if share is None else share.count
+        counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
+        return [float(samples if c is None or not samples else c) for c in counts]
 
     def _explain(self, error: Exception, x: Any, y: Any) -> None:
         if y is None and self._had_target:
@@ -270,6 +348,11 @@ class CompiledStep:
                 self.meters.start(prediction, y, self.loss.hint)
         self.checked = True
         self._had_target = y is not None
+
+
+def _number(count: Count) -> Count:
+    """A count as a Python number, where nobody waits for that."""
+    return count.item() if isinstance(count, torch.Tensor) and count.is_cpu else count
 
 
 def labels_inside(x: Any) -> Any:

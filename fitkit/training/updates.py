@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,8 +16,23 @@ from torch.optim import Optimizer
 from fitkit.distributed.precision import CLOSURE, Scaling
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
+from fitkit.losses import Count, Term
+from fitkit.losses.compiled import total_of
 from fitkit.optimizers import needs_closure, unfuse_if_unreadable
 from fitkit.training.fit_state import FitState
+
+
+TINY = torch.finfo(torch.float64).tiny
+
+Ahead = Callable[[int], list[list[float]]]
+"""Gives what each output's loss will be the mean over in so many batches that come next."""
+
+
+def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+    """A part's loss; 0 where it is the mean over nothing, which is NaN."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(count > 0, loss, torch.zeros_like(loss))
+    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 class Updater:
@@ -37,8 +54,11 @@ class Updater:
         exchanges: whether gradients are averaged over the ranks here, because the steps go past
             the wrapper that does it otherwise.
 
-    Accumulated gradients are the mean over all samples of the group, as one larger batch's
-    would be, also where batches differ in length or the last group is short.
+    An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
+    what its loss is the mean over (its samples, or the labels that count in it), also where
+    batches differ in length or the last group is short. How much counts on the other ranks is
+    known after the exchange of gradients only: it travels with them where the strategy has a
+    `count_carrier`, else it costs an exchange an update.
 
     Attributes:
         backward: computes the gradients of a loss.
@@ -84,7 +104,10 @@ class Updater:
         acts = type(strategy).after_update is not Strategy.after_update
         self._after_weights = strategy.after_update if acts else None
         self._batches = 0  # of the group so far
-        self._samples = 0  # of the group so far
+        self._samples = 0  # of the group so far, on all ranks
+        self._counted: Any = None  # of the group so far, on this rank; None where samples count
+        self._per_sample: float | None = None  # what counts in a sample, roughly: a power of 2
+        self._totals: list[float] | None = None  # of the group and each output, on all ranks
         self._first = 1  # samples of the group's first step, on all ranks
         self._exchanges = exchanges
         self.takes_closure = needs_closure(optimizer)
@@ -115,6 +138,8 @@ class Updater:
                 self._regroup(self._fit_state.accumulate)
             for parameter in self._parameters:
                 parameter.grad = None
+            if self._carrier is not None:
+                self._carrier.grad = None
 
     def around_step(self) -> AbstractContextManager[Any]:
         """Surrounds a step: within a group gradients aren't exchanged before its last batch."""
@@ -124,14 +149,28 @@ class Updater:
         self._exchanged = not self._exchanges
         return contextlib.nullcontext()
 
-    def step(self, loss: torch.Tensor, samples: int, total: int) -> None:
+    @property
+    def _carrier(self) -> torch.nn.Parameter | None:
+        """What takes a count along with the gradients; those that go past the wrapper have none."""
+        return None if self._exchanges else self._strategy.count_carrier
+
+    @property
+    def sees_parts(self) -> bool:
+        """Whether a batch is only a part of what an update sees."""
+        return self._ranks > 1 or self._accumulate > 1
+
+    def step(self, loss: torch.Tensor, samples: int, total: int, count: Count = None) -> None:
         """Take a batch's loss.
 
         Args:
-            loss: the mean over this rank's samples.
+            loss: the mean over what counts on this rank.
             samples: of this rank's batch; 0 for one that counts for nothing.
             total: of all ranks' batches. Each sample weighs the same, on whichever rank.
+            count: what the loss is the mean over; None for the samples.
         """
+        if count is not None or self._carrier is not None:
+            self._step_counted(loss, samples if count is None else count, total)
+            return
         if self._accumulate == 1:
             share = samples * self._ranks
             self.backward(loss if share == total else loss * (share / total))
@@ -149,45 +188,149 @@ class Updater:
         if self._batches == self._accumulate:
             self.finish()
 
+    def _step_counted(self, loss: torch.Tensor, count: float | torch.Tensor, total: int) -> None:
+        """Take a batch's loss that is the mean over `count`, which differs between batches."""
+        if self._accumulate == 1 and self._ranks == 1:
+            self.backward(loss)
+            self._update()
+            return
+        if self._batches == 0:
+            self._first, self._samples, self._counted = max(total, 1), 0, 0
+            if self._per_sample is None:
+                self._per_sample = self._guess(count, total)
+        expected = self._first * self._accumulate * self._per_sample
+        self._backward_part(loss, count, count * (self._ranks / expected))
+        self._batches += 1
+        self._samples += total
+        self._counted = self._counted + count
+        if self._batches == self._accumulate:
+            self.finish()
+
+    def _guess(self, count: float | torch.Tensor, total: int) -> float:
+        """What counts in a sample, roughly, so that gradients have their size from the beginning.
+
+        A power of 2: it rounds nothing, so a resumed training has the same bits with another.
+
+        Ranks:
+            Collective: once a fit.
+        """
+        (whole,) = self._strategy.shares.sums([float(count)])
+        return 2.0 ** round(math.log2(whole / total)) if whole > 0 and total else 1.0
+
+    def step_terms(self, terms: list[Term], samples: int, total: int, ahead: Ahead) -> None:
+        """Take the losses of a batch's several outputs, each the mean over something else.
+
+        One factor can't put these right afterwards, so what counts is found out before.
+
+        Args:
+            terms: the outputs' losses.
+            samples, total: as for `step`.
+            ahead: gives what counts in the group's batches that are still to come.
+        """
+        counts = [samples if term.count is None or not samples else term.count for term in terms]
+        if self._accumulate == 1 and self._ranks == 1:
+            self.backward(total_of(terms))
+            self._update()
+            return
+        if self._totals is None:
+            rest = ahead(self._accumulate - 1) if self._accumulate > 1 else []
+            sums = [sum(map(float, column)) for column in zip(counts, *rest, strict=True)]
+            self._totals = self._strategy.shares.sums(sums)
+        weighed = [
+            nothing_if(term.value, count) * (term.scale * count * self._ranks / max(whole, TINY))
+            for term, count, whole in zip(terms, counts, self._totals, strict=True)
+        ]
+        self._backward_part(functools.reduce(torch.add, weighed), 1.0, 1.0)
+        self._batches += 1
+        if self._batches == self._accumulate:
+            self.finish()
+
+    def _backward_part(
+        self, loss: torch.Tensor, count: float | torch.Tensor, share: float | torch.Tensor
+    ) -> None:
+        """Compute the gradients of a part of a group, and let what counts in it go with them."""
+        loss = nothing_if(loss, count) * share
+        carrier = self._carrier
+        if carrier is None:
+            self.backward(loss)
+            return
+        if self._scaling is not None:
+            loss = self._scaling.scaler.scale(loss)
+        self._strategy.backward(loss + carrier * count)
+
     def finish(self) -> None:
         """Make the update of a group that is complete, or that the epoch's end cuts short."""
         if self._batches == 0:
             return
-        # … and put right here, where the group's true number of samples is known.
-        expected = self._first * self._accumulate
         self._batches = 0
         if not self._exchanged:
-            self._strategy.exchange_gradients(self._parameters)
-        if self._samples != expected:
-            self._strategy.scale_gradients(self._parameters, expected / max(self._samples, 1))
+            carriers = [] if self._carrier is None else [self._carrier]
+            self._strategy.exchange_gradients([*self._parameters, *carriers])
+        # … and put right here, where it is known how much counts in the whole group.
+        expected, found = float(self._first * self._accumulate), self._samples
+        if self._totals is not None:
+            expected, found = 1.0, 1
+        elif self._counted is not None:
+            expected, found = expected * (self._per_sample or 1.0), self._counted_by_all()
+        self._totals = self._counted = None
+        if isinstance(found, torch.Tensor):
+            factor = torch.where(found > 0, expected / found, 1.0)
+            self._strategy.scale_gradients(self._parameters, factor)
+        elif found != expected:
+            self._strategy.scale_gradients(self._parameters, expected / found if found else 1.0)
         self._update()
 
+    def _counted_by_all(self) -> Any:
+        """How much counts in the group, over all ranks: a number, or a tensor on a GPU."""
+        if self._ranks == 1:
+            return self._counted
+        carrier = self._carrier
+        if carrier is None:
+            return self._strategy.shares.sums([float(self._counted)])[0]
+        assert carrier.grad is not None  # a mean over the ranks
+        whole = carrier.grad.double() * self._ranks
+        # Whole numbers are that again; what else counts (classes' weights) stays as it is.
+        rounded = whole.round()
+        whole = torch.where((whole - rounded).abs() < 1e-6 * rounded.abs(), rounded, whole)
+        return whole.item() if whole.is_cpu else whole
+
     def step_with_closure(
-        self, loss: torch.Tensor, again: Callable[[], torch.Tensor], samples: int, total: int
+        self,
+        loss: torch.Tensor,
+        again: Callable[[], torch.Tensor],
+        samples: int,
+        total: int,
+        count: Count = None,
     ) -> None:
         """An update by an optimizer that computes the loss itself, as often as it likes.
 
         Args:
             loss: the first evaluation.
             again: gives the loss once more, at changed weights.
-            samples, total: as for `step`.
+            samples, total, count: as for `step`.
         """
-        waiting, share = [loss], samples * self._ranks / max(total, 1)
+        mine, whole = float(samples), float(max(total, 1))
+        if count is not None and self._ranks > 1:
+            mine = float(count)
+            whole = max(*self._strategy.shares.sums([mine]), TINY)
+        waiting, share = [loss], mine * self._ranks / whole
 
         def closure() -> torch.Tensor:
             with torch.enable_grad():
                 value = waiting.pop() if waiting else again()
                 for parameter in self._parameters:
                     parameter.grad = None
-                self.backward(value if share == 1 else value * share)
+                if self._carrier is not None:
+                    self._carrier.grad = None
+                self._backward_part(value, mine, share)
                 if self._exchanges:
                     self._strategy.exchange_gradients(self._parameters)
             self._clip()
             if self._ranks == 1:
                 return value.detach()
             # The optimizer decides by this number when to stop: it must be the same on all ranks.
-            (whole,) = self._strategy.shares.sums([value.item() * samples])
-            return value.detach().new_tensor(whole / max(total, 1))
+            (summed,) = self._strategy.shares.sums([nothing_if(value, mine).item() * mine])
+            return value.detach().new_tensor(summed / whole)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
         self._tell_strategy()

@@ -52,6 +52,8 @@ class Strategy:
         collectives: what the ranks say to each other, between `join` and `leave`.
         launcher: what brings the ranks into a call.
         reads_on_rank_zero: whether only rank 0 has the user's iterables, and hands batches out.
+        may_count: whether a training's losses may be means over something else than samples: set
+            before its door is asked for.
     """
 
     name = ""
@@ -73,6 +75,7 @@ class Strategy:
         self.collectives: Collectives = Solo()
         self.launcher: Launcher = InlineLauncher()
         self.reads_on_rank_zero = False
+        self.may_count = False
 
     def connect(self, assignment: Assignment) -> Strategy:
         """Take the devices that this run has; returns self.
@@ -188,6 +191,12 @@ class Strategy:
         """The way in for training steps whose gradients `exchange_gradients` averages."""
         return Door(module)
 
+    @property
+    def count_carrier(self) -> torch.nn.Parameter | None:
+        """A parameter () whose gradient is averaged over the ranks together with the module's, as
+        it is and exactly; None where there is none. What counts on each rank travels as that."""
+        return None
+
     def rewrap(self) -> None:
         """Renew what stands before the training door, after parameters were frozen or freed.
 
@@ -255,8 +264,12 @@ class Strategy:
     def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Exchange gradients that were computed while `accumulating`."""
 
-    def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: float) -> None:
-        """Multiply the gradients of an update that is about to be made."""
+    def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: Any) -> None:
+        """Multiply the gradients of an update that is about to be made.
+
+        Args:
+            factor: a number, or a tensor () on the device.
+        """
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)

@@ -94,6 +94,7 @@ class DDP(Strategy):
         }
         self._wrapped: Any = None
         self._entrance: WrapperDoor | None = None
+        self._carrier: torch.nn.Parameter | None = None
         self._made_group = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,6 +103,7 @@ class DDP(Strategy):
         state.update(
             _wrapped=None,
             _entrance=None,
+            _carrier=None,
             collectives=Solo(),
             launcher=InlineLauncher(),
             _made_group=False,
@@ -192,16 +194,37 @@ class DDP(Strategy):
         """DDP's wrapper before a door; the door itself where this rank is the only one."""
         if self.collectives.world_size == 1:
             return door
-        self._wrapped = self.configure_ddp(StepRouter(door.net, door))
+        self._carrier = self._new_carrier(door.net) if self.may_count else None
+        self._wrapped = self.configure_ddp(StepRouter(door.net, door, self._carrier))
         self._entrance = WrapperDoor(self._wrapped, door)
         return self._entrance
+
+    @property
+    def count_carrier(self) -> torch.nn.Parameter | None:
+        return self._carrier
+
+    def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
+        """A parameter more, for DDP to average; None where that wouldn't be exact, or where DDP
+        wouldn't see that it is used."""
+        options = self.options["find_unused_parameters"] or self.options["static_graph"]
+        is_changed = type(self).configure_ddp is not DDP.configure_ddp
+        if options or is_changed or self.comm_hook is not None:
+            return None
+        widest = max(
+            (p.dtype for p in module.parameters() if p.is_floating_point()),
+            key=lambda dtype: dtype.itemsize,
+            default=torch.float32,
+        )
+        dtype = widest if widest.itemsize > 4 else torch.float32  # counts are whole numbers
+        return torch.nn.Parameter(torch.zeros((), dtype=dtype, device=self.device))
 
     def rewrap(self) -> None:
         # DDP exchanges the gradients of those parameters that needed some when it was made.
         entrance = self._entrance
         if entrance is not None:
             self._unwrap()
-            self._wrapped = self.configure_ddp(StepRouter(entrance.net, entrance.inner))
+            router = StepRouter(entrance.net, entrance.inner, self._carrier)
+            self._wrapped = self.configure_ddp(router)
             self._entrance, entrance.wrapped = entrance, self._wrapped
 
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -232,6 +255,7 @@ class DDP(Strategy):
 
     def finish(self) -> None:
         self._unwrap()
+        self._carrier = None
 
     def _unwrap(self) -> None:
         """Drop the wrapper."""
@@ -264,6 +288,7 @@ class WrapperDoor(Door):
         self.inner = door
 
     def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.inner.weigh = self.weigh
         try:
             outputs = self.wrapped(method, *args, **kwargs)
             self.weights = self.inner.weights

@@ -1,4 +1,4 @@
-"""evaluate computes losses of many batches at once: they are still the mean over the batches."""
+"""evaluate computes losses of many batches at once: they are still the mean over what counts."""
 
 import pytest
 import torch
@@ -61,12 +61,16 @@ def model_for(loss, metrics):
     return model
 
 
-def mean_of_batches(model, function, target):
+COUNTED = {"ignored labels", "one label that doesn't count", "weights of classes"}
+"""Whose mean is over labels or their weights: that of all samples at once."""
+
+
+def mean_of_batches(model, function, target, batch=BATCH):
     """Over batches, weighed by their samples, in float64."""
     net = model.net.double()
     total = sum(
         function(net(x.double()), y).item() * len(y)
-        for x, y in zip(INPUTS.split(BATCH), target.split(BATCH), strict=True)
+        for x, y in zip(INPUTS.split(batch), target.split(batch), strict=True)
     )
     model.net.float()
     return total / SAMPLES
@@ -76,7 +80,8 @@ def mean_of_batches(model, function, target):
 def test_the_loss_is_the_mean_of_the_batches_losses(case):
     loss, function, target = CASES[case]
     model = model_for(loss, [lambda p, y: p.mean(), "mse"] if target.ndim > 1 else ["accuracy"])
-    expected = mean_of_batches(model, function, target)
+    whole = SAMPLES if case in COUNTED else BATCH
+    expected = mean_of_batches(model, function, target, whole)
     for _ in range(2):
         values = model.evaluate(INPUTS, target, batch_size=BATCH, verbose=0, return_dict=True)
         assert values["loss"] == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,342 @@
+"""Means over what counts: however an update's batch is cut, it is the update of the whole batch.
+
+The reference is plain PyTorch on the undivided batch, in float64. Rows have 12 labels, of which 1
+to 11 count, sorted so that the parts of a batch are as uneven as they can be.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fitkit
+from fitkit.strategies import DDPSpawnStrategy
+
+ROWS, LENGTH, CLASSES, UPDATES = 96, 12, 5, 10
+IGNORED = -100
+CUTS = {  # devices, accumulated batches, rows of a batch
+    "1 x 16": (1, 1, 16),
+    "4 x 4": (1, 4, 4),
+    "16 x 1": (1, 16, 1),
+    "2 ranks x 8": (2, 1, 8),
+    "2 ranks x 2 x 4": (2, 2, 4),
+}
+
+
+def tokens():
+    """Features (N, T, 6) and labels (N, T)."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, LENGTH, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (ROWS, LENGTH), generator=generator)
+    counting = 1 + (torch.arange(ROWS) % 16) * 10 // 15  # 1 to 11, rising within each batch
+    y[torch.arange(LENGTH) >= counting[:, None]] = IGNORED
+    return x, y
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.body(x)).transpose(1, 2)  # (N, C, T)
+
+
+class TwoHeads(Tagger):
+    def __init__(self):
+        super().__init__()
+        self.size = nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return {"tag": self.head(hidden).transpose(1, 2), "size": self.size(hidden.mean(1))}
+
+
+class LanguageModel(Tagger):
+    """Computes its own loss, as Hugging Face's do: each position predicts the next label."""
+
+    def forward(self, x, labels=None):
+        logits = self.head(self.body(x))
+        scores, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": F.cross_entropy(scores, wanted), "logits": logits}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def reference(net, loss_of, data, clip=None):
+    """Ten updates of the undivided batches of 16 rows; the weights and each epoch's mean loss."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for start in range(0, UPDATES * 16, 16):
+        rows = torch.arange(start, start + 16) % ROWS
+        optimizer.zero_grad()
+        loss_of(net, *(part[rows] for part in data)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return net
+
+
+class Rows(torch.utils.data.Dataset):
+    """Samples (x, y) or dicts, from parts (N, ...)."""
+
+    def __init__(self, make, *parts):
+        self.make, self.parts = make, parts
+
+    def __len__(self):
+        return len(self.parts[0])
+
+    def __getitem__(self, index):
+        return self.make(*(part[index] for part in self.parts))
+
+
+def fitted(model, data, cut, make=None, **compiled):
+    """The model after ten updates, cut as `cut` says; `make` asks for a loader."""
+    devices, accumulate, size = CUTS[cut]
+    model.compile(
+        sgd, **compiled, learning_rate=0.5, precision="64-true", accelerator="cpu",
+        devices=devices, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    steps = UPDATES * 16 // size // devices
+    source = data if make is None else (torch.utils.data.DataLoader(Rows(make, *data), size),)
+    options = {"batch_size": size, "shuffle": False} if make is None else {}
+    model.fit(*source, steps_per_epoch=steps, verbose=0, **options)
+    return model
+
+
+def sgd(parameters, lr):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def apart(found, wanted):
+    pairs = zip(found.parameters(), wanted.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+LOSSES = {
+    "a name": lambda: "cross_entropy",
+    "torch's, with weights of classes": lambda: nn.CrossEntropyLoss(
+        torch.tensor([0.1, 1.0, 1.0, 5.0, 0.0], dtype=torch.float64)
+    ),
+    "torch's, with another label ignored": lambda: nn.CrossEntropyLoss(ignore_index=2),
+    "values of the labels that count": lambda: lambda p, t: F.cross_entropy(
+        p.movedim(1, -1)[t != IGNORED], t[t != IGNORED], reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_update_is_that_of_the_whole_batch(name, cut):
+    x, y = tokens()
+    if "another" in name:
+        y = y.where(y != IGNORED, 2)
+    loss = LOSSES[name]()
+    plain = F.cross_entropy if isinstance(loss, str) else loss
+    wanted = reference(made(Tagger), lambda net, x, y: plain(net(x), y).mean(), (x, y))
+    for make in (None, lambda x, y: (x, y)):  # arrays, and a loader
+        model = fitted(fitkit.Model(made(Tagger)), (x, y), cut, make, loss=loss)
+        assert apart(model.net, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_outputs_that_count_differently_weigh_each_by_its_own(cut):
+    x, y = tokens()
+    size = x.mean((1, 2)).unsqueeze(1)
+    weights = {"tag": 0.7, "size": 2.0}
+
+    def loss_of(net, x, y, size):
+        found = net(x)
+        return 0.7 * F.cross_entropy(found["tag"], y) + 2.0 * F.mse_loss(found["size"], size)
+
+    wanted = reference(made(TwoHeads), loss_of, (x, y, size))
+    model = fitted(
+        fitkit.Model(made(TwoHeads)), (x, y, size), cut,
+        lambda x, y, size: (x, {"tag": y, "size": size}),
+        loss={"tag": "cross_entropy", "size": "mse"}, loss_weights=weights,
+    )  # fmt: skip
+    assert apart(model.net, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_net_with_its_own_loss(cut):
+    x, y = tokens()
+    y[:, 1] = y[:, 0]  # a label to predict in every row
+    wanted = reference(made(LanguageModel), lambda net, x, y: net(x, y)["loss"], (x, y))
+    model = fitted(
+        fitkit.Model(made(LanguageModel)), (x, y), cut, lambda x, y: {"x": x, "labels": y}
+    )
+    assert apart(model.net, wanted) < 1e-12
+
+
+class OwnStep(fitkit.Model):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        counts = y != IGNORED
+        loss = F.cross_entropy(self(x), y, reduction="sum") / counts.sum()
+        return {"loss": loss, "count": counts.sum()}
+
+
+class HandsOn(fitkit.Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+class ByHand(fitkit.Model):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.optimizers().zero_grad()
+        loss = F.cross_entropy(self(x), y)
+        self.manual_backward(loss, count=int((y != IGNORED).sum()))
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", [OwnStep, HandsOn])
+def test_a_step_says_what_its_mean_is_taken_over(kind, cut):
+    x, y = tokens()
+    wanted = reference(made(Tagger), lambda net, x, y: F.cross_entropy(net(x), y), (x, y))
+    compiled = {"loss": "cross_entropy"} if kind is HandsOn else {}
+    model = fitted(kind(made(Tagger)), (x, y), cut, lambda x, y: (x, y), **compiled)
+    assert apart(model.net, wanted) < 1e-12
+
+
+def test_manual_backward_takes_what_a_mean_is_taken_over():
+    x, y = tokens()
+    wanted = reference(made(Tagger), lambda net, x, y: F.cross_entropy(net(x), y), (x, y))
+    model = fitted(ByHand(made(Tagger)), (x, y), "2 ranks x 8")
+    assert apart(model.net, wanted) < 1e-12
+
+
+STRATEGIES = {  # and the rows of a batch
+    "ddp_sharded": 8,
+    "fsdp": 8,
+    "dp": 16,
+    "ddp2": 16,
+    "unused parameters looked for": 8,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("own", [False, True])
+def test_every_strategy_weighs_alike(strategy, own):
+    x, y = tokens()
+    y[:, 1] = y[:, 0]
+    kind = LanguageModel if own else Tagger
+    plain = (lambda n, x, y: n(x, y)["loss"]) if own else (lambda n, x, y: F.cross_entropy(n(x), y))
+    wanted = reference(made(kind), plain, (x, y), clip=0.05)
+    make = (lambda x, y: {"x": x, "labels": y}) if own else (lambda x, y: (x, y))
+    model = fitkit.Model(made(kind))
+    size = STRATEGIES[strategy]
+    looks = DDPSpawnStrategy(find_unused_parameters=True)
+    model.compile(
+        sgd, **({} if own else {"loss": "cross_entropy"}), learning_rate=0.5,
+        precision="64-true", accelerator="cpu", devices=2, gradient_clip_val=0.05,
+        strategy=looks if strategy.startswith("unused") else strategy,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(Rows(make, x, y), size)
+    model.fit(loader, steps_per_epoch=UPDATES, verbose=0)
+    assert apart(model.net, wanted) < 1e-12
+
+
+def test_three_ranks_with_uneven_rows():
+    x, y = tokens()
+    x, y = x[:37], y[:37]  # 12, 12, 12 and 1
+    net = made(Tagger)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for start in (0, 36):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x[start : start + 36]), y[start : start + 36]).backward()
+        optimizer.step()
+    model = fitkit.Model(made(Tagger))
+    model.compile(
+        sgd, "cross_entropy", learning_rate=0.5, precision="64-true", accelerator="cpu",
+        devices=3,
+    )  # fmt: skip
+    history = model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    assert apart(model.net, net) < 1e-12
+    assert history.history["loss"][0] > 0
+
+
+def test_a_part_in_which_nothing_counts_changes_nothing():
+    x, y = tokens()
+    y[:8] = IGNORED
+    wanted = copy.deepcopy(made(Tagger))
+    F.cross_entropy(wanted(x[:16]), y[:16]).backward()
+    for devices, accumulate in ((2, 1), (1, 2)):
+        model = fitkit.Model(made(Tagger))
+        model.compile(
+            sgd, "cross_entropy", learning_rate=1.0, precision="64-true",
+            accelerator="cpu", devices=devices, accumulate_grad_batches=accumulate,
+        )  # fmt: skip
+        history = model.fit(x[:16], y[:16], batch_size=8, shuffle=False, verbose=0)
+        for found, plain, before in zip(
+            model.net.parameters(), wanted.parameters(), made(Tagger).parameters(), strict=True
+        ):
+            assert float((found - (before - plain.grad)).detach().abs().max()) < 1e-12
+        loss = float(F.cross_entropy(made(Tagger)(x[8:16]), y[8:16]))
+        assert history.history["loss"] == [pytest.approx(loss, rel=1e-12)]
+
+
+@pytest.mark.parametrize("size", [1, 4, 8, 16, 96])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_evaluate_gives_one_number_for_every_batch_size(size, devices):
+    x, y = tokens()
+    size_of = x.mean((1, 2)).unsqueeze(1)
+    net, heads = made(Tagger), made(TwoHeads)
+    with torch.no_grad():
+        found = heads(x)
+        both = F.cross_entropy(found["tag"], y) + 3 * F.mse_loss(found["size"], size_of)
+        wanted = float(F.cross_entropy(net(x), y)), float(both)
+    model, two = fitkit.Model(net), fitkit.Model(heads)
+    hardware = {"precision": "64-true", "accelerator": "cpu", "devices": devices}
+    model.compile("sgd", "cross_entropy", **hardware)
+    two.compile(
+        "sgd", {"tag": "cross_entropy", "size": "mse"}, loss_weights={"tag": 1.0, "size": 3.0},
+        **hardware,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(Rows(lambda *row: row, x, y), size)
+    for source in ((x, y), (loader,)):
+        options = {"batch_size": size} if len(source) == 2 else {}
+        assert model.evaluate(*source, **options, verbose=0) == pytest.approx(wanted[0], rel=1e-12)
+    targets = {"tag": y, "size": size_of}
+    scores = two.evaluate(x, targets, batch_size=size, verbose=0, return_dict=True)
+    assert scores["loss"] == pytest.approx(wanted[1], rel=1e-12)
+
+
+class SaysItsSum(LanguageModel):
+    """Gives its loss alone, and its sum where it is asked for."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        logits = self.head(self.body(x))
+        scores, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = F.cross_entropy(scores, wanted, reduction="sum")
+        return {"loss": loss / (num_items_in_batch or (wanted != IGNORED).sum())}
+
+
+@pytest.mark.parametrize("cut", ["4 x 4", "2 ranks x 8"])
+def test_a_net_that_takes_the_number_of_items(cut):
+    x, y = tokens()
+    y[:, 1] = y[:, 0]
+    wanted = reference(made(SaysItsSum), lambda net, x, y: net(x, y)["loss"], (x, y))
+    model = fitted(
+        fitkit.Model(made(SaysItsSum)), (x, y), cut, lambda x, y: {"x": x, "labels": y}
+    )
+    assert apart(model.net, wanted) < 1e-12
+
+
+def test_a_divisor_that_nobody_can_know_is_warned_of_once():
+    x, y = tokens()
+    model = fitkit.Model(made(Tagger))
+    model.compile("sgd", lambda p, t: F.cross_entropy(p, t), precision="64-true")
+    with pytest.warns(UserWarning, match=r"one number for a batch that has labels of -100") as told:
+        model.fit(x, y, epochs=2, verbose=0)
+        model.evaluate(x, y, verbose=0)
+    assert len([one for one in told if "-100" in str(one.message)]) == 1
