@@ -27,7 +27,7 @@ from torch import nn
 
 import fitkit
 from benchmarks.gpu_nets import NETS, Task
-from fitkit.training.matmul_precision import matmul_precision
+from fitkit.training.backend_flags import MATMUL_PRECISION
 
 PRECISIONS: dict[str, tuple[str, str, torch.dtype | None]] = {
     "fp32": ("32-true", "highest", None),
@@ -262,7 +262,7 @@ def measured(setting: Setting, turns: int) -> list[str]:
     """A row's figures."""
     products = PRECISIONS[setting.precision][1]
     # fitkit sets the precision of products for its own calls; the loops get it from here.
-    with matmul_precision(products):
+    with MATMUL_PRECISION.held(products):
         runs: dict[str, Epoch] = {"tuned": tuned(setting), "fitkit": by_fitkit(setting)}
         if setting.mode == "plain":
             runs["usual"] = usual(setting)

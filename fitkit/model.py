@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.hooks import STAGES, Hooks, check_callbacks, check_steps, evaluation_stage, overridden
+from fitkit.logging_options import is_metric
+from fitkit.modes import in_use, kept_in_evaluation, to_training
 from fitkit.pictures.results import Results
 from fitkit.services import Services
+from fitkit.training.backend_flags import backend_flags
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
 from fitkit.training.fit_state import FitState
@@ -29,7 +33,7 @@ from fitkit.training.passes import joined, run_evaluate, run_predict
 from fitkit.training.progress import Progress
 from fitkit.training.resuming import check_data
 from fitkit.training.runs import predict_step_for, step_for, updaters_of
-from fitkit.training.session import backend_flags, caller_of, modes_restored, unchanged_on_error
+from fitkit.training.session import caller_of, place, unchanged_on_error
 from fitkit.training.snapshot import (
     checkpoint_to_resume,
     load,
@@ -37,7 +41,7 @@ from fitkit.training.snapshot import (
     save,
     save_weights,
 )
-from fitkit.training.stage import Stage, running
+from fitkit.training.stage import Stage, Stages, running
 
 
 class Model(Hooks, Services, nn.Module):
@@ -87,9 +91,14 @@ class Model(Hooks, Services, nn.Module):
         self.stop_training = False
         self.compilation = Compilation.default()
         self.fit_state = FitState()
-        self.running: Stage | None = None
+        self._running = Stages()
         self._batch_size: int | None = None
         self._log_names: list[str] | None = None
+
+    @property
+    def running(self) -> Stage | None:
+        """What this thread runs on the model; None outside of a run. For fitkit's own use."""
+        return self._running.current
 
     @property
     def hands_on(self) -> bool:
@@ -336,12 +345,14 @@ class Model(Hooks, Services, nn.Module):
             validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
         )
-        path = checkpoint_to_resume(resume_from, job.callback_list.callbacks)
-        if path is not None:
-            for callback in job.callback_list.callbacks:
-                callback.prepare_optimizers(self)
-            load(self, path, functools.partial(self._check_place, job))
-        return self._launch(run_fit, job)
+        with in_use(self, "fit", alone=True):
+            path = checkpoint_to_resume(resume_from, job.callback_list.callbacks)
+            if path is not None:
+                for callback in job.callback_list.callbacks:
+                    callback.prepare_optimizers(self)
+                load(self, path, functools.partial(self._check_place, job))
+            history: History = self._launch(run_fit, job)
+        return history
 
     def _check_place(self, job: FitJob, progress: Progress | None) -> None:
         """Let a job begin where another was cut, if its data are the same."""
@@ -385,7 +396,8 @@ class Model(Hooks, Services, nn.Module):
         """
         check_flag("return_dict", return_dict)
         job = PassJob(x, y, batch_size, verbose, sample_weight, steps, callbacks)
-        values = self._launch(run_evaluate, job)
+        with self._computing("evaluate"):
+            values = self._launch(run_evaluate, job)
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -418,8 +430,22 @@ class Model(Hooks, Services, nn.Module):
         """
         check_flag("as_numpy", as_numpy)
         job = PassJob(x, None, batch_size, verbose, None, steps, callbacks)
-        outputs = self._launch(run_predict, job)
+        with self._computing("predict"):
+            outputs = self._launch(run_predict, job)
         return _to_numpy(outputs) if as_numpy else outputs
+
+    def _computing(self, verb: str) -> AbstractContextManager[None]:
+        """Surrounds a call that computes and changes nothing, beside which other threads may make
+        such calls.
+
+        Not where there are several processes or replicas, which take part in one call at a time,
+        and not where steps of the model's own count in metrics that are part of the model.
+        """
+        strategy = self.compilation.strategy
+        alone = strategy.world.size > 1 or strategy.replicas > 1
+        if not alone and verb in ("evaluate", "test_on_batch") and evaluation_stage(self):
+            alone = any(map(is_metric, self.modules()))
+        return in_use(self, verb, alone=alone)
 
     def _launch(self, run: Any, job: FitJob | PassJob) -> Any:
         """Check the job's data, then run it on every rank."""
@@ -467,11 +493,15 @@ class Model(Hooks, Services, nn.Module):
             The batch's loss and metrics before the update, as `evaluate` returns them.
         """
         weights = None if class_weight is None else ClassWeights(class_weight)
-        batch = self._one_batch(x, y, sample_weight, return_dict)
         compilation = self.compilation
-        with unchanged_on_error(self), modes_restored(self), backend_flags(compilation):
+        with (
+            in_use(self, "train_on_batch", alone=True),
+            unchanged_on_error(self),
+            backend_flags(compilation),
+        ):
+            batch = self._one_batch(x, y, sample_weight, return_dict)
             updaters = updaters_of(self, compilation, accumulate=1)
-            self.train()
+            to_training(self, kept_in_evaluation(self.weights_module()))
             stage, step = step_for(self, compilation, "training", class_weights=weights)
             with running(self, stage):
                 try:
@@ -488,9 +518,10 @@ class Model(Hooks, Services, nn.Module):
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """One batch's loss and metrics, as `evaluate` returns them."""
-        batch = self._one_batch(x, y, sample_weight, return_dict)
-        stage, step = step_for(self, self.compilation, evaluation_stage(self) or "test")
-        with modes_restored(self), backend_flags(self.compilation), torch.no_grad():
+        compilation = self.compilation
+        with self._computing("test_on_batch"), backend_flags(compilation), torch.no_grad():
+            batch = self._one_batch(x, y, sample_weight, return_dict)
+            stage, step = step_for(self, compilation, evaluation_stage(self) or "test")
             self.eval()
             with running(self, stage):
                 try:
@@ -504,9 +535,10 @@ class Model(Hooks, Services, nn.Module):
     @only_known_arguments
     def predict_on_batch(self, x: Any) -> Any:
         """The net's outputs for one batch, as NumPy arrays."""
-        batch = self._one_batch(x, None, None, False)
-        stage, step = predict_step_for(self, self.compilation)
-        with modes_restored(self), backend_flags(self.compilation), torch.no_grad():
+        compilation = self.compilation
+        with self._computing("predict_on_batch"), backend_flags(compilation), torch.no_grad():
+            batch = self._one_batch(x, None, None, False)
+            stage, step = predict_step_for(self, compilation)
             self.eval()
             with running(self, stage):
                 return _to_numpy(joined([on_host(step(batch, 0))]))
@@ -518,7 +550,7 @@ class Model(Hooks, Services, nn.Module):
         strategy = self.compilation.strategy
         dtype = strategy.precision.input_dtype(self)
         batch = array_batch(x, y, sample_weight, float_dtype=dtype)
-        strategy.place(self)
+        place(self, strategy)
         return batch
 
     # ------------------------------------------------------------------ what a run left
@@ -610,13 +642,15 @@ class Model(Hooks, Services, nn.Module):
         """
         from fitkit.summary import summarize
 
-        summary = summarize(
-            self.net if self.weights_module() is self.net else self,
-            example,
-            input_shape=input_shape,
-            depth=depth,
-            run=lambda net, inputs: caller_of(self)(net, inputs),
-        )
+        calls = example is not None or input_shape is not None
+        with in_use(self, "summary", alone=True) if calls else nullcontext():
+            summary = summarize(
+                self.net if self.weights_module() is self.net else self,
+                example,
+                input_shape=input_shape,
+                depth=depth,
+                run=lambda net, inputs: caller_of(self)(net, inputs),
+            )
         summary.print(print_fn=print_fn)
 
     @only_known_arguments
@@ -659,18 +693,19 @@ class Model(Hooks, Services, nn.Module):
         """
         from fitkit.export import export
 
-        export(
-            self if self.net is None or type(self).forward is not Model.forward else self.net,
-            path,
-            format,
-            example,
-            caller=caller_of(self),
-            input_shape=input_shape,
-            dynamic_batch=dynamic_batch,
-            dynamic_shapes=dynamic_shapes,
-            opset_version=opset_version,
-            check=check,
-        )
+        with in_use(self, "export", alone=True):
+            export(
+                self if self.net is None or type(self).forward is not Model.forward else self.net,
+                path,
+                format,
+                example,
+                caller=caller_of(self),
+                input_shape=input_shape,
+                dynamic_batch=dynamic_batch,
+                dynamic_shapes=dynamic_shapes,
+                opset_version=opset_version,
+                check=check,
+            )
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: what was compiled, its layers, their parameters."""
@@ -707,7 +742,8 @@ class Model(Hooks, Services, nn.Module):
             FileNotFoundError: there is no such file.
             CheckpointError: damaged, or not for this model; the model is as it was.
         """
-        load(self, path)
+        with in_use(self, "load", alone=True):
+            load(self, path)
 
     @only_known_arguments
     def save_weights(self, path: Any) -> None:
@@ -741,10 +777,12 @@ class Model(Hooks, Services, nn.Module):
 
         precision = self.compilation.strategy.precision
         widths = [p.dtype.itemsize for p in self.parameters() if p.is_floating_point()]
-        if widths and precision.input_dtype(self).itemsize > max(widths):
-            # First: the file's weights would lose digits in a module that is narrower still.
-            precision.convert(self)
-        return load_weights(path, self.weights_module(), strict=strict, skip_mismatch=skip_mismatch)
+        with in_use(self, "load_weights", alone=True):
+            if widths and precision.input_dtype(self).itemsize > max(widths):
+                # First: the file's weights would lose digits in a module that is narrower still.
+                precision.convert(self)
+            module = self.weights_module()
+            return load_weights(path, module, strict=strict, skip_mismatch=skip_mismatch)
 
     def weights_module(self) -> nn.Module:
         """The module whose names stand in weight files: the net, where the model only wraps it."""

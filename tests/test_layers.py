@@ -16,6 +16,7 @@ LAYERS = {
     "seeding": 1,
     "random_states": 1,
     "notices": 1,
+    "modes": 1,
     "naming": 1,
     "logging_options": 1,
     "callables": 1,

@@ -135,7 +135,7 @@ class BackboneFinetuning(Callback):
         if epoch < self.unfreeze_backbone_at_epoch:
             if self.is_frozen and not self.train_bn:
                 for layer in _normalizations(self._part(self.model)):
-                    layer.eval()  # fit has just put the whole model into training mode
+                    layer.eval()  # fit has just put it into training mode
         elif self._unfrozen_at is None:
             self._unfreeze(epoch)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.callbacks.agreement import Wishes
 from fitkit.callbacks.asynchronous import CheckpointWriter
-from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.base import Callback, Logs, WeakModel
 from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
 from fitkit.callbacks.signals import Preempted, SignalNotes, requeue
 from fitkit.callbacks.whole_files import newest_whole, remove_unwanted
@@ -58,6 +58,8 @@ class BackupAndRestore(Callback):
     restores = True
     stops_alike = True
     comes_last = True
+
+    model: Any = WeakModel()  # hooks that the constructor binds refer to this object
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,24 @@ if TYPE_CHECKING:
     from fitkit.model import Model
 
 Logs = Mapping[str, Any]
+
+MODELS = ("model", "_model")
+"""Where a callback has its model."""
+
+
+class WeakModel:
+    """A callback's `model` that doesn't keep the model alive; None where it has gone.
+
+    For callbacks in a cycle of references, in which a model would wait for the garbage collector
+    with all of its memory.
+    """
+
+    def __get__(self, callback: Any, kind: type | None = None) -> Any:
+        found = None if callback is None else vars(callback).get("_model")
+        return None if found is None else found()
+
+    def __set__(self, callback: Any, model: Any) -> None:
+        vars(callback)["_model"] = weakref.ref(model)
 
 
 class Callback:
@@ -61,7 +80,7 @@ class Callback:
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other ranks: all but the model, which is there already."""
-        return {name: value for name, value in vars(self).items() if name != "model"}
+        return {name: value for name, value in vars(self).items() if name not in MODELS}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this callback: plain data and tensors."""

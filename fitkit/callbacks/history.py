@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.base import Callback, Logs, WeakModel
 from fitkit.callbacks.monitor import direction_of
 from fitkit.errors import ConfigurationError
 
@@ -25,7 +25,10 @@ class History(Callback):
             (`val_…` with `validation_freq`) have shorter lists, without padding.
         epoch: the epochs' numbers, from 0.
         params: what is known of the run.
+        model: the Model, as long as something else keeps it alive; else None.
     """
+
+    model: Any = WeakModel()  # the model has its history
 
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}

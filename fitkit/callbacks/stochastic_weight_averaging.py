@@ -15,6 +15,7 @@ from fitkit.callbacks.averaged_weights import AveragedWeights
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.learner import groups_of, put_rate
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 
 CURVES = {"cos": lambda part: (1 - math.cos(math.pi * part)) / 2, "linear": lambda part: part}
 """How far the rate has come when a part of the annealing is over, both from 0 to 1."""
@@ -163,29 +164,33 @@ class StochasticWeightAveraging(Callback):
 
 @torch.no_grad()
 def renew_statistics(model: torch.nn.Module, data: Iterable[Any], device: torch.device) -> None:
-    """Compute batch normalization's running statistics anew: plain means over batches."""
+    """Compute batch normalization's running statistics anew: plain means over batches.
+
+    Layers that stay in evaluation mode in training keep theirs.
+    """
+    kept = kept_in_evaluation(model)
     layers = [
         module
         for module in model.modules()
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        and module.track_running_stats
+        and module not in kept
     ]
     if not layers:
         return
     momenta = [layer.momentum for layer in layers]
-    modes = [(module, module.training) for module in model.modules()]
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None  # torch: a plain mean instead of a moving one
     try:
-        model.train()
-        for batch in data:
-            inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-            _forward(model, trees.map_leaves(lambda leaf: _moved(leaf, device), inputs))
+        with modes_restored(model):
+            to_training(model, kept)
+            for batch in data:
+                inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+                _forward(model, trees.map_leaves(lambda leaf: _moved(leaf, device), inputs))
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
-        for module, training in modes:
-            module.training = training
 
 
 def _forward(model: torch.nn.Module, inputs: Any) -> None:

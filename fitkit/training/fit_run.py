@@ -17,8 +17,10 @@ from fitkit.callbacks.non_finite import non_finite_losses
 from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError
+from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.notices import warn
 from fitkit.random_states import random_state, set_random_state
+from fitkit.training.backend_flags import backend_flags
 from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
 from fitkit.training.joining import Joining
@@ -40,7 +42,7 @@ from fitkit.training.runs import (
     updaters_of,
     with_own,
 )
-from fitkit.training.session import backend_flags, modes_restored, net_prepared, unchanged_on_error
+from fitkit.training.session import net_prepared, unchanged_on_error
 from fitkit.training.snapshot import contents
 from fitkit.training.stage import Stage, running
 from fitkit.training.steps import CompiledStep
@@ -122,6 +124,7 @@ class FitRun:
         self.joining = Joining(self, updaters[0]) if self.strategy.part[1] > 1 else None
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[Stage, Step] | None = None
+        self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
         self.history = History()
         self.told_non_finite = False
 
@@ -189,9 +192,12 @@ class FitRun:
         callbacks.begin(model, self._params())
         try:
             flags = backend_flags(self.compilation)
-            with modes_restored(model), flags, closing(callbacks), self._synchronized():
+            with flags, closing(callbacks), self._synchronized():
                 model.fit_state.run = self
+                if not kept_in_evaluation(model.weights_module()):
+                    model.train()
                 callbacks.call("on_train_begin", {})
+                self.kept = kept_in_evaluation(model.weights_module())
                 if self.joining is not None:
                     self.strategy.meet(self.joining)
                 restore(self)
@@ -257,7 +263,7 @@ class FitRun:
 
     def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
         """One epoch; its logs, or the last epoch's where the data have run out."""
-        self.model.train()
+        self.kept = to_training(self.model, self.kept)
         self.model.current_epoch = epoch
         self.steps_done = done = self.steps_before
         resumes = self.resumed is not None and epoch == self.resumed.epoch
@@ -388,16 +394,17 @@ class FitRun:
             )
             self.validation[1].mover.keep(self.held_out)
         stage, step = self.validation
-        return evaluate_source(
-            self.model,
-            self.compilation,
-            self.held_out,
-            self.job.validation_steps,
-            stage,
-            step,
-            callbacks,
-            name="validation_data",
-        )
+        with modes_restored(self.model):
+            return evaluate_source(
+                self.model,
+                self.compilation,
+                self.held_out,
+                self.job.validation_steps,
+                stage,
+                step,
+                callbacks,
+                name="validation_data",
+            )
 
     def _schedule(self, epoch: int, logs: dict[str, Any]) -> None:
         """The schedulers' steps at an epoch's end."""

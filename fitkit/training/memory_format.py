@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,11 +13,17 @@ MEMORY_FORMATS = {"channels_last": torch.channels_last}
 """By the word that `compile` takes."""
 
 
+_uses: dict[int, int] = {}
+"""How many calls have a parameter laid out otherwise now, by its id."""
+_lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
     """Lay out a module's four-dimensional parameters otherwise, meanwhile.
 
-    The tensors stay the same objects with the same numbers; only their strides change.
+    The tensors stay the same objects with the same numbers; only their strides change. Where calls
+    overlap, the last one that ends lays them out as they were.
 
     Args:
         word: a key of `MEMORY_FORMATS`; None leaves the module as it is.
@@ -24,14 +31,27 @@ def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
     changed: list[torch.nn.Parameter] = []
     layout = MEMORY_FORMATS[word or "channels_last"]
     try:
-        for parameter in () if word is None else module.parameters():
-            if parameter.ndim == 4 and parameter.is_contiguous() and parameter.is_floating_point():
+        with _lock:
+            for parameter in () if word is None else module.parameters():
+                is_used = id(parameter) in _uses
+                if not is_used and not (
+                    parameter.ndim == 4
+                    and parameter.is_contiguous()
+                    and parameter.is_floating_point()
+                ):
+                    continue
+                _uses[id(parameter)] = _uses.get(id(parameter), 0) + 1
                 changed.append(parameter)
-                parameter.data = parameter.data.contiguous(memory_format=layout)
+                if not is_used:
+                    parameter.data = parameter.data.contiguous(memory_format=layout)
         yield
     finally:
-        for parameter in changed:
-            parameter.data = parameter.data.contiguous()
+        with _lock:
+            for parameter in changed:
+                _uses[id(parameter)] -= 1
+                if not _uses[id(parameter)]:
+                    del _uses[id(parameter)]
+                    parameter.data = parameter.data.contiguous()
 
 
 def match_strides(optimizers: Iterable[Optimizer]) -> None:

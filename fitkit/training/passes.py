@@ -18,6 +18,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import evaluation_stage
 from fitkit.notices import warn
+from fitkit.training.backend_flags import backend_flags
 from fitkit.training.in_step import InStep
 from fitkit.training.inferring import inference_for
 from fitkit.training.jobs import PassJob
@@ -33,7 +34,7 @@ from fitkit.training.runs import (
     step_for,
     with_own,
 )
-from fitkit.training.session import backend_flags, modes_restored, net_prepared
+from fitkit.training.session import net_prepared, place
 from fitkit.training.stage import Stage, running
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _size(job: PassJob) -> int | None:
 
 
 def _evaluated(model: Model, compilation: Compilation, job: PassJob) -> dict[str, Any]:
-    compilation.strategy.place(model)
+    place(model, compilation.strategy)
     source = share_of(job.source, compilation, training=False)
     name = evaluation_stage(model) or "test"
     stage, step = step_for(model, compilation, name, all_targets=[source.target])
@@ -79,12 +80,14 @@ def evaluate_source(
 ) -> dict[str, Any]:
     """The values of one pass over a source, with the test hooks called.
 
+    The model is left in evaluation mode.
+
     Raises:
         ConfigurationError: there was no batch on any rank.
     """
     shares, group = compilation.strategy.shares, compilation.steps_per_execution
     step.begin()
-    with modes_restored(model), running(model, stage):
+    with running(model, stage):
         model.eval()
         compilation.strategy.before_evaluation(model)
         stage.is_opening = True  # what is logged here counts with the first batch
@@ -125,7 +128,7 @@ def run_predict(model: Model, compilation: Compilation, job: PassJob) -> Any:
 
 def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
     strategy = compilation.strategy
-    strategy.place(model)
+    place(model, strategy)
     source = share_of(job.source, compilation, training=False)
     stage, step = predict_step_for(model, compilation)
     callbacks = with_own(job.callback_list, job.verbose)
@@ -133,7 +136,7 @@ def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
     callbacks.begin(model, pass_params("predict", source, job, group))
     flags, shares = backend_flags(compilation), strategy.shares
     as_told = net_prepared(model, compilation)
-    with modes_restored(model), flags, as_told, closing(callbacks), running(model, stage):
+    with flags, as_told, closing(callbacks), running(model, stage):
         model.eval()
         callbacks.call("on_predict_begin", {})
         inference = inference_for(model, step, callbacks, "predict", source)

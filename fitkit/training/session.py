@@ -1,4 +1,4 @@
-"""What surrounds the loops: modes, backend flags and weights put back as they were."""
+"""What surrounds the loops: how inputs enter, where the model is, weights put back on errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from fitkit.hooks import overridden
 from fitkit.training.calling import Caller, parameters_of
 from fitkit.training.compilation import Compilation
 from fitkit.training.jit import compile_on_this_rank
-from fitkit.training.matmul_precision import matmul_precision
 from fitkit.training.memory_format import MEMORY_FORMATS, laid_out, match_strides
 from fitkit.training.moving import Mover
 
@@ -47,36 +46,10 @@ def mover_of(model: Model, strategy: Strategy) -> Mover:
     return Mover(transfer, own)
 
 
-@contextlib.contextmanager
-def modes_restored(module: torch.nn.Module) -> Iterator[None]:
-    """Put every submodule's training flag back at the end."""
-    flags = [(child, child.training) for child in module.modules()]
-    try:
-        yield
-    finally:
-        for child, training in flags:
-            child.training = training
-
-
-@contextlib.contextmanager
-def backend_flags(compilation: Compilation) -> Iterator[None]:
-    """Set torch's flags that `compile` was given for the length of a call: cuDNN's benchmark mode,
-    deterministic algorithms, the precision of matrix products."""
-    benchmark, deterministic = compilation.benchmark, compilation.deterministic
-    cudnn = torch.backends.cudnn.benchmark
-    strict = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    if benchmark is not None:
-        torch.backends.cudnn.benchmark = benchmark
-    if deterministic is not None:
-        torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
-    try:
-        with matmul_precision(compilation.matmul_precision):
-            yield
-    finally:
-        torch.backends.cudnn.benchmark = cudnn
-        if deterministic is not None:
-            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+def place(model: Model, strategy: Strategy) -> None:
+    """Bring a model to its device, before a call that only computes."""
+    with model._running.placing:
+        strategy.place(model)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -98,12 +99,41 @@ class Stage:
             self.log(*entry)
 
 
+class Stages:
+    """The stages that run on a model: one a thread. A copy of a model gets none of them.
+
+    Attributes:
+        by_thread: the stages, by their threads' numbers.
+        placing: held while the model is brought to its device, which one thread does at a time.
+    """
+
+    def __init__(self) -> None:
+        self.by_thread: dict[int, Stage] = {}
+        self.placing = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stages, ()
+
+    @property
+    def current(self) -> Stage | None:
+        """This thread's stage; in a thread that only helps (a replica's, or autograd's) that of
+        the thread that it helps, where one alone can be meant."""
+        found = self.by_thread.get(threading.get_ident())
+        if found is None and len(stages := list(self.by_thread.values())) == 1:
+            return stages[0]
+        return found
+
+
 @contextlib.contextmanager
 def running(model: Model, stage: Stage) -> Iterator[Stage]:
-    """Make a stage the model's current one; calls of verbs may nest."""
-    before = model.running
-    model.running = stage
+    """Make a stage the model's current one in this thread; calls of verbs may nest."""
+    stages, thread = model._running.by_thread, threading.get_ident()
+    before = stages.get(thread)
+    stages[thread] = stage
     try:
         yield stage
     finally:
-        model.running = before
+        if before is None:
+            del stages[thread]
+        else:
+            stages[thread] = before

@@ -1,6 +1,9 @@
 """The verbs on every kind of net and data, with Keras's meaning."""
 
+import copy
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -337,7 +340,7 @@ def test_modes_are_training_in_fit_evaluation_elsewhere_and_restored():
     model = fitkit.Model(net)
     model.compile("sgd", "cross_entropy")
     model.fit(X, Y, validation_data=(X, Y), batch_size=24, epochs=2, verbose=0)
-    assert seen == [(True, True), (False, False)] * 2
+    assert seen == [(True, False), (False, False)] * 2
     assert net.training and not net[1].training
     seen.clear()
     model.evaluate(X, Y, verbose=0)
@@ -568,6 +571,89 @@ def test_an_interrupt_keeps_the_history_and_the_modes():
         )
     assert len(model.history.history["loss"]) == 1
     assert model.training
+
+
+class Owned(fitkit.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, batch, index):
+        loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("own", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def own_model():
+    model = Owned()
+    model.compile(loss="cross_entropy", metrics=["accuracy"])
+    return model
+
+
+def failing_fit(model):
+    with pytest.raises(fitkit.ConfigurationError):
+        model.fit(X, Y + 7, verbose=0)
+
+
+def callbacks_in(folder):
+    return [
+        fitkit.callbacks.EarlyStopping("val_loss", restore_best_weights=True),
+        fitkit.callbacks.ModelCheckpoint(folder / "{epoch}.h5"),
+        fitkit.callbacks.BackupAndRestore(folder / "backup"),
+        fitkit.callbacks.CSVLogger(folder / "log.csv"),
+        fitkit.callbacks.EvaluateEvery(X, Y),
+        fitkit.callbacks.ProgressBar(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "run"),
+    [
+        (classifier, lambda model, folder: model.fit(X, Y, verbose=0)),
+        (classifier, lambda model, folder: model.fit(X, Y, verbose=0, validation_split=0.25)),
+        (classifier, lambda model, folder: [
+            model.fit(X, Y, verbose=0), model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
+        ]),
+        (lambda: classifier(metrics=["accuracy"], lr_scheduler="one_cycle", warmup_epochs=1),
+         lambda model, folder: model.fit(X, Y, epochs=3, verbose=0)),
+        (lambda: classifier(accumulate_grad_batches=2, gradient_clip_val=1.0),
+         lambda model, folder: model.fit(X, Y, epochs=2, verbose=0)),
+        (classifier, lambda model, folder: model.fit(
+            X, Y, epochs=2, verbose=0, validation_split=0.25, callbacks=callbacks_in(folder))),
+        (own_model, lambda model, folder: model.fit(X, Y, epochs=2, verbose=0)),
+        (classifier, lambda model, folder: failing_fit(model)),
+        (classifier, lambda model, folder: model.train_on_batch(X, Y)),
+    ],
+    ids=["fit", "validation", "all", "schedule", "groups", "callbacks", "own", "failed", "batch"],
+)  # fmt: skip
+def test_a_deleted_model_is_gone_without_the_garbage_collector(make, run, tmp_path):
+    classifier().fit(X, Y, verbose=0)  # torch imports its compiler with the first optimizer
+    model = make()
+    gone, weights = weakref.ref(model), weakref.ref(next(model.parameters()))
+    gc.collect()
+    gc.disable()
+    try:
+        run(model, tmp_path)
+        del model
+        assert gone() is None and weights() is None
+    finally:
+        gc.enable()
+
+
+def test_a_history_that_is_kept_keeps_no_model():
+    model = classifier()
+    history = model.fit(X, Y, verbose=0)
+    assert history.model is model
+    assert copy.deepcopy(history).history == history.history
+    del model
+    assert history.model is None and len(history.history["loss"]) == 1
 
 
 def test_every_shipped_callback_survives_two_fits():

@@ -75,6 +75,10 @@ class WorkersLauncher:
             WorkerError: another rank failed; its traceback is in the message. The workers are
                 ended then, and the next call starts new ones.
         """
+        with _calls:
+            return self._launched(function, arguments)
+
+    def _launched(self, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
         with contextlib.closing(self._payload(function, arguments)) as payload:
             pool = _pool_of(self.size - 1)
             pool.begin(payload, self.size)
@@ -316,6 +320,8 @@ class Pool:
 
 
 _pool: Pool | None = None
+_calls = threading.RLock()
+"""Held by the thread whose call the workers take part in; calls of other models' wait."""
 
 
 def _pool_of(count: int) -> Pool:

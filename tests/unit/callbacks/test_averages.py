@@ -227,6 +227,20 @@ def test_batch_statistics_are_those_of_the_averaged_net():
     renew_statistics(plain, [X], torch.device("cpu"))  # nothing to do
 
 
+def test_frozen_statistics_stay_when_those_of_the_averaged_net_are_renewed():
+    net = torch.nn.Sequential(
+        torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)
+    )
+    net[0].eval()
+    average = StochasticWeightAveraging(0.05, 0.5, bn_data=[X])
+    scale(net=net).fit(X, Y, epochs=4, verbose=0, callbacks=average)
+    assert torch.equal(net[0].running_mean, torch.zeros(1))
+    with torch.no_grad():
+        mean = net[1](X / (1 + net[0].eps) ** 0.5).mean(0)
+    assert torch.allclose(net[2].running_mean, mean, atol=1e-6)
+    assert [module.training for module in net] == [False, True, True]
+
+
 def test_a_training_that_ends_before_keeps_its_weights():
     model, notes = scale(), Notes()
     swa = StochasticWeightAveraging(0.05)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.training.matmul_precision import matmul_precision
+from fitkit.training.backend_flags import MATMUL_PRECISION
 
 torch.manual_seed(0)
 X, Y = torch.randn(40, 3, 8, 8), torch.randint(0, 4, (40,))
@@ -123,7 +123,7 @@ def test_what_the_user_had_set_in_either_way_is_put_back(own, word, torch_put_ba
     elif own == "newer":
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     before = state()
-    with matmul_precision(word):
+    with MATMUL_PRECISION.held(word):
         assert state()[0] == word
     assert state()[1:] == before[1:]
     if own != "newer":
