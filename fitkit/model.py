@@ -279,6 +279,10 @@ class Model(Hooks, Services, nn.Module):
     ) -> History:
         """Train.
 
+        Layers that you have put into evaluation mode (a backbone with frozen batch normalization)
+        stay in it; a net that is in evaluation mode as a whole, every module of it, trains. All
+        modes are as before at the end.
+
         Args:
             x: a `DataLoader`, a `Dataset`, arrays or tensors (or a tuple or dict of them, with
                 `y`), or any iterable of batches `(x, y)` or `(x, y, sample_weight)`. A dict of
@@ -481,7 +485,7 @@ class Model(Hooks, Services, nn.Module):
         class_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """One update on one batch.
+        """One update on one batch; layers in evaluation mode stay so, as in `fit`.
 
         Learning-rate schedulers and `accumulate_grad_batches` take no part in it.
 

@@ -110,7 +110,8 @@ class Callback:
         """`fit` ends; `logs` are the last epoch's."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """An epoch begins; the modules are in training mode already."""
+        """An epoch begins; the modules are in training mode already, but for what was in evaluation
+        mode when `fit` began."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """An epoch ended, its validation included."""

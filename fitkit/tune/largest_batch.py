@@ -12,6 +12,7 @@ from fitkit.arguments import check_choice, check_count
 from fitkit.data.sources import check_data_type, make_source
 from fitkit.errors import ConfigurationError, WorkerError
 from fitkit.model import Model
+from fitkit.modes import in_use
 from fitkit.torch_errors import MEMORY_ERRORS, is_out_of_memory
 from fitkit.tune.untouched import untouched
 
@@ -65,7 +66,7 @@ def batch_size(
     def fits(size: int) -> bool:
         return _trains(model, x, y, sample_weight, size, steps_per_trial)
 
-    with untouched(model):
+    with in_use(model, "tune.batch_size", alone=True), untouched(model):
         return search(fits, mode, init_val, bound, max_trials)
 
 

@@ -17,6 +17,7 @@ from fitkit.callbacks.learner import set_rate, updates_of
 from fitkit.callbacks.ranks import from_all_ranks
 from fitkit.errors import ConfigurationError
 from fitkit.model import Model
+from fitkit.modes import in_use
 from fitkit.pictures.rate_curve import rate_curve
 from fitkit.tune.untouched import untouched
 
@@ -170,7 +171,7 @@ def learning_rate(
         _rate(mode, min_lr, max_lr, place / (num_training - 1)) for place in range(num_training)
     ]
     climb = _Climb(rates, early_stop_threshold)
-    with untouched(model):
+    with in_use(model, "tune.learning_rate", alone=True), untouched(model):
         model.fit(
             x,
             y,

@@ -76,6 +76,49 @@ def assert_close(net, reference):
         assert torch.allclose(one, two, atol=1e-5)
 
 
+def test_layers_in_evaluation_mode_stay_so_on_all_ranks():
+    def frozen():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(), torch.nn.Linear(8, 3),
+        )
+        for layer in net[1:3]:
+            layer.eval()
+        return net
+
+    net, plain = frozen(), frozen()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(X[:64]), Y[:64]).backward()
+        optimizer.step()
+    model = compiled(net, optimizer="sgd", learning_rate=0.1)
+    model.fit(X[:64], Y[:64], batch_size=32, epochs=2, verbose=0, validation_data=(X, Y))
+    assert_close(net, plain)
+    assert torch.equal(net[1].running_mean, torch.zeros(8))
+    assert [layer.training for layer in net] == [True, False, False, True]
+
+
+def test_models_in_two_threads_take_turns_with_the_workers():
+    models = [compiled() for _ in range(2)]
+    alone = [model.predict(X, verbose=0) for model in models]
+    found = [[], []]
+
+    def predict(index):
+        for _ in range(3):
+            found[index].append(models[index].predict(X, verbose=0))
+
+    threads = [threading.Thread(target=predict, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    for results, expected in zip(found, alone, strict=True):
+        assert len(results) == 3
+        assert all(np.array_equal(result, expected) for result in results)
+
+
 class Rows(Dataset):
     def __len__(self):
         return len(X)
