@@ -31,7 +31,8 @@ PUBLIC = (
 NAMES_OF_OPTIMIZERS = ["QAdamOptimizer"]
 """What fitkit.optimizers has for users; it has no __all__."""
 PART_OF_CODE = {
-    "begin_fit", "begin_replica", "end_replicas", "hands_on", "remember_names", "step_on_device",
+    "begin_fit", "begin_replica", "end_replicas", "hands_on", "remember_names", "running",
+    "step_on_device",
     "weights_module",
 }  # fmt: skip
 """Methods of Model that other modules of fitkit call."""
