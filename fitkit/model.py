@@ -178,7 +178,8 @@ class Model(Hooks, Services, nn.Module):
             weighted_metrics: metrics that count samples by their weight (the weighted mean).
             lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance;
                 or a dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`) and
-                `"monitor"` (the log that `ReduceLROnPlateau` watches). Default none. Names that
+                `"monitor"` (the log that `ReduceLROnPlateau` watches). Without an interval
+                `OneCycleLR` and `CyclicLR` move at each update, others once an epoch. Names that
                 need the training's length (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it
                 from each `fit` and begin anew with it; all others go on over several fits.
             devices: which devices; `"auto"` by default.

@@ -8,6 +8,7 @@ for a tuple, and the empty name for the single output of a net that has one.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,19 @@ from fitkit.errors import ConfigurationError
 
 SINGLE = ""
 """The name of the only output of a net; logs carry no prefix for it."""
+
+
+MOVES_VALUES = frozenset({
+    "Alias", "Cat", "Clone", "Expand", "Gather", "Index", "Permute", "ReshapeAlias", "Select",
+    "Slice", "Split", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView",
+    "Unsqueeze", "View", "AdaptiveAvgPool2D", "AvgPool2D", "Mean",
+})  # fmt: skip
+"""Operations, as autograd calls them, after which a value's scale is what it was."""
+SCALES = {
+    **dict.fromkeys(("Sigmoid", "Softmax"), "probabilities"),
+    **dict.fromkeys(("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution"), "logits"),
+}
+"""What a net's last operation makes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +51,27 @@ class LossHint:
     task: str | None = None
     class_axis: int | None = None
     is_shifted: bool = False
+
+
+def last_operation(prediction: torch.Tensor) -> str | None:
+    """What has made a prediction's values, as autograd calls it (`"Sigmoid"`, `"Addmm"`).
+
+    None where no graph tells: in an evaluation, or where nothing learns.
+    """
+    node: Any = prediction.grad_fn
+    while node is not None:
+        name = re.sub(r"Backward\d*$", "", node.name())
+        if name not in MOVES_VALUES or not node.next_functions:
+            return name
+        node = node.next_functions[0][0]
+    return None
+
+
+def scale_of(prediction: Any) -> str | None:
+    """`"logits"` or `"probabilities"`, where the last operation tells; else None."""
+    if not isinstance(prediction, torch.Tensor):
+        return None
+    return SCALES.get(last_operation(prediction) or "")
 
 
 def named_outputs(prediction: Any) -> dict[str, Any]:

@@ -36,13 +36,14 @@ class SchedulerChoice:
 
     Attributes:
         given: name, class, partial, factory `optimizer -> scheduler`, or instance.
-        interval: `"epoch"` or `"step"` (each update of the optimizer).
+        interval: `"epoch"` or `"step"` (each update of the optimizer); None where it wasn't said:
+            as the scheduler's class counts (`own_interval`).
         monitor: the log that `ReduceLROnPlateau` watches; None for `val_loss` where there is
             a validation, else `loss`.
     """
 
     given: Any
-    interval: str = "epoch"
+    interval: str | None = None
     monitor: str | None = None
 
     @property
@@ -75,10 +76,10 @@ class SchedulerChoice:
                     "must be there), 'interval' and 'monitor'."
                 )
             given, monitor = value["scheduler"], value.get("monitor")
-            interval = value.get("interval") or _own_interval(given)
+            interval = value.get("interval")
         else:
-            given, monitor, interval = value, None, _own_interval(value)
-        check_choice("lr_scheduler's interval", interval, ("epoch", "step"))
+            given, monitor, interval = value, None, None
+        check_choice("lr_scheduler's interval", interval, (None, "epoch", "step"))
         if monitor is not None and not isinstance(monitor, str):
             raise ArgumentTypeError(f"lr_scheduler's monitor={monitor!r} must be a name.")
         _check_kind(given)
@@ -106,7 +107,8 @@ class SchedulerChoice:
                 )
             return self.given
         maker = SCHEDULERS[self.given] if isinstance(self.given, str) else self.given
-        length = epochs if self.interval == "epoch" else updates
+        by_epochs = (self.interval or own_interval(maker)) == "epoch"
+        length = epochs if by_epochs else updates
         options = self._options(maker, optimizer, length) if self.follows_fit else {}
         try:
             scheduler = maker(optimizer, **options)
@@ -185,14 +187,14 @@ def _is_scheduler(value: Any) -> bool:
     )
 
 
-def _own_interval(given: Any) -> str:
-    """OneCycleLR and CyclicLR count steps by their nature; the others epochs by habit."""
-    if isinstance(given, str) and given not in SCHEDULERS:
-        return "epoch"  # refused in a moment, by its name
-    maker = _maker(given)
-    if not isinstance(maker, type):
-        maker = type(maker)
-    return "step" if maker in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR) else "epoch"
+def own_interval(scheduler: Any) -> str:
+    """When a scheduler (or what makes one) moves, where nobody has said it.
+
+    OneCycleLR and CyclicLR count updates by their nature; the others epochs by habit.
+    """
+    kind = scheduler if isinstance(scheduler, type) else type(scheduler)
+    by_updates = issubclass(kind, (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR))
+    return "step" if by_updates else "epoch"
 
 
 def _class_name(maker: Callable[..., Any]) -> str:

@@ -69,7 +69,9 @@ class StochasticWeightAveraging(Callback):
             check_count("swa_epoch_start", swa_epoch_start, minimum=0)
         check_count("annealing_epochs", annealing_epochs, minimum=0)
         check_choice("annealing_strategy", annealing_strategy, tuple(CURVES))
-        if bn_data is not None and (not isinstance(bn_data, Iterable) or iter(bn_data) is bn_data):
+        # Not `iter(bn_data)`: a DataLoader would draw from the training's random numbers there.
+        is_spent = hasattr(bn_data, "__next__")
+        if bn_data is not None and (is_spent or not isinstance(bn_data, Iterable)):
             raise ArgumentTypeError(
                 "bn_data must be batches that can be iterated more than once, like a DataLoader "
                 "or a list of tensors."

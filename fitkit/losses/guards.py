@@ -14,6 +14,7 @@ from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.losses import targets
 from fitkit.losses.definitions import Definition
+from fitkit.outputs import last_operation
 from fitkit.torch_errors import DTYPE_ERRORS, PAIR_ERRORS, SHAPE_ERRORS, raised_in_torch
 from fitkit.trees import leaves_with_paths
 
@@ -23,8 +24,6 @@ ROW_SUM_TOLERANCE = 1e-2
 # Tighter than above: only a softmax makes rows that sum to 1 this well.
 SOFTMAX_SUM_TOLERANCE = 1e-4
 REMEDIES_FOR_TWO_LABELS = {(1.0, 2.0): "y - 1", (-1.0, 1.0): "(y + 1) / 2", (0.0, 255.0): "y / 255"}
-# Fewer logits may all lie in [0, 1] by chance.
-LEAST_VALUES_FOR_SIGMOID = 32
 
 
 def check_tensors(label: str, prediction: Any, target: Any) -> None:
@@ -303,6 +302,8 @@ def suspicion(definition: Definition, label: str, prediction: torch.Tensor) -> s
     """What seems wrong although it may be meant: probabilities where the loss takes logits."""
     if definition.hint.takes != "logits" or definition.twin is None:
         return None
+    if definition.hint.task != "classes" and last_operation(prediction) != "Sigmoid":
+        return None  # Logits of a net that hasn't learned may all lie in [0, 1].
     values = prediction.detach().float()
     if definition.hint.task == "classes":
         sums_to_one = ((values.sum(1) - 1.0).abs() < SOFTMAX_SUM_TOLERANCE).all()
@@ -313,12 +314,8 @@ def suspicion(definition: Definition, label: str, prediction: torch.Tensor) -> s
             "row sums to 1: the net seems to end with a softmax, which the loss applies again. "
             f"Drop it, or write loss={definition.twin!r}."
         )
-    low, high = _range(values)
-    if values.numel() < LEAST_VALUES_FOR_SIGMOID or low < 0.0 or high > 1.0 or low == high:
-        return None
     return (
-        f"{label} takes logits, but all of the first batch's predictions lie from {low:.4g} to "
-        f"{high:.4g}: the net seems to end with a sigmoid, which the loss applies again. "
+        f"{label} takes logits, but the net ends with a sigmoid, which the loss applies again. "
         f"Drop it, or write loss={definition.twin!r}."
     )
 

@@ -28,7 +28,7 @@ from fitkit.losses.targets import HALF_TYPES, classes
 from fitkit.losses.weights import weighted_mean
 from fitkit.naming import callable_name, snake_case
 from fitkit.notices import warn
-from fitkit.outputs import SINGLE, LossHint, named_outputs
+from fitkit.outputs import SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import leaves
 
 FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
@@ -327,6 +327,8 @@ class CustomLoss(Loss):
 
     def check(self, prediction: Any, target: Any) -> None:
         check_broadcast(self.label, self._function, prediction, target)
+        # Kept for evaluations, in which no graph tells.
+        self.hint = LossHint(scale_of(prediction) or self.hint.takes)
         ignored = getattr(self._function, "ignore_index", IGNORED)
         if self._has_warned or not isinstance(ignored, int):
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
-from fitkit.outputs import LossHint
+from fitkit.outputs import LossHint, scale_of
 
 IGNORED = -100
 """Class targets of this value count for nothing: `torch.nn.CrossEntropyLoss` ignores them too."""
@@ -136,11 +136,13 @@ class FirstBatch:
         return self._task("multiclass", target.shape[axis], axis, one_hot=True)
 
     def scale(self, kind: str = "binary") -> str:
-        """What predictions are: the loss tells, else whether the first batch lies in [0, 1]."""
+        """What predictions are: the loss tells, else the net's last operation where the first batch
+        lies in [0, 1], as logits may by chance."""
         prediction = self.prediction
         if self.hint.takes is not None:
             return self.hint.takes
-        if not prediction.is_floating_point() or _within(prediction, 0, 1):
+        may_be = not prediction.is_floating_point() or _within(prediction, 0, 1)
+        if may_be and scale_of(prediction) != "logits":
             return "probabilities"
         return "values" if self.hint.task == "regression" and kind != "multiclass" else "logits"
 

@@ -21,7 +21,6 @@ from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.notices import warn
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.backend_flags import backend_flags
-from fitkit.training.fit_state import check_monitor
 from fitkit.training.jobs import FitJob
 from fitkit.training.joining import Joining
 from fitkit.training.learning import learning_for
@@ -125,6 +124,7 @@ class FitRun:
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[Stage, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
+        self.told: list[PlannedScheduler] = []  # of which it was said that their value is missing
         self.history = History()
         self.told_non_finite = False
 
@@ -414,16 +414,32 @@ class FitRun:
             if not plan.watches:
                 move()
             elif (epoch + 1) % plan.frequency == 0:
-                self._watch(plan, logs)
+                self._watch(plan, epoch, logs)
 
-    def _watch(self, plan: PlannedScheduler, logs: dict[str, Any]) -> None:
+    def _watch(self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any]) -> None:
         """Give a scheduler the value that it watches."""
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
-        validated = any(name.startswith("val_") for name in logs)
+        waits = self.held_out is not None and not self.job.validates_after(epoch)
         if watched in logs:
             plan.scheduler.step(logs[watched])
-        elif validated or self.held_out is None or not watched.startswith("val_"):
-            check_monitor(watched, logs)
+        elif not (waits and VALIDATION_NAME.match(watched)):
+            self._tell_of_missing(plan, watched, logs)
+
+    def _tell_of_missing(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
+        """Refuse an epoch without the value that a scheduler watches, or say it once."""
+        names = ", ".join(logs)
+        if plan.monitor is not None:
+            problem = f"lr_scheduler monitors {watched!r}, but the logs have {names}."
+        else:
+            problem = (
+                f"ReduceLROnPlateau watches {watched!r} where lr_scheduler names no monitor, but "
+                f'the logs have {names}. Write {{"scheduler": …, "monitor": …}} with one of these.'
+            )
+        if plan.strict:
+            raise ConfigurationError(problem)
+        if plan not in self.told:
+            self.told.append(plan)
+            warn(f"{problem} The scheduler waits until there is one.")
 
     def _params(self) -> dict[str, Any]:
         job = self.job

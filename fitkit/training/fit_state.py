@@ -16,7 +16,7 @@ from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.notices import warn
 from fitkit.optimizers import OptimizerChoice, check_trainable, fuse, held_by
-from fitkit.schedulers import SchedulerChoice
+from fitkit.schedulers import SchedulerChoice, own_interval
 from fitkit.training.compilation import Compilation
 from fitkit.training.own_optimizers import PlannedScheduler, read_optimizers
 from fitkit.training.progress import Progress
@@ -160,7 +160,7 @@ class FitState:
         self.schedulers = [
             PlannedScheduler(
                 scheduler,
-                choice.interval,
+                choice.interval or own_interval(scheduler),
                 monitor=choice.monitor,
                 optimizer=optimizer,
                 follows_fit=choice.follows_fit,
@@ -334,16 +334,4 @@ def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) ->
         warn(
             f"The loss has {len(idle)} parameters of its own that no optimizer holds, so they "
             "don't learn. Give compile an optimizer over both, or make them part of the net."
-        )
-
-
-def check_monitor(monitor: str | None, logs: dict[str, Any]) -> None:
-    """Refuse a monitored name that the logs don't have.
-
-    Raises:
-        ConfigurationError: with the names that they have.
-    """
-    if monitor is not None and monitor not in logs:
-        raise ConfigurationError(
-            f"lr_scheduler monitors {monitor!r}, but the logs have {', '.join(logs)}."
         )

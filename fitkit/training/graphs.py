@@ -251,7 +251,7 @@ def graphed(
         compilation: says whether rates move with the updates.
         graphs: makes what records, given the device.
     """
-    scheduler, warms_up = compilation.scheduler, compilation.warmup_epochs
+    by_updates = any(plan.interval == "step" for plan in model.fit_state.schedulers)
     return Graphed(
         learn,
         step,
@@ -259,7 +259,7 @@ def graphed(
         compilation.trainable(model),
         list(model.modules()),
         graphs(compilation.strategy.device),
-        rates_move=bool(warms_up) or (scheduler is not None and scheduler.interval == "step"),
+        rates_move=bool(compilation.warmup_epochs) or by_updates,
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fitkit.arguments import check_choice, check_count, describe
+from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.notices import warn
+from fitkit.schedulers import own_interval
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -35,6 +37,7 @@ class PlannedScheduler:
         frequency: it moves after every so many of these.
         monitor: the log that it watches; None for a scheduler that watches nothing.
         optimizer: whose rates it sets.
+        strict: whether a monitored log that isn't there is an error; else it is told once.
         follows_fit: whether its length is the training's.
         passed: how many of its intervals are over; a checkpoint keeps it.
     """
@@ -44,6 +47,7 @@ class PlannedScheduler:
     frequency: int = 1
     monitor: str | None = None
     optimizer: Optimizer | None = None
+    strict: bool = True
     follows_fit: bool = False
     passed: int = 0
 
@@ -52,8 +56,20 @@ class PlannedScheduler:
         """Whether it needs a log's value."""
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint can keep where the scheduler is."""
+        names = ("state_dict", "load_state_dict")
+        return all(callable(getattr(self.scheduler, name, None)) for name in names)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the scheduler."""
+        return self.scheduler.state_dict() if self.keeps_state else {}
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a stored state; a length that the fit has given anew stays."""
+        if not self.keeps_state:
+            return
         lengths = LENGTHS if self.follows_fit else ()
         own = {name: value for name, value in state.items() if name not in lengths}
         self.scheduler.load_state_dict(own)
@@ -170,9 +186,11 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
             f"configure_optimizers returned {describe(scheduler)} as a scheduler. Return a "
             "torch.optim.lr_scheduler object over one of the optimizers."
         )
-    interval, frequency = options.get("interval", "epoch"), options.get("frequency", 1)
+    interval, frequency = options.get("interval"), options.get("frequency", 1)
+    interval = own_interval(scheduler) if interval is None else interval
     check_choice("interval", interval, ("epoch", "step"))
     check_count("frequency", frequency)
+    check_flag("strict", options.get("strict", True))
     optimizer = getattr(scheduler, "optimizer", optimizers[0])
     if not any(optimizer is known for known in optimizers):
         raise ConfigurationError(
@@ -180,8 +198,18 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
             "Return both."
         )
     planned = PlannedScheduler(
-        scheduler, interval, int(frequency), options.get("monitor") or monitor, optimizer
+        scheduler,
+        interval,
+        int(frequency),
+        options.get("monitor") or monitor,
+        optimizer,
+        strict=options.get("strict", True),
     )
+    if not planned.keeps_state:
+        warn(
+            f"{type(scheduler).__name__} has no state_dict and load_state_dict, so checkpoints "
+            "can't keep where it is: a resumed training begins it anew. Give it both."
+        )
     if planned.watches and interval == "step":
         raise ConfigurationError(
             "ReduceLROnPlateau watches a value of an epoch; give it interval='epoch'."

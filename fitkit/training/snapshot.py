@@ -124,7 +124,7 @@ def training_state(model: Model) -> dict[str, Any]:
         "schedulers": [
             {
                 "class": type(plan.scheduler).__name__,
-                "state": plan.scheduler.state_dict(),
+                "state": plan.state(),
                 "passed": plan.passed,
             }
             for plan in state.schedulers
@@ -191,13 +191,14 @@ def _assign(
     state, places = model.fit_state, _places(model)
     before, updates = state.snapshot(), state.updates
     kept = [(each, each.state, each.param_groups) for each in state.optimizers]
-    plans = [(p, copy.deepcopy(p.scheduler.state_dict()), p.passed) for p in state.schedulers]
+    plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
 
     def undo() -> None:
         for optimizer, entries, groups in kept:
             optimizer.state, optimizer.param_groups = entries, groups
         for plan, its_state, passed in plans:
-            plan.scheduler.load_state_dict(its_state)
+            if plan.keeps_state:
+                plan.scheduler.load_state_dict(its_state)
             plan.passed = passed
         state.restore(before)
         state.updates = updates

@@ -241,6 +241,18 @@ def test_frozen_statistics_stay_when_those_of_the_averaged_net_are_renewed():
     assert [module.training for module in net] == [False, True, True]
 
 
+def test_data_for_batch_statistics_are_not_begun_at_construction():
+    class Drawing(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            raise AssertionError("began")
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), 4, shuffle=True)
+    before = torch.get_rng_state()
+    StochasticWeightAveraging(0.05, 1, bn_data=loader)
+    StochasticWeightAveraging(0.05, 1, bn_data=Drawing())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_training_that_ends_before_keeps_its_weights():
     model, notes = scale(), Notes()
     swa = StochasticWeightAveraging(0.05)

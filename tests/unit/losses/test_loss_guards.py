@@ -93,16 +93,30 @@ def test_logits_are_not_suspected_of_a_softmax():
 
 @pytest.mark.parametrize("loss", ["bce_with_logits", nn.BCEWithLogitsLoss()])
 def test_a_sigmoid_before_bce_with_logits_is_warned_of(loss):
-    prediction = torch.linspace(-3, 3, 32).sigmoid().reshape(32, 1)
-    with pytest.warns(UserWarning, match="end with a sigmoid.*loss='bce'"):
+    prediction = torch.linspace(-3, 3, 32, requires_grad=True).sigmoid().reshape(32, 1).double()
+    with pytest.warns(UserWarning, match="ends with a sigmoid.*loss='bce'"):
         resolve(loss).check(prediction, torch.ones(32))
 
 
-@pytest.mark.parametrize(
-    "prediction", [torch.rand(31, 1), torch.full((64, 1), 0.5), torch.linspace(-1, 1, 40)[:, None]]
-)
-def test_few_equal_or_signed_logits_are_not_suspected_of_a_sigmoid(prediction):
-    passes_silently("bce_with_logits", prediction, torch.ones(len(prediction)))
+NETS = {
+    "shallow": lambda: nn.Sequential(nn.Linear(30, 64), nn.ReLU(), nn.Linear(64, 1)),
+    "deep": lambda: nn.Sequential(nn.Linear(30, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
+                                  nn.Linear(256, 1)),
+    "pooled": lambda: nn.Sequential(nn.Unflatten(1, (1, 5, 6)), nn.Conv2d(1, 8, 3), nn.ReLU(),
+                                    nn.Conv2d(8, 1, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_fresh_logits_within_0_and_1_are_not_suspected_of_a_sigmoid(net):
+    within = 0
+    for seed in range(60):
+        torch.manual_seed(seed)
+        prediction = NETS[net]()(torch.rand(64, 30))
+        within += bool(((prediction > 0) & (prediction < 1)).all())
+        passes_silently("bce_with_logits", prediction, torch.ones(64))
+        passes_silently("bce_with_logits", prediction.detach(), torch.ones(64))
+    assert within, "no seed gives what used to be suspected"
 
 
 @pytest.mark.parametrize(

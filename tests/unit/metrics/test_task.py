@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fitkit
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.task import FirstBatch, Task, class_axis
 from fitkit.outputs import LossHint
@@ -140,3 +141,33 @@ def test_classes_are_asked_for_columns_that_are_not_there():
 def test_a_first_batch_without_samples_tells_by_its_shapes():
     first = FirstBatch(torch.randn(0, 3), torch.zeros(0, dtype=torch.long), CLASSES)
     assert first.task().kind == "multiclass"
+
+
+def test_logits_that_happen_to_lie_within_0_and_1_are_read_as_logits_beside_an_unknown_loss():
+    net = torch.nn.Linear(4, 1)
+    torch.nn.init.constant_(net.bias, 0.3)
+    torch.nn.init.constant_(net.weight, 0.01)
+    x, y = torch.rand(8, 4), torch.ones(8, 1)  # logits about 0.32: all predict yes
+
+    def own_loss(prediction, target):
+        return torch.nn.functional.binary_cross_entropy_with_logits(prediction, target)
+
+    model = fitkit.Model(net)
+    model.compile("sgd", own_loss, ["accuracy"], learning_rate=1e-6, accelerator="cpu")
+    assert model.train_on_batch(x, y, return_dict=True)["accuracy"] == 1.0
+    assert model.evaluate(x, y, verbose=0, return_dict=True)["accuracy"] == 1.0
+
+
+def test_what_ends_with_a_sigmoid_is_read_as_probabilities_beside_an_unknown_loss():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Sigmoid())
+    torch.nn.init.constant_(net[0].bias, -0.5)
+    torch.nn.init.constant_(net[0].weight, 0.01)
+    x, y = torch.rand(8, 4), torch.ones(8, 1)  # about 0.38: all predict no
+
+    model = fitkit.Model(net)
+    model.compile(
+        "sgd", lambda p, t: ((p - t) ** 2).mean(), ["accuracy"], learning_rate=1e-6,
+        accelerator="cpu",
+    )  # fmt: skip
+    assert model.train_on_batch(x, y, return_dict=True)["accuracy"] == 0.0
+    assert model.evaluate(x, y, verbose=0, return_dict=True)["accuracy"] == 0.0

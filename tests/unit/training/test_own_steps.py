@@ -1,6 +1,7 @@
 """A model's own steps, against loops written by hand."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -266,6 +267,117 @@ def test_schedulers_move_by_updates_and_by_what_they_watch():
     model.fit(X, Y, epochs=2, **QUIET)
     # Eight updates halve it four times; the second epoch brings nothing better than the first.
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4 * 0.1)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+
+
+@pytest.mark.parametrize("giving", [
+    lambda o: ([o], [one_cycle(o)]),
+    lambda o: {"optimizer": o, "lr_scheduler": one_cycle(o)},
+    lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": one_cycle(o)}},
+])  # fmt: skip
+def test_a_cycle_from_configure_optimizers_moves_at_each_update(giving):
+    class Own(Classifier):
+        def configure_optimizers(self):
+            return giving(super().configure_optimizers())
+
+    model = Own()
+    model.fit(X, Y, epochs=2, **QUIET)  # eight updates
+    net = linear()
+    expected = one_cycle(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    expected.optimizer._opt_called = True
+    for _ in range(8):
+        expected.step()
+    assert model.lr_schedulers().last_epoch == 8
+    assert model.optimizer.param_groups[0]["lr"] == expected.get_last_lr()[0]
+
+
+@pytest.mark.parametrize("given", [
+    one_cycle,
+    partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40),
+    {"scheduler": one_cycle},
+    lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
+])  # fmt: skip
+def test_a_cycle_that_a_factory_makes_moves_at_each_update(given):
+    model = fitkit.Model(linear())
+    model.compile("sgd", "cross_entropy", lr_scheduler=given)
+    model.fit(X, Y, epochs=2, **QUIET)
+    assert model.lr_schedulers().last_epoch == 8
+
+
+def test_a_cycle_moves_by_epochs_where_that_is_said():
+    class Own(Classifier):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = {"scheduler": one_cycle(optimizer), "interval": "epoch"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    for model in (Own(), fitkit.Model(linear())):
+        if not isinstance(model, Own):
+            scheduler = {"scheduler": one_cycle, "interval": "epoch"}
+            model.compile("sgd", "cross_entropy", lr_scheduler=scheduler)
+        model.fit(X, Y, epochs=2, **QUIET)
+        assert model.lr_schedulers().last_epoch == 2
+
+
+def watching(**options):
+    class Own(Classifier):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return [optimizer], [{"scheduler": plateau, **options}]
+
+        def validation_step(self, batch, batch_idx):
+            self.log("valid/agreement", 1.0)
+
+    return Own()
+
+
+def test_a_plateau_whose_validation_logs_no_loss_is_told_at_the_first_epochs_end():
+    with pytest.raises(fitkit.ConfigurationError, match=r'(?s)loss, valid/agreement.*"monitor"'):
+        watching().fit(X, Y, epochs=3, validation_data=(X, Y), **QUIET)
+    later = watching(monitor="valid/agreement")
+    later.fit(X, Y, epochs=4, validation_data=(X, Y), validation_freq=2, **QUIET)
+    assert later.lr_schedulers().last_epoch == 2  # and epochs without a validation are no error
+
+
+@pytest.mark.parametrize("monitor", [None, "giraffe"])
+def test_a_plateau_that_isnt_strict_waits_with_one_warning(monitor):
+    model = watching(monitor=monitor, strict=False)
+    with pytest.warns(UserWarning, match="waits until there is one") as told:
+        model.fit(X, Y, epochs=3, validation_data=(X, Y), **QUIET)
+    assert len([w for w in told if "waits" in str(w.message)]) == 1
+    assert model.global_step == 12
+    assert model.lr_schedulers().last_epoch == 0
+    with pytest.raises(fitkit.ConfigurationError, match="strict"):
+        watching(strict="no").fit(X, Y, **QUIET)
+
+
+def test_a_scheduler_without_a_state_is_told_before_the_training_and_saved_without(tmp_path):
+    class Halving:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    class Own(Classifier):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return {"optimizer": optimizer, "lr_scheduler": Halving(optimizer)}
+
+    whole, cut = Own(), Own()
+    saves = fitkit.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.h5"))
+    with pytest.warns(UserWarning, match="Halving has no state_dict"):
+        whole.fit(X, Y, epochs=3, callbacks=saves, **QUIET)
+    with pytest.warns(UserWarning, match="Halving has no state_dict"):
+        cut.fit(X, Y, epochs=3, resume_from=tmp_path / "2.h5", **QUIET)
+    # The rate itself is the optimizer's, and goes on.
+    assert cut.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+    assert torch.equal(cut.layer.weight, whole.layer.weight)
 
 
 @pytest.mark.parametrize("returned", [
