@@ -19,6 +19,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.hooks import STAGES, Hooks, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.logging_options import is_metric
 from fitkit.modes import in_use, kept_in_evaluation, to_training
+from fitkit.optimizers import with_rate
 from fitkit.pictures.results import Results
 from fitkit.services import Services
 from fitkit.training.backend_flags import backend_flags
@@ -564,11 +565,15 @@ class Model(Hooks, Services, nn.Module):
     def optimizer(self) -> Optimizer:
         """The optimizer (the first of several); made at the first look (or `fit`) after `compile`.
 
+        It is torch's, or the very object that was given. As in Keras its `learning_rate` (and
+        `lr`) can be read, and set for all of its groups; a scheduler moves on from there as its
+        class does.
+
         Raises:
             ConfigurationError: it can't be made; never an AttributeError, which
                 `nn.Module` would hide.
         """
-        return self.fit_state.optimizers_for(self, self.compilation)[0]
+        return with_rate(self.fit_state.optimizers_for(self, self.compilation)[0])
 
     def begin_fit(self, history: History, batch_size: int | None) -> None:
         """Take the record of a fit that begins."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fitkit.arguments import describe
+from fitkit.arguments import check_number, describe
 from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import Registry
@@ -128,7 +130,7 @@ def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
     if any(group.get("fused") is False for group in groups):
         fused: bool | None = False
     elif (
-        type(optimizer) in FUSED
+        class_of(optimizer) in FUSED
         and not any(group.get("foreach") or group.get("differentiable") for group in groups)
         # Torch's fused SGD fails where some parameters have a momentum and others, whose first
         # gradient came later, have none yet; and it takes unset memory for one where a scaled
@@ -230,6 +232,69 @@ def check_trainable(parameters: list[torch.nn.Parameter]) -> None:
             "No parameter of the net requires gradients (all are frozen), so there is nothing "
             "to train. Set requires_grad = True on those that shall learn."
         )
+
+
+def put_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's rate; one that is a tensor (capturable optimizers) stays one."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = float(rate)
+
+
+def with_rate(optimizer: Optimizer) -> Optimizer:
+    """The same object, whose `learning_rate` and `lr` can be read and set as Keras's can.
+
+    Torch's optimizers have neither, and would take an assignment without effect. So the object
+    gets a subclass of its class, of the same name, as Horovod does it; a name that the class or
+    the object already has keeps its own meaning. Pickles and copies are of the original class.
+    """
+    kind = type(optimizer)
+    names = [name for name in ("learning_rate", "lr") if not hasattr(optimizer, name)]
+    if names:
+        optimizer.__class__ = _rated(kind, tuple(names))
+    return optimizer
+
+
+def class_of(optimizer: Optimizer) -> type[Optimizer]:
+    """The class that an optimizer was made of, below `with_rate`."""
+    return getattr(type(optimizer), "_class_without_rate", type(optimizer))
+
+
+@functools.cache
+def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
+    def rate_of(self: Optimizer) -> float:
+        return float(self.param_groups[0]["lr"])
+
+    def set_rate(self: Optimizer, rate: Any) -> None:
+        if not isinstance(rate, (bool, str)) and hasattr(rate, "__float__"):  # arrays of one entry
+            rate = float(rate)
+        if callable(rate) or not isinstance(rate, float):
+            raise ArgumentTypeError(
+                f"learning_rate={describe(rate)} must be a number. A schedule goes to "
+                "model.compile(lr_scheduler=…)."
+            )
+        check_number("learning_rate", rate, minimum=0)
+        for group in self.param_groups:
+            put_rate(group, rate)
+
+    def reduce(self: Optimizer, protocol: Any) -> Any:
+        made = super(rated, self).__reduce_ex__(protocol)
+        if made[1] == (rated,):  # pickle refuses to call another class's __new__
+            return (copyreg._reconstructor, (kind, object, None), *made[2:])  # type: ignore[attr-defined]
+        arguments = tuple(kind if entry is rated else entry for entry in made[1])
+        return (kind if made[0] is rated else made[0], arguments, *made[2:])
+
+    doc = "The first group's learning rate; setting it sets all groups'."
+    found: dict[str, Any] = {name: property(rate_of, set_rate, doc=doc) for name in names}
+    own = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    own |= {"__reduce_ex__": reduce, "_class_without_rate": kind}
+    rated = type(kind)(kind.__name__, (kind,), {**own, **found})
+    return rated
 
 
 def shown(given: Any) -> str:

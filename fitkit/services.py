@@ -146,6 +146,17 @@ class Services:
         self.requires_grad_(True)  # type: ignore[attr-defined]
         self.train()  # type: ignore[attr-defined]
 
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter learns; setting it freezes or frees all of them, as in Keras."""
+        parameters = self.parameters()  # type: ignore[attr-defined]
+        return any(parameter.requires_grad for parameter in parameters)
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        check_flag("trainable", value)
+        self.requires_grad_(value)  # type: ignore[attr-defined]
+
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 alone."""
         if self.compilation.strategy.world.rank == 0:

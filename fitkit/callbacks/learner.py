@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError
+from fitkit.optimizers import put_rate
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -54,14 +54,6 @@ def change_rates(model: Model, change: Callable[[float], float]) -> bool:
             put_rate(group, after)
             differs = True
     return differs
-
-
-def put_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's rate; one that is a tensor (capturable optimizers) stays one."""
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = float(rate)
 
 
 def updates_of(model: Model) -> int:

@@ -16,7 +16,7 @@ from fitkit.callbacks.run_parts import CALLBACKS, VALIDATION, Timed, TimedParts
 from fitkit.data.arrays import ArraySource
 from fitkit.data.by_index import reads_by_index
 from fitkit.errors import ConfigurationError
-from fitkit.optimizers import FUSED
+from fitkit.optimizers import FUSED, class_of
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -214,7 +214,7 @@ def _facts(model: Model) -> Facts:
         in_memory=isinstance(source, ArraySource) if loader is None else reads_by_index(loader),
         may_fuse=not is_named
         and any(
-            type(optimizer) in FUSED and not all(g.get("fused") for g in optimizer.param_groups)
+            class_of(optimizer) in FUSED and not all(g.get("fused") for g in optimizer.param_groups)
             for optimizer in run.optimizers
         ),
     )

@@ -13,9 +13,10 @@ from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.averaged_weights import AveragedWeights
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.learner import groups_of, put_rate
+from fitkit.callbacks.learner import groups_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
+from fitkit.optimizers import put_rate
 
 CURVES = {"cos": lambda part: (1 - math.cos(math.pi * part)) / 2, "linear": lambda part: part}
 """How far the rate has come when a part of the annealing is over, both from 0 to 1."""

@@ -21,6 +21,7 @@ from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.notices import warn
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.backend_flags import backend_flags
+from fitkit.training.fit_state import warn_of_flags
 from fitkit.training.jobs import FitJob
 from fitkit.training.joining import Joining
 from fitkit.training.learning import learning_for
@@ -92,6 +93,7 @@ class FitRun:
         steps = self._updates_in_an_epoch()
         # The optimizers are made here, after the module has its place.
         self.optimizers = model.fit_state.optimizers_for(model, compilation)
+        warn_of_flags(model)
         self.strategy.begin_training(model, self.optimizers)
         self.stage, self.step = step_for(
             model,

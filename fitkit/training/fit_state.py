@@ -15,7 +15,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.notices import warn
-from fitkit.optimizers import OptimizerChoice, check_trainable, fuse, held_by
+from fitkit.optimizers import OptimizerChoice, check_trainable, fuse, held_by, put_rate
 from fitkit.schedulers import SchedulerChoice, own_interval
 from fitkit.training.compilation import Compilation
 from fitkit.training.own_optimizers import PlannedScheduler, read_optimizers
@@ -262,7 +262,7 @@ class FitState:
         """Change the rates and keep the optimizers' state; schedulers begin anew from there."""
         self.rate_factor = 1.0
         for group in self.groups:
-            group["lr"] = rate
+            put_rate(group, rate)
         self.drop_schedulers()
 
     def drop_optimizers(self) -> None:
@@ -324,6 +324,23 @@ KEPT = (
 def configures_its_own(model: Any, compilation: Compilation) -> bool:
     """Whether the model's `configure_optimizers` makes the optimizers."""
     return not compilation.names_optimizer and overridden(model, "configure_optimizers")
+
+
+def warn_of_flags(model: torch.nn.Module) -> None:
+    """Say where Keras's `layer.trainable = False` was written to a layer of torch, which learns."""
+    for path, module in model.named_modules():
+        is_set = vars(module).get("trainable") is False and not _has_flag(type(module))
+        if is_set and any(parameter.requires_grad for parameter in module.parameters()):
+            warn(
+                f"{path}.trainable = False has no effect on a layer of torch, which learns all the "
+                f"same. Write {path}.requires_grad_(False)."
+            )
+
+
+def _has_flag(kind: type) -> bool:
+    """Whether a class itself knows the attribute, and so may mean something of its own."""
+    codes = [getattr(f, "__code__", None) for base in kind.__mro__ for f in vars(base).values()]
+    return any("trainable" in code.co_names for code in codes if code is not None)
 
 
 def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:

@@ -20,7 +20,7 @@ from fitkit import trees
 from fitkit.data.batches import samples_in
 from fitkit.distributed.strategies import Strategy
 from fitkit.notices import warn
-from fitkit.optimizers import FUSED
+from fitkit.optimizers import FUSED, class_of
 from fitkit.torch_errors import is_out_of_memory
 from fitkit.training.cuda_graphs import CudaGraphs
 from fitkit.training.updates import Updater
@@ -295,7 +295,7 @@ def repeats_its_step(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is one of the device alone: torch's fused ones."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return type(optimizer) in FUSED and fused and not hooks
+    return class_of(optimizer) in FUSED and fused and not hooks
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

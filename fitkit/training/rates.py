@@ -49,6 +49,7 @@ class WarmUp:
         self._updates = updates
         self._start = start
         self._done = 0
+        self._last: list[Any] = []
         self._set()
 
     @property
@@ -58,6 +59,7 @@ class WarmUp:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
+        self._follow()
         return {"done": self._done, "targets": [float(target) for target in self._targets]}
 
     def go_on(self, state: dict[str, Any]) -> None:
@@ -69,12 +71,14 @@ class WarmUp:
     def step(self) -> None:
         """Take note of an update."""
         if not self.is_over:
+            self._follow()
             self._done += 1
             self._set()
 
     def end(self) -> None:
         """Give the groups the rates that were aimed at, where they aren't reached yet."""
         if not self.is_over:
+            self._follow()
             for group, target in zip(self._groups, self._targets, strict=True):
                 group["lr"] = target
 
@@ -83,6 +87,13 @@ class WarmUp:
         factor = self._start + (1.0 - self._start) * part
         for group, target in zip(self._groups, self._targets, strict=True):
             group["lr"] = target * factor
+        self._last = [group["lr"] for group in self._groups]
+
+    def _follow(self) -> None:
+        """Aim at the rates that somebody has set meanwhile (`model.optimizer.learning_rate = r`)."""
+        for index, (group, last) in enumerate(zip(self._groups, self._last, strict=True)):
+            if group["lr"] is not last:
+                self._targets[index] = self._last[index] = group["lr"]
 
 
 def warm_up(

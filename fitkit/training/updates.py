@@ -21,7 +21,6 @@ from fitkit.losses.compiled import total_of
 from fitkit.optimizers import needs_closure, unfuse_if_unreadable
 from fitkit.training.fit_state import FitState
 
-
 TINY = torch.finfo(torch.float64).tiny
 
 Ahead = Callable[[int], list[list[float]]]

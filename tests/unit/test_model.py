@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import gc
+import pickle
+import warnings
 import weakref
 
 import numpy as np
@@ -119,6 +121,114 @@ def test_a_new_rate_keeps_the_optimizers_state():
     assert model.optimizer is optimizer
     assert optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+class Halving(fitkit.callbacks.Callback):
+    """Keras's idiom for a rate of one's own."""
+
+    def __init__(self, name):
+        self.name, self.seen = name, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        setattr(self.model.optimizer, self.name, 0.5 ** (epoch + 1))
+
+    def on_epoch_end(self, epoch, logs):
+        self.seen.append(getattr(self.model.optimizer, self.name))
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "lr"])
+@pytest.mark.parametrize("given", ["name", "class", "instance"])
+def test_the_optimizers_rate_is_read_and_set_as_in_keras(name, given):
+    model, net = classifier(), torch.nn.Linear(4, 3)
+    net.load_state_dict(model.net.state_dict())
+    if given == "instance":
+        groups = [{"params": model.net.weight}, {"params": model.net.bias, "lr": 9.0}]
+        own = torch.optim.Adam(groups, lr=0.1)
+        model.compile(own)
+    else:
+        model.compile("adam" if given == "name" else torch.optim.Adam, learning_rate=0.1)
+    assert getattr(model.optimizer, name) == 0.1
+    assert given != "instance" or model.optimizer is own
+    rates = Halving(name)
+    model.fit(X, Y, shuffle=False, epochs=3, callbacks=rates, verbose=0)
+    assert rates.seen == [0.5, 0.25, 0.125]
+    optimizer = torch.optim.Adam(net.parameters())
+    for rate in (0.5, 0.25, 0.125):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), Y).backward()
+        optimizer.step()
+    assert torch.allclose(model.net.weight, net.weight, atol=1e-6)
+    assert torch.allclose(model.net.bias, net.bias, atol=1e-6)
+
+
+def test_an_optimizer_with_a_rate_stays_one_of_torchs(tmp_path):
+    model = classifier(optimizer="adam")
+    model.fit(X, Y, verbose=0)
+    optimizer = model.optimizer
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert (type(optimizer).__name__, type(optimizer).__module__) == ("Adam", "torch.optim.adam")
+    assert all(group["fused"] for group in optimizer.param_groups)
+    for protocol in range(6):
+        assert type(pickle.loads(pickle.dumps(optimizer, protocol))) is torch.optim.Adam
+    twin = copy.deepcopy(optimizer)
+    assert type(twin) is torch.optim.Adam
+    twin.load_state_dict(optimizer.state_dict())
+    model.save(tmp_path / "m.h5")
+    assert fitkit.load_model(tmp_path / "m.h5", torch.nn.Linear(4, 3)).optimizer.lr == 0.001
+    for wrong in ("fast", True, None, lambda epoch: 0.1, -1.0, float("nan")):
+        with pytest.raises(fitkit.ConfigurationError, match="learning_rate="):
+            optimizer.learning_rate = wrong
+    assert optimizer.learning_rate == 0.001
+
+
+def test_an_optimizers_own_attribute_keeps_its_meaning():
+    class Own(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+            self.lr = "mine"
+
+    model = classifier(optimizer=Own)
+    model.optimizer.learning_rate = 0.5
+    assert (model.optimizer.lr, model.optimizer.param_groups[0]["lr"]) == ("mine", 0.5)
+
+
+def test_trainable_freezes_and_frees_as_in_keras():
+    model = classifier()
+    before = model.net.weight.detach().clone()
+    assert model.trainable is True
+    model.trainable = False
+    assert model.trainable is False
+    with pytest.raises(fitkit.ConfigurationError, match="frozen"):
+        model.fit(X, Y, verbose=0)
+    assert torch.equal(model.net.weight, before)
+    model.trainable = True
+    model.fit(X, Y, verbose=0)
+    assert not torch.equal(model.net.weight, before)
+    with pytest.raises(fitkit.ConfigurationError, match="trainable"):
+        model.trainable = "no"
+
+
+def test_trainable_on_a_layer_of_torch_is_told():
+    class Flagged(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.trainable = False  # a meaning of its own
+
+    def fit(spoil):
+        net = torch.nn.Sequential(Flagged(), torch.nn.Linear(4, 3))
+        spoil(net[1])
+        model = fitkit.Model(net)
+        model.compile("sgd", "cross_entropy")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model.fit(X, Y, verbose=0)
+        return [str(w.message) for w in told if "trainable" in str(w.message)]
+
+    assert fit(lambda layer: None) == []
+    assert fit(lambda layer: layer.requires_grad_(False)) == []
+    (message,) = fit(lambda layer: setattr(layer, "trainable", False))
+    assert "net.1.requires_grad_(False)" in message
 
 
 def test_a_new_optimizer_begins_anew():

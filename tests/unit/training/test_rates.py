@@ -30,6 +30,21 @@ def test_the_warm_up_rises_linearly_and_the_scheduler_waits_for_it():
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.2, 0.2, 0.1, 0.1])
 
 
+def test_a_warm_up_aims_at_a_rate_that_is_set_meanwhile():
+    rates = []
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse", learning_rate=0.4, warmup_epochs=2)
+
+    def begin(epoch, logs):
+        if epoch == 1:
+            model.optimizer.learning_rate = 0.8
+
+    watch = fitkit.callbacks.LambdaCallback(on_epoch_begin=begin, on_train_batch_begin=(
+        lambda batch, logs: rates.append(model.optimizer.learning_rate)))
+    model.fit(torch.zeros(4, 2), torch.zeros(4), batch_size=2, epochs=3, callbacks=watch, verbose=0)
+    assert rates == pytest.approx([0.1, 0.2, 0.8, 0.8, 0.8, 0.8])
+
+
 @pytest.mark.parametrize("arguments", [{"scale_lr": "cubic"}, {"warmup_epochs": -1}])
 def test_other_words_are_refused(arguments):
     with pytest.raises(fitkit.ConfigurationError):
