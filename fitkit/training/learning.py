@@ -176,20 +176,42 @@ class Alternating:
 class Manual:
     """The step makes the updates itself (`automatic_optimization = False`); they are counted.
 
+    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step` and
+    `second_step`) have made one in each batch after which the weights have changed.
+
     Args:
         step: calls the model's `training_step`.
         state: holds the optimizers, and counts the updates.
         after_update: called after each step.
+        parameters: all that may learn.
     """
 
-    def __init__(self, step: Any, state: FitState, after_update: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        step: Any,
+        state: FitState,
+        after_update: Callable[[], None],
+        parameters: list[torch.nn.Parameter],
+    ) -> None:
         self._step = step
         self._state = state
         self._after_update = after_update
+        self._parameters = parameters
+        self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
+        self._updates_before: int | None = None  # of the epoch; None before its first batch
+        self._has_warned = False
 
     def __call__(self, batch: Any, index: int) -> None:
-        with self._state.counting_steps():
+        state, updates = self._state, self._state.updates
+        if self._updates_before is None:
+            self._updates_before = updates
+        versions = None if self._steps_count else self._versions()
+        with state.counting_steps():
             self._step(batch, index)
+        if state.updates != updates:
+            self._steps_count = True
+        elif versions is not None and versions != self._versions():
+            state.updates += 1
         for scaling in self._state.scalings:
             scaling.update()
         self._after_update()
@@ -202,7 +224,19 @@ class Manual:
         return True
 
     def finish(self) -> None:
-        """Nothing is left over."""
+        """Nothing is left over; an epoch without an update is told once."""
+        if self._state.updates == self._updates_before and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "No update was seen in this epoch, so global_step, EMA and callbacks that follow "
+                "updates stand still. One is counted for each optimizer.step() in training_step, or "
+                "for a batch that changes the parameters in place; p.data hides a change."
+            )
+        self._updates_before = None
+
+    def _versions(self) -> list[int]:
+        """What torch counts up with each change in place."""
+        return [parameter._version for parameter in self._parameters]
 
 
 @contextmanager
@@ -251,7 +285,7 @@ def learning_for(
             strategy.exchange_gradients(parameters)
 
         stage.backward = backward
-        return Manual(step, state, strategy.after_update)
+        return Manual(step, state, strategy.after_update, parameters)
     alone = strategy.collectives.world_size == 1
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
     if len(updaters) > 1 and overridden(model, "training_step") and not takes_turns:

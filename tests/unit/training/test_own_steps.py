@@ -825,3 +825,77 @@ def test_a_list_of_loaders_is_refused_by_name():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 8)
     with pytest.raises(fitkit.ConfigurationError, match="list of 2 loaders"):
         Direct().fit(X, Y, validation_data=[loader, loader], **QUIET)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization as it is mostly written: two half steps and no `step`."""
+
+    def __init__(self, params, radius=0.05, lr=0.5):
+        super().__init__(params, {"radius": radius, "lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def first_step(self):
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm() + 1e-12
+        for p in held:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad * (self.param_groups[0]["radius"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure=None):
+        raise NotImplementedError("call first_step and second_step")
+
+
+class Sharp(Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        x, y = batch
+        for step in (optimizer.first_step, optimizer.second_step):
+            loss = F.cross_entropy(self(x), y)
+            self.manual_backward(loss)
+            step()
+        return loss
+
+    def configure_optimizers(self):
+        return SAM(self.parameters())
+
+
+def test_updates_by_two_half_steps_are_counted_and_averaged(tmp_path):
+    weights = []
+
+    class Noting(fitkit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            weights.append(self.model.layer.weight.detach().clone())
+
+    model = Sharp()
+    average = model.layer.weight.detach().clone()
+    model.fit(X, Y, epochs=2, callbacks=[Noting(), fitkit.callbacks.EMA(0.9)], **QUIET)
+    assert model.global_step == 8
+    for each in weights:
+        average = 0.9 * average + 0.1 * each
+    assert torch.allclose(model.layer.weight, average, atol=1e-6)
+    assert not torch.equal(weights[0], weights[-1])
+
+
+def test_an_epoch_without_an_update_is_told_once():
+    class Hidden(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for parameter in self.parameters():
+                parameter.data.mul_(0.5)  # which torch doesn't count
+
+    with pytest.warns(UserWarning, match="No update was seen") as told:
+        Hidden().fit(X, Y, epochs=3, **QUIET)
+    assert len([w for w in told if "No update" in str(w.message)]) == 1
