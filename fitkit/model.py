@@ -509,7 +509,7 @@ class Model(Hooks, Services, nn.Module):
             updaters = updaters_of(self, compilation, accumulate=1)
             to_training(self, kept_in_evaluation(self.weights_module()))
             stage, step = step_for(self, compilation, "training", class_weights=weights)
-            with running(self, stage):
+            with running(self, stage), self.fit_state.training():
                 try:
                     learning_for(self, compilation, stage, step, updaters)(batch, 0)
                     step.after_first()
@@ -529,7 +529,7 @@ class Model(Hooks, Services, nn.Module):
             batch = self._one_batch(x, y, sample_weight, return_dict)
             stage, step = step_for(self, compilation, evaluation_stage(self) or "test")
             self.eval()
-            with running(self, stage):
+            with running(self, stage), self.fit_state.evaluated():
                 try:
                     step(batch, 0)
                     step.after_first()
@@ -546,7 +546,7 @@ class Model(Hooks, Services, nn.Module):
             batch = self._one_batch(x, None, None, False)
             stage, step = predict_step_for(self, compilation)
             self.eval()
-            with running(self, stage):
+            with running(self, stage), self.fit_state.evaluated():
                 return _to_numpy(joined([on_host(step(batch, 0))]))
 
     def _one_batch(self, x: Any, y: Any, sample_weight: Any, return_dict: Any) -> tuple[Any, ...]:

@@ -307,6 +307,15 @@ def held_by(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Whether an optimizer trains at other weights than those that evaluate, and switches them.
+
+    So do Schedule-Free's (Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682), by
+    `train()` and `eval()`.
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step` must be given a function that computes the loss (LBFGS)."""
     step = inspect.signature(type(optimizer).step).parameters

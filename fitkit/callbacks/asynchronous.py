@@ -78,8 +78,7 @@ class CheckpointWriter:
         strategy, run = model.compilation.strategy, _run_of(model)
         state: dict[str, Any] | None = None
         if self.weights_only:
-            strategy.settle()
-            weights = strategy.for_folder(lambda: model.weights_module().state_dict())
+            weights = run.weights(spread=True)
         else:
             weights, state = run.contents(spread=True)
         if model.is_global_zero:
@@ -117,11 +116,8 @@ class CheckpointWriter:
             warn(f"The last checkpoint wasn't written: {error}")
 
     def _contents(self, model: Model) -> Any:
-        run, strategy = _run_of(model), model.compilation.strategy
-        if not self.weights_only:
-            return run.contents()
-        strategy.settle()
-        return strategy.for_file(lambda: model.weights_module().state_dict())
+        run = _run_of(model)
+        return run.weights() if self.weights_only else run.contents()
 
     def _write(self, path: str, contents: Any, then: Callable[[], None]) -> None:
         _make_folder(path)

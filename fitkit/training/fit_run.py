@@ -43,7 +43,7 @@ from fitkit.training.runs import (
     with_own,
 )
 from fitkit.training.session import net_prepared, unchanged_on_error
-from fitkit.training.snapshot import contents
+from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.stage import Stage, running
 from fitkit.training.steps import CompiledStep
 
@@ -156,6 +156,10 @@ class FitRun:
         """
         return contents(self.model, spread=spread)
 
+    def weights(self, *, spread: bool = False) -> dict[str, Any]:
+        """The weights in a checkpoint, as `contents` gives them."""
+        return weights_of(self.model, spread=spread)
+
     def progress(self) -> Progress:
         """Where the training is.
 
@@ -192,6 +196,7 @@ class FitRun:
         model.begin_fit(self.history, self.source.batch_size)
         self._announce()
         callbacks.begin(model, self._params())
+        trained = model.fit_state.trains  # within an epoch of another fit
         try:
             flags = backend_flags(self.compilation)
             with flags, closing(callbacks), self._synchronized():
@@ -221,6 +226,8 @@ class FitRun:
             if self.warm_up is not None:
                 self.warm_up.end()
             self.strategy.finish()
+            if trained != model.fit_state.trains:
+                model.fit_state.train() if trained else model.fit_state.eval()
         return self.history
 
     @contextlib.contextmanager
@@ -277,6 +284,7 @@ class FitRun:
             callbacks.call("on_epoch_begin", epoch, {})
         self.epoch, self.logs = epoch, None
         self._follow_freezing()
+        self.model.fit_state.train(self.model.fit_state.stored_weights if begun else None)
         if begun:
             self._go_on_drawing()
         batches = self.step.mover.fed(self.stream.epoch(done))
@@ -301,6 +309,7 @@ class FitRun:
         if self.job.weights_by_class is not None:
             self.job.weights_by_class.look_back(self.collectives)
         self.strategy.settle()
+        self.model.fit_state.eval()
         logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0
         self.model.remember_names(list(logs))

@@ -11,11 +11,19 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.distributed.precision import Scaling, scaled_steps
+from fitkit.distributed.sharding.whole import as_parts
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.notices import warn
-from fitkit.optimizers import OptimizerChoice, check_trainable, fuse, held_by, put_rate
+from fitkit.optimizers import (
+    OptimizerChoice,
+    check_trainable,
+    fuse,
+    held_by,
+    is_schedule_free,
+    put_rate,
+)
 from fitkit.schedulers import SchedulerChoice, own_interval
 from fitkit.training.compilation import Compilation
 from fitkit.training.own_optimizers import PlannedScheduler, read_optimizers
@@ -44,6 +52,9 @@ class FitState:
         progress: where the last `fit`, or the checkpoint that was loaded, has ended.
         stored_schedulers: states that a checkpoint has for schedulers not made yet.
         stored_groups: the optimizers' settings in that checkpoint.
+        trains: whether schedule-free optimizers show the weights that they train at, not those
+            that evaluate and are saved.
+        stored_weights: each optimizer's weights to train at in a checkpoint made within an epoch.
     """
 
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
@@ -59,6 +70,8 @@ class FitState:
     progress: Progress | None = None
     stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    trains: bool = False
+    stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: all but the run."""
@@ -258,6 +271,60 @@ class FitState:
         for group, settings in zip(self.groups, before, strict=True):
             put_back(group, settings)
 
+    def train(self, weights: list[list[torch.Tensor]] | None = None) -> None:
+        """Have schedule-free optimizers show the weights that they train at.
+
+        Args:
+            weights: these, to the bit: there and back again differs in the last ones.
+        """
+        for optimizer in self.optimizers:
+            if is_schedule_free(optimizer):
+                optimizer.train()  # type: ignore[attr-defined]
+                self.trains = True
+        self.stored_weights = []
+        with torch.no_grad():
+            for optimizer, own in zip(self.optimizers, weights or [], strict=False):
+                for parameter, weight in zip(held_by(optimizer), own, strict=False):
+                    parameter.copy_(as_parts(weight, parameter))
+
+    def eval(self) -> None:
+        """Have schedule-free optimizers show the weights that evaluate, and that are saved."""
+        for optimizer in self.optimizers if self.trains else ():
+            if is_schedule_free(optimizer):
+                optimizer.eval()  # type: ignore[attr-defined]
+        self.trains = False
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Surrounds updates: afterwards the weights evaluate again, unless they trained before."""
+        before = self.trains
+        try:
+            self.train()
+            yield
+        finally:
+            if not before:
+                self.eval()
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[list[list[torch.Tensor]] | None]:
+        """Show the weights that evaluate within an epoch; then those that train, to the bit.
+
+        Yields:
+            Each optimizer's weights to train at; None where the model has no others.
+        """
+        if not self.trains:
+            yield None
+            return
+        weights = [
+            [p.detach().clone() for p in held_by(optimizer)] if is_schedule_free(optimizer) else []
+            for optimizer in self.optimizers
+        ]
+        self.eval()
+        try:
+            yield weights
+        finally:
+            self.train(weights)
+
     def set_rate(self, rate: float) -> None:
         """Change the rates and keep the optimizers' state; schedulers begin anew from there."""
         self.rate_factor = 1.0
@@ -269,6 +336,7 @@ class FitState:
         """Let the optimizers be made anew."""
         self.optimizers, self.schedulers, self.frequencies = [], [], None
         self.stored_schedulers, self.stored_groups = [], []
+        self.trains, self.stored_weights = False, []
 
     def drop_schedulers(self) -> None:
         """Let the next scheduler begin from the rates that there are now."""
@@ -316,7 +384,7 @@ def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
 
 KEPT = (
     "optimizers", "schedulers", "frequencies", "rate_factor",
-    "stored_schedulers", "stored_groups", "stored_scalings",
+    "stored_schedulers", "stored_groups", "stored_scalings", "stored_weights",
 )  # fmt: skip
 """What `snapshot` keeps."""
 

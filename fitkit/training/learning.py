@@ -176,8 +176,8 @@ class Alternating:
 class Manual:
     """The step makes the updates itself (`automatic_optimization = False`); they are counted.
 
-    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step` and
-    `second_step`) have made one in each batch after which the weights have changed.
+    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step`
+    and `second_step`) have made one in each batch after which the weights have changed.
 
     Args:
         step: calls the model's `training_step`.
@@ -228,9 +228,9 @@ class Manual:
         if self._state.updates == self._updates_before and not self._has_warned:
             self._has_warned = True
             warn(
-                "No update was seen in this epoch, so global_step, EMA and callbacks that follow "
-                "updates stand still. One is counted for each optimizer.step() in training_step, or "
-                "for a batch that changes the parameters in place; p.data hides a change."
+                "No update was seen in this epoch, so global_step, EMA and what else follows "
+                "updates stand still. One is counted for each optimizer.step() in training_step, "
+                "or for a batch that changes the parameters in place; p.data hides a change."
             )
         self._updates_before = None
 

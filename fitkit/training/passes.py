@@ -87,7 +87,7 @@ def evaluate_source(
     """
     shares, group = compilation.strategy.shares, compilation.steps_per_execution
     step.begin()
-    with running(model, stage):
+    with running(model, stage), model.fit_state.evaluated():
         model.eval()
         compilation.strategy.before_evaluation(model)
         stage.is_opening = True  # what is logged here counts with the first batch
@@ -135,8 +135,8 @@ def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
     group = compilation.steps_per_execution
     callbacks.begin(model, pass_params("predict", source, job, group))
     flags, shares = backend_flags(compilation), strategy.shares
-    as_told = net_prepared(model, compilation)
-    with flags, as_told, closing(callbacks), running(model, stage):
+    as_told, evaluated = net_prepared(model, compilation), model.fit_state.evaluated()
+    with flags, as_told, closing(callbacks), running(model, stage), evaluated:
         model.eval()
         callbacks.call("on_predict_begin", {})
         inference = inference_for(model, step, callbacks, "predict", source)

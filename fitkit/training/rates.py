@@ -90,7 +90,7 @@ class WarmUp:
         self._last = [group["lr"] for group in self._groups]
 
     def _follow(self) -> None:
-        """Aim at the rates that somebody has set meanwhile (`model.optimizer.learning_rate = r`)."""
+        """Aim at the rates that somebody has set meanwhile."""
         for index, (group, last) in enumerate(zip(self._groups, self._last, strict=True)):
             if group["lr"] is not last:
                 self._targets[index] = self._last[index] = group["lr"]

@@ -15,11 +15,12 @@ from fitkit.arguments import describe
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, FitkitError
 from fitkit.notices import warn
-from fitkit.optimizers import load_state
+from fitkit.optimizers import held_by, load_state
 from fitkit.training.compilation import UNSET
 from fitkit.training.differences import is_plain, plain_options, warn_of_differences
 from fitkit.training.progress import Progress, copy_lists
 from fitkit.training.stored import check_progress, check_training
+from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -55,13 +56,11 @@ def save_weights(model: Model, path: Any) -> None:
         Local, but where a strategy has spread the weights: there collective within a run.
     """
     strategy = model.compilation.strategy
-    strategy.settle()
+    weights = weights_of(model, spread=files.is_folder_name(path))
     if files.is_folder_name(path):
-        spread = strategy.for_folder(lambda: model.weights_module().state_dict())
         if strategy.world.rank == 0 or strategy.collectives.world_size > 1:
-            files.save_folder(path, spread, None, strategy.collectives)
+            files.save_folder(path, weights, None, strategy.collectives)
         return
-    weights: dict[str, Any] = strategy.for_file(lambda: model.weights_module().state_dict())
     if strategy.world.rank == 0:
         files.save_weights(path, weights)
 
@@ -94,21 +93,45 @@ def contents(model: Model, *, spread: bool = False) -> tuple[dict[str, Any], dic
         Collective within a run.
     """
     run = model.fit_state.run
-    model.compilation.strategy.settle()
+    strategy = model.compilation.strategy
+    strategy.settle()
     progress = model.fit_state.progress if run is None else run.progress()
     state = {
         "compiled": named_arguments(model.compilation.given),
         "progress": None if progress is None else progress.as_dict(),
     }
+    give = strategy.for_folder if spread else strategy.for_file
+    with model.fit_state.evaluated() as own:
+        found: tuple[dict[str, Any], dict[str, Any]] = give(
+            lambda: (
+                model.weights_module().state_dict(),
+                {**state, "training": training_state(model, own)},
+            )
+        )
+        return found if own is None else _copied(found)
+
+
+def weights_of(model: Model, *, spread: bool = False) -> dict[str, Any]:
+    """The weights that evaluate; the arguments, and who calls it, as `contents` has them."""
     strategy = model.compilation.strategy
-    found: tuple[dict[str, Any], dict[str, Any]] = (
-        strategy.for_folder if spread else strategy.for_file
-    )(lambda: (model.weights_module().state_dict(), {**state, "training": training_state(model)}))
-    return found
+    strategy.settle()
+    give = strategy.for_folder if spread else strategy.for_file
+    with model.fit_state.evaluated() as own:
+        found: dict[str, Any] = give(lambda: model.weights_module().state_dict())
+        return found if own is None else _copied(found)
 
 
-def training_state(model: Model) -> dict[str, Any]:
-    """Optimizers, schedulers and counters, as plain data."""
+def _copied(found: Any) -> Any:
+    """What stays when a schedule-free optimizer goes back to the weights that it trains at."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found)
+
+
+def training_state(model: Model, own: list[list[torch.Tensor]] | None = None) -> dict[str, Any]:
+    """Optimizers, schedulers and counters, as plain data.
+
+    Args:
+        own: each optimizer's weights to train at, where they aren't the model's (`evaluated`).
+    """
     state = model.fit_state
     names = _names_of(model)
     return {
@@ -118,8 +141,9 @@ def training_state(model: Model) -> dict[str, Any]:
                 "names": _names_in(optimizer, names),
                 "options": plain_options(optimizer),
                 "state": optimizer.state_dict(),
+                "weights": [] if own is None else own[index],
             }
-            for optimizer in state.optimizers
+            for index, optimizer in enumerate(state.optimizers)
         ],
         "schedulers": [
             {
@@ -170,6 +194,8 @@ def load(
         restore = checked_training(model, training, name)
         agree(progress)
         _assign(model, weights, restore, name)
+        if model.fit_state.trains:  # loaded within an epoch
+            model.fit_state.train()
         warn_of_differences(model, name, found.state.get("compiled"), training)
     model.fit_state.progress = progress
     if progress is not None:
@@ -257,6 +283,7 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
         for optimizer, entry in zip(optimizers, stored, strict=True):
             files.check_optimizer_state(optimizer, entry["state"])
             _check_order(model, optimizer, entry, path)
+            _check_own_weights(optimizer, entry, path)
         _check_schedulers(model, training, path)
     except BaseException:
         state.restore(before)
@@ -267,6 +294,7 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
             load_state(optimizer, entry["state"])
         state.stored_schedulers = list(training.get("schedulers", []))
         state.stored_groups = state.settings()
+        state.stored_weights = [entry.get("weights", []) for entry in stored]
         if state.schedulers:
             state.restore_schedulers()
         _restore_counters(state, training)
@@ -302,6 +330,16 @@ def _check_order(model: Model, optimizer: Any, entry: dict[str, Any], path: str)
         raise CheckpointError(
             f"{path} has the optimizer's parameters in another order than the model: their states "
             "would be mixed up. Register the layers in the order in which they were."
+        )
+
+
+def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None:
+    """Refuse weights to train at that aren't the parameters'."""
+    shapes = [tuple(weight.shape) for weight in entry.get("weights", [])]
+    if shapes and shapes != [tuple(parameter.shape) for parameter in held_by(optimizer)]:
+        raise CheckpointError(
+            f"{path} has weights of other shapes for {entry['class']} to train at than the model. "
+            "Build the net as it was, or use load_weights."
         )
 
 

@@ -34,6 +34,11 @@ def check_training(training: dict[str, Any], path: str) -> None:
             options = entry.get("options", {})
             if not isinstance(options, dict) or not is_plain(options):
                 raise ValueError("an optimizer's options aren't plain data")
+            weights = entry.get("weights", [])
+            if not isinstance(weights, list) or not all(
+                isinstance(weight, torch.Tensor) for weight in weights
+            ):
+                raise ValueError("an optimizer's weights aren't tensors")
         for entry in _dicts("schedulers", training.get("schedulers", [])):
             _has("schedulers", entry, {"class": str, "state": dict})
             _check_count("passed", entry.get("passed", 0))

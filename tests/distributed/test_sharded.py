@@ -218,3 +218,61 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused():
     model.compile("lbfgs", "cross_entropy", **on(2))
     with pytest.raises(fitkit.ConfigurationError, match="LBFGS.*can't be spread"):
         fit(model, 2)
+
+
+class ScheduleFreeSGD(torch.optim.Optimizer):
+    """Schedule-free SGD: `train` shows y, `eval` shows x; tests/unit has all of it."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": False})
+
+    def train(self):
+        self._switch(True)
+
+    def eval(self):
+        self._switch(False)
+
+    @torch.no_grad()
+    def _switch(self, trains):
+        for group in self.param_groups:
+            held = group["params"] if group["train_mode"] != trains else ()
+            for p in held:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 0.1 if trains else 1 - 1 / 0.9)
+            group["train_mode"] = trains
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            part, lr = 1 / (group["k"] + 1), group["lr"]
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, part)
+                    p.add_(p.grad, alpha=lr * (0.9 * (1 - part) - 1))
+                    z.sub_(p.grad, alpha=lr)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_sharded", "ddp_spawn"])
+def test_a_schedule_free_optimizer_switches_all_ranks_weights(strategy, tmp_path):
+    plain = net()
+    optimizer = ScheduleFreeSGD(plain.parameters())
+    for _ in range(3):
+        optimizer.train()
+        plainly(plain, optimizer, 1)
+        optimizer.eval()
+    expected = F.cross_entropy(plain(X), Y).item()
+
+    def trained(**options):
+        model = fitkit.Model(net())
+        model.compile(ScheduleFreeSGD, "cross_entropy", **{**on(2), "strategy": strategy})
+        saves = fitkit.callbacks.ModelCheckpoint(str(tmp_path / "{step}.h5"), every_n_train_steps=2)
+        history = model.fit(X, Y, batch_size=6, epochs=3, shuffle=False, verbose=0,
+                            validation_data=(X, Y), callbacks=saves, **options).history
+        same(model.net, plain)
+        assert history["val_loss"][-1] == pytest.approx(expected, abs=1e-9)
+        return model
+
+    whole = trained()
+    same(trained(resume_from=tmp_path / "6.h5").net, whole.net, atol=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.optim import Optimizer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.sharding.exchange import gathered_states, spread_from_owners
 from fitkit.errors import ConfigurationError
+from fitkit.optimizers import is_schedule_free
 
 CLOSURE = (
     "{kind} computes the loss itself, several times a step, and looks at all parameters at once: "
@@ -57,6 +60,9 @@ class OptimizerShards:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._whole_state_dict),
         ]
+        self._switches = ("train", "eval") if is_schedule_free(optimizer) else ()
+        for name in self._switches:
+            setattr(optimizer, name, functools.partial(self._switch, getattr(optimizer, name)))
 
     @property
     def has_parts(self) -> bool:
@@ -102,6 +108,14 @@ class OptimizerShards:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for name in self._switches:
+            delattr(self.optimizer, name)
+        self._switches = ()
+
+    def _switch(self, own: Callable[[], Any]) -> None:
+        """Switch a schedule-free optimizer: each rank changes the weights whose state it has."""
+        own()
+        spread_from_owners(list(self._owners.items()), self._collectives.rank)
 
     # ------------------------------------------------------------------ a step
 
