@@ -249,10 +249,10 @@ def with_rate(optimizer: Optimizer) -> Optimizer:
     gets a subclass of its class, of the same name, as Horovod does it; a name that the class or
     the object already has keeps its own meaning. Pickles and copies are of the original class.
     """
-    kind = type(optimizer)
-    names = [name for name in ("learning_rate", "lr") if not hasattr(optimizer, name)]
-    if names:
-        optimizer.__class__ = _rated(kind, tuple(names))
+    kind, own = type(optimizer), vars(optimizer)
+    names = [n for n in ("learning_rate", "lr") if n not in own and not hasattr(kind, n)]
+    if names and all("lr" in group for group in optimizer.param_groups):
+        optimizer.__class__ = _rated(kind, tuple(names))  # type: ignore[arg-type]
     return optimizer
 
 
@@ -286,14 +286,14 @@ def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
         return (kind if made[0] is rated else made[0], arguments, *made[2:])
 
     doc = "The first group's learning rate; setting it sets all groups'."
-    found: dict[str, Any] = {name: property(rate_of, set_rate, doc=doc) for name in names}
-    own = {
+    own: dict[str, Any] = {name: property(rate_of, set_rate, doc=doc) for name in names}
+    own |= {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
     }
     own |= {"__reduce_ex__": reduce, "_class_without_rate": kind}
-    rated = type(kind)(kind.__name__, (kind,), {**own, **found})
+    rated: Any = type(kind)(kind.__name__, (kind,), own)  # type: ignore[misc]
     return rated
 
 

@@ -240,7 +240,7 @@ def graphed(
     step: Any,
     updater: Updater,
     compilation: Any,
-    model: torch.nn.Module,
+    model: Any,
     graphs: Callable[[torch.device], Any] = CudaGraphs,
 ) -> Graphed:
     """A learning that repeats a recorded step.

@@ -193,6 +193,20 @@ def test_an_optimizers_own_attribute_keeps_its_meaning():
     assert (model.optimizer.lr, model.optimizer.param_groups[0]["lr"]) == ("mine", 0.5)
 
 
+def test_an_optimizer_without_a_rate_stays_as_it_is():
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"pace": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad.sign(), alpha=0.1)
+
+    model = classifier(optimizer=Signs)
+    assert type(model.optimizer) is type(model.optimizer) is Signs
+
+
 def test_trainable_freezes_and_frees_as_in_keras():
     model = classifier()
     before = model.net.weight.detach().clone()
