@@ -5,11 +5,15 @@ Every function of a `Collectives` must be called by all ranks, in the same order
 
 from __future__ import annotations
 
+import hmac
+import os
+import secrets
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from fitkit.distributed.packing import pack, unpack
 from fitkit.errors import ConfigurationError
@@ -76,6 +80,105 @@ class Solo:
         return tensor
 
 
+SECRET = "FITKIT_SECRET"
+"""The variable that may hold a text which all ranks share, and nobody else has."""
+
+_key = b""
+"""By which this process's messages to other ranks are known as the run's own."""
+
+
+def agree_on_key(store: Store | None, rank: int) -> None:
+    """Make the key of a call's messages: of `FITKIT_SECRET` and what rank 0 leaves in the store.
+
+    Only ranks know it where either is theirs alone: the variable, or a store that nobody else can
+    read (a file in a folder of the user's own).
+
+    Args:
+        store: this call's own part of one; None where torch finds its own.
+        rank: of this process.
+    """
+    global _key
+    fresh = b""
+    if store is not None:
+        if rank == 0:
+            store.set("key", secrets.token_hex(32))
+        fresh = store.get("key")
+    _key = hmac.digest(os.fsencode(os.environ.get(SECRET, "")), fresh, "sha256")
+
+
+class Messages:
+    """Exchanges Python objects within a group of ranks, each with a digest (`packing.py`).
+
+    Args:
+        rank, size: of this process within the group.
+        device: from which tensors are exchanged.
+        group: None for all ranks.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, group: RankGroup | None = None
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._group = group
+        self._count = 0
+
+    def _next(self, kind: str) -> str:
+        """The name of the next exchange, the same on all ranks: no message passes for another."""
+        self._count += 1
+        return f"{kind} {self._count} of rank "
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        exchange = self._next("gather")
+        handle = None if self._group is None else self._group.handle
+        own = pack(value, _key, f"{exchange}{self._rank}").to(self._device)
+        size = torch.tensor([len(own)], device=self._device)
+        sizes = [torch.empty_like(size) for _ in range(self._size)]
+        dist.all_gather(sizes, size, group=handle)
+        longest = int(torch.cat(sizes).max())  # the exchange needs equal shapes
+        parts = [own.new_empty(longest) for _ in sizes]
+        dist.all_gather(parts, _padded(own, longest), group=handle)
+        return [unpack(part, _key, f"{exchange}{r}", r) for r, part in enumerate(parts)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank of the world."""
+        exchange = self._next("broadcast") + "0"
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if self._rank == 0:
+            packed = pack(value, _key, exchange).to(self._device)
+            size.fill_(len(packed))
+        dist.broadcast(size, src=0)
+        if self._rank:
+            packed = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        dist.broadcast(packed, src=0)
+        return unpack(packed, _key, exchange, 0) if self._rank else value
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """This rank's entry of the list that rank 0 gives."""
+        exchange = self._next("scatter") + "0 for rank "
+        packed = None
+        sizes = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+        if values is not None:
+            packed = [
+                pack(value, _key, f"{exchange}{rank}").to(self._device)
+                for rank, value in enumerate(values)
+            ]
+            sizes = torch.tensor([len(part) for part in packed], device=self._device)
+        dist.broadcast(sizes, src=0)
+        longest = int(sizes.max())
+        if packed is not None:
+            packed = [_padded(part, longest) for part in packed]
+        mine = torch.empty(longest, dtype=torch.uint8, device=self._device)
+        dist.scatter(mine, packed, src=0)
+        return unpack(mine, _key, f"{exchange}{self._rank}", 0)
+
+
+def _padded(packed: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(packed, (0, length - len(packed)))
+
+
 class ProcessGroup:
     """The collectives of torch's default process group.
 
@@ -87,29 +190,16 @@ class ProcessGroup:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._device = device if dist.get_backend() == "nccl" else torch.device("cpu")
+        self._messages = Messages(self.rank, self.world_size, self._device)
 
     def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        return self._messages.gather(value)
 
     def broadcast(self, value: Any) -> Any:
-        holder = [value]
-        dist.broadcast_object_list(holder, src=0, device=self._device)
-        return holder[0]
+        return self._messages.broadcast(value)
 
     def scatter(self, values: list[Any] | None) -> Any:
-        packed = None if values is None else [pack(value).to(self._device) for value in values]
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
-        if packed is not None:
-            sizes = torch.tensor([len(part) for part in packed], device=self._device)
-        dist.broadcast(sizes, src=0)
-        longest = int(sizes.max())  # the exchange needs equal shapes
-        if packed is not None:
-            packed = [torch.nn.functional.pad(part, (0, longest - len(part))) for part in packed]
-        mine = torch.empty(longest, dtype=torch.uint8, device=self._device)
-        dist.scatter(mine, packed, src=0)
-        return unpack(mine)
+        return self._messages.scatter(values)
 
     def sums(self, numbers: list[float]) -> list[float]:
         packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)

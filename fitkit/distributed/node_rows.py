@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fitkit import trees
-from fitkit.distributed.collectives import RankGroup, join_rows
+from fitkit.distributed.collectives import Messages, RankGroup, join_rows
 from fitkit.distributed.node_state import NodeState
 from fitkit.distributed.router import Door
 from fitkit.distributed.rows import (
@@ -67,6 +67,7 @@ class Node:
         self._tensors = RankGroup(nodes, rank, backend, timeout)
         is_gloo = backend == "gloo"
         self._words = self._tensors if is_gloo else RankGroup(nodes, rank, "gloo", timeout)
+        self._messages = Messages(self.rank, self.size, torch.device("cpu"), self._words)
 
     def leave(self) -> None:
         """Leave the node's groups."""
@@ -82,9 +83,7 @@ class Node:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, which can be pickled."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._words.handle)
-        return found
+        return self._messages.gather(value)
 
     def join(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Every rank's rows (N_r, ...) one below the other, with gradients."""

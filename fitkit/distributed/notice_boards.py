@@ -170,7 +170,7 @@ def launch_name(environment: Environment) -> str:
     on each node, the nearest without a rank. (The parent may be a shell of the process's own.)
     """
     namespace = environment.get("PMIX_NAMESPACE", "").strip()
-    name = namespace or _process_name(_nearest_without("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    name = namespace or process_name(_nearest_without("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     # Hashed too: names differ that have lost other characters.
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9]+', '-', name)[:60]}-{digest}"
@@ -191,11 +191,11 @@ def _nearest_without(*variables: str) -> int:
     return process
 
 
-def _process_name(process: int) -> str:
+def process_name(process: int) -> str:
     """A process's number and when it started: numbers are used again."""
     try:
         return f"{process}-{_status(process)[19]}"
-    except OSError:
+    except (OSError, IndexError):
         return str(process)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
 import socket
 import stat
 import sys
@@ -18,8 +19,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.collectives import Collectives, ProcessGroup, Solo
-from fitkit.errors import WorkerError
+from fitkit.distributed.collectives import Collectives, ProcessGroup, Solo, agree_on_key
+from fitkit.distributed.meeting_folder import PromptStore, meets_by_files
+from fitkit.errors import ConfigurationError, WorkerError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that says at which of a machine's addresses gloo's connections are made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,10 @@ _own_group: Any = None
 """The process group that `enter` made; any other is the script's own."""
 _connections: set[tuple[int, int]] = set()
 """That group's connections: file numbers and inodes."""
+_kept: Any = None
+"""That group's store, where it is Python's."""
+_interface: str | None = None
+"""What the variable was before the group was made; None where it was left alone."""
 _abandoned = False
 """Whether this process hangs in a group that it tried to leave."""
 
@@ -80,12 +89,14 @@ def enter(
     Ranks:
         Collective: returns when all have come, or fails after `timeout`.
     """
-    global _own_group
+    global _own_group, _kept
     if _abandoned:
         raise WorkerError(
             "This process is still in the process group of a call that failed. Start it again."
         )
     if dist.is_initialized():
+        if store is not None:
+            agree_on_key(store, world.rank)
         return ProcessGroup(device), False
     if world.size == 1 and store is None:
         return Solo(), False
@@ -93,6 +104,15 @@ def enter(
     # keep this one, and gloo's connections, for ever. DDP imports it.
     importlib.import_module("torch.distributed.nn")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if store is not None and timeout is not None:
+        store.set_timeout(timeout)
+    is_local = meets_by_files(store)
+    if is_local and chosen == "gloo":
+        assert store is not None
+        _kept = store = PromptStore(store)
+    agree_on_key(store, world.rank)
+    if is_local or (world.num_nodes == 1 and not os.environ.get(INTERFACE)):
+        _stay_on_this_machine()
     hook = sys.excepthook
     before = _open_connections()
     dist.init_process_group(
@@ -108,10 +128,24 @@ def enter(
 
 def leave() -> None:
     """Leave the process group, without waiting for ranks that may be gone."""
-    global _own_group
+    global _own_group, _kept, _interface
     if dist.is_initialized():
         dist.destroy_process_group()
-    _own_group = None
+    if _interface is not None:
+        os.environ[INTERFACE] = _interface
+        if not _interface:
+            del os.environ[INTERFACE]
+    _own_group = _kept = _interface = None
+
+
+def _stay_on_this_machine() -> None:
+    """Let gloo listen at the loopback address until `leave`; its own choice is the host name's."""
+    global _interface
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    loopback = next((name for name in names if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        _interface = os.environ.get(INTERFACE, "") if _interface is None else _interface
+        os.environ[INTERFACE] = loopback
 
 
 def abandon() -> None:
@@ -191,5 +225,11 @@ def users_cluster() -> Cluster | None:
     if users_store() is None:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
-    local = int(os.environ.get("LOCAL_RANK", rank))
+    text = os.environ.get("LOCAL_RANK", "").strip()
+    if text and not (re.fullmatch("[0-9]{1,6}", text) and int(text) < size):
+        raise ConfigurationError(
+            f"LOCAL_RANK={text!r} must be a whole number below {size}, the size of the script's "
+            "process group."
+        )
+    local = int(text or rank)
     return Cluster("torchrun", rank, local, size, size, 0, 1)

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 FILES_AT_A_TIME = 200
 """Unix sockets pass at most 253 files in one message."""
@@ -29,12 +30,12 @@ class Call:
     number: int
     rank: int
     size: int
-    port: int
+    folder: str
     seed: int
     threads: int
     data: bytes
     file_count: int
-    folder: str
+    working_folder: str
     path: list[str]
 
 
@@ -90,13 +91,13 @@ class Worker:
     def _run_call(self, call: Call) -> None:
         import numpy as np
         import torch
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         from fitkit.distributed.launchers.payload import load
+        from fitkit.distributed.meeting_folder import MeetingFolder
         from fitkit.distributed.world import World
 
         with contextlib.suppress(OSError):
-            os.chdir(call.folder)
+            os.chdir(call.working_folder)
         sys.path[:] = call.path
         strategy, function, arguments = load(call.data, self._receive_files(call.file_count))
         # Rank 0 enters the process group only now: nothing could call it out of there.
@@ -106,11 +107,8 @@ class Worker:
         torch.manual_seed(call.seed)
         torch.set_num_threads(call.threads)
         strategy.world = World(call.rank, call.size, call.rank)
-        store = PrefixStore(
-            f"call{call.number}", TCPStore("127.0.0.1", call.port, call.size, False)
-        )
         # After a failure the group isn't ended in good order: leaving the process does it.
-        strategy.join(store)
+        strategy.join(MeetingFolder(Path(call.folder)).store(call.number))
         function(*arguments)
         strategy.leave()
 

@@ -19,11 +19,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.launchers.cores import share_of_cores, threads_shared
@@ -32,6 +28,7 @@ from fitkit.distributed.launchers.payload import Payload
 from fitkit.distributed.launchers.watch import first_line, waited_apart
 from fitkit.distributed.launchers.worker import Call, Report, is_collateral
 from fitkit.distributed.launchers.worker_process import WorkerProcess
+from fitkit.distributed.meeting_folder import MeetingFolder
 from fitkit.errors import ConfigurationError, WorkerError
 
 if TYPE_CHECKING:
@@ -127,7 +124,7 @@ class Pool:
     def __init__(self, count: int) -> None:
         self.number = 0
         self.owner = os.getpid()
-        self._store: TCPStore | None = None
+        self._folder = MeetingFolder.make()
         self._workers = [WorkerProcess(rank) for rank in range(1, count + 1)]
         deadline = time.monotonic() + START_TIMEOUT_S
         for worker in self._workers:
@@ -159,24 +156,22 @@ class Pool:
     def begin(self, payload: Payload, size: int) -> None:
         """Let every worker begin a call."""
         self.number += 1
-        self._store = TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
         # From rank 0's state, without a draw: its numbers stay those of one process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         for worker in self._workers:
             worker.send(
                 Call(
-                    number=self.number, rank=worker.rank, size=size, port=self._store.port,
+                    number=self.number, rank=worker.rank, size=size, folder=str(self._folder.path),
                     seed=seed + worker.rank, threads=share_of_cores(size), data=payload.data,
-                    file_count=len(payload.files), folder=os.getcwd(), path=list(sys.path),
+                    file_count=len(payload.files), working_folder=os.getcwd(), path=list(sys.path),
                 )
             )  # fmt: skip
             worker.send_files(payload.files)
 
     @property
     def room(self) -> Store:
-        """Where the ranks meet for this call; rank 0 serves it until the call ends."""
-        assert self._store is not None
-        return PrefixStore(f"call{self.number}", self._store)
+        """Where the ranks meet for this call."""
+        return self._folder.store(self.number)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -218,7 +213,7 @@ class Pool:
 
     def close_room(self) -> None:
         """End the place where the ranks of a call met."""
-        self._store = None
+        self._folder.forget(self.number)
 
     def failure_behind(self, error: BaseException) -> WorkerError | None:
         """The worker's failure that made rank 0 fail; None where rank 0 failed by itself."""
@@ -314,9 +309,10 @@ class Pool:
 
     def end(self) -> None:
         """End the workers now."""
-        workers, self._workers, self._store = self._workers, [], None
+        workers, self._workers = self._workers, []
         for worker in workers:
             worker.end()
+        self._folder.remove()
 
 
 _pool: Pool | None = None

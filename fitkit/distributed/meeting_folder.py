@@ -1,0 +1,146 @@
+"""Where the ranks that one process starts meet: files that no other user can reach.
+
+A TCPStore would listen at a port, where whoever connects may read all that ranks say to find each
+other, and replace it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistStoreError,
+    FileStore,
+    PrefixStore,
+    Store,
+)
+
+from fitkit.distributed.notice_boards import private_folder, process_name
+from fitkit.errors import ConfigurationError
+
+if sys.platform != "win32":
+    import fcntl
+
+NEW_S = 60.0
+"""A folder of that age is locked by its owner, or has none."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
+"""Between two looks for a key."""
+
+
+class MeetingFolder:
+    """A folder of this user's with a store for each call.
+
+    Args:
+        path: of a folder that `make` has made, in this process or another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def make(cls) -> MeetingFolder:
+        """A new one, to be removed by this process.
+
+        Raises:
+            ConfigurationError: files can't be locked there.
+        """
+        parent = private_folder()
+        _remove_abandoned(parent)
+        made = cls(parent / f"ranks-{process_name(os.getpid())}-{secrets.token_hex(8)}")
+        made.path.mkdir(mode=0o700)
+        try:
+            made._lock = (made.path / "lock").open("w")
+            if sys.platform != "win32":
+                fcntl.flock(made._lock, fcntl.LOCK_EX)
+            made.store(0).set("made", "")
+        except (OSError, RuntimeError) as error:
+            made.remove()
+            raise ConfigurationError(
+                f"The ranks can't meet by files in {parent} ({str(error).splitlines()[0]}). Set "
+                "TMPDIR to a folder on a disk of this machine that has room."
+            ) from error
+        return made
+
+    def store(self, call: int) -> Store:
+        """The store of a call, or 0 for that of all calls."""
+        return FileStore(str(self.path / str(call)), -1)
+
+    def forget(self, call: int) -> None:
+        """Remove a call's store, which no rank uses any more."""
+        (self.path / str(call)).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what processes that were killed have left there: nobody holds its lock."""
+    if sys.platform == "win32":
+        return
+    for folder in parent.glob("ranks-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > NEW_S:
+                with (folder / "lock").open("w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def meets_by_files(store: Store | None) -> bool:
+    """Whether a store, or what it is a part of, is a file of this machine."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, FileStore)
+
+
+class PromptStore(Store):
+    """A file's store for gloo; torch's own looks for a missing key only each 10 ms.
+
+    Whoever makes it keeps it as long as the process group: torch doesn't.
+
+    Args:
+        store: the file's.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, number: int) -> int:
+        return self._store.add(key, number)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self._store.compare_set(key, expected, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        end, pause_s = time.monotonic() + seconds, SHORTEST_PAUSE_S
+        while not self._store.check(keys):
+            if time.monotonic() > end:
+                raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.3, LONGEST_PAUSE_S)
