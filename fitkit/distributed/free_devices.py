@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,8 +73,20 @@ def find_usable_cuda_devices(k: int = -1) -> list[int]:
 
 
 def _handed_down(index: int) -> list[int] | None:
-    """What rank 0 chose at its call number `index`, where it started this process afterwards."""
-    choices = json.loads(os.environ.get(CHOSEN, "[]")) if _is_other_script_rank() else []
+    """What rank 0 chose at its call number `index`, where it started this process afterwards.
+
+    Raises:
+        ConfigurationError: the variable doesn't hold what fitkit writes there.
+    """
+    if not _is_other_script_rank():
+        return None
+    text = os.environ.get(CHOSEN, "[]")
+    if not re.fullmatch(r"\[(\[(\d{1,4}(, \d{1,4})*)?\](, )?)*\]", text, re.ASCII):
+        raise ConfigurationError(
+            f"{CHOSEN}={text[:80]!r} is no list of lists of device numbers, as fitkit sets it for "
+            "the ranks of a script. Unset it."
+        )
+    choices: list[list[int]] = json.loads(text)
     return choices[index] if index < len(choices) else None
 
 

@@ -9,6 +9,9 @@ from fitkit.errors import ConfigurationError
 
 Environment = Mapping[str, str]
 
+MOST_RANKS = 2**20
+"""A number of processes or nodes above it is a mistake, and would only take memory."""
+
 
 class LaunchVariables:
     """One launcher's variables, read with errors that name them.
@@ -42,7 +45,7 @@ class LaunchVariables:
     def number(self, *names: str, minimum: int = 0, maximum: int = 2**32) -> int:
         """Likewise, as a whole number within the bounds."""
         text = self.text(*names)
-        if not re.fullmatch("[0-9]+", text) or not minimum <= int(text) <= maximum:
+        if not re.fullmatch("[0-9]{1,20}", text) or not minimum <= int(text) <= maximum:
             bound = f" of at most {maximum}" if maximum < 2**32 else ""
             raise ConfigurationError(
                 f"{self.find(*names)}={text!r} must be a whole number of at least {minimum}"
@@ -53,7 +56,7 @@ class LaunchVariables:
 
     def size(self, *names: str) -> int:
         """Likewise, as a number of processes or nodes."""
-        return self.number(*names, minimum=1)
+        return self.number(*names, minimum=1, maximum=MOST_RANKS)
 
     def master(self) -> tuple[str | None, int | None]:
         """What MASTER_ADDR and MASTER_PORT say; None for what isn't set."""

@@ -31,6 +31,8 @@ if sys.platform != "win32":
 
 NEW_S = 60.0
 """A folder of that age is locked by its owner, or has none."""
+LOST_S = 30.0
+"""How long torch looks for a store's file where that has been removed."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
 """Between two looks for a key."""
 
@@ -72,7 +74,9 @@ class MeetingFolder:
 
     def store(self, call: int) -> Store:
         """The store of a call, or 0 for that of all calls."""
-        return FileStore(str(self.path / str(call)), -1)
+        store = FileStore(str(self.path / str(call)), -1)
+        store.set_timeout(timedelta(seconds=LOST_S))
+        return store
 
     def forget(self, call: int) -> None:
         """Remove a call's store, which no rank uses any more."""
@@ -137,7 +141,7 @@ class PromptStore(Store):
         return self._store.delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         end, pause_s = time.monotonic() + seconds, SHORTEST_PAUSE_S
         while not self._store.check(keys):
             if time.monotonic() > end:

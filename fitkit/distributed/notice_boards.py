@@ -153,14 +153,23 @@ def private_folder() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     folder = Path(tempfile.gettempdir()) / f"fitkit-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    if hasattr(os, "getuid") and not (private and found.st_uid == os.getuid()):
+    if not is_private(folder):
         raise ConfigurationError(
             f"{folder} must be a folder of this user alone (mode 0700), and isn't. Remove it, or "
             "set TMPDIR to another folder."
         )
     return folder
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder that this user alone can look into; always, where none has owners."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    if not hasattr(os, "getuid"):
+        return stat.S_ISDIR(found.st_mode)
+    return stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077 and found.st_uid == os.getuid()
 
 
 def launch_name(environment: Environment) -> str:

@@ -42,7 +42,7 @@ def pack(value: Any, key: bytes, exchange: str) -> torch.Tensor:
     head = struct.pack(f"<{1 + len(lengths)}Q", len(lengths), *lengths)
     starts = _starts(lengths)
     packed = torch.empty(starts[-1], dtype=torch.uint8)
-    memory = memoryview(packed.numpy())
+    memory = packed.numpy().data
     end = DIGEST + len(head) + len(name) + len(stream)
     memory[DIGEST:end] = b"".join((head, name, stream))
     memory[:DIGEST] = hmac.digest(key, memory[DIGEST:end], "sha256")
@@ -63,7 +63,7 @@ def unpack(packed: torch.Tensor, key: bytes, exchange: str, sender: int) -> Any:
         WorkerError: the run's ranks didn't make the message, or not for this exchange. Nothing of
             it has been unpickled then.
     """
-    memory = memoryview(packed.cpu().numpy())
+    memory = packed.cpu().numpy().data
     lengths, end = _lengths(memory)
     signed = memory[DIGEST:end]
     if not lengths or not hmac.compare_digest(

@@ -232,17 +232,37 @@ def _reach(
 
 def _serve(cluster: Cluster, port: int, patience: _Patience) -> TCPStore:
     timeout = timedelta(seconds=patience.timeout_s)
+    listening = _listen_here_only(cluster, port)
     try:
-        # It listens on all interfaces; the address is only for rank 0's own connection.
+        # Without that socket it listens on all interfaces; the address is for rank 0 alone.
         # Multi-tenant: where the script's own `env://` group has a server here, it is shared.
         return TCPStore(
-            "127.0.0.1", port, None, True, timeout, wait_for_workers=False, multi_tenant=True
+            "127.0.0.1",
+            port if listening is None else listening.getsockname()[1],
+            None,
+            True,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=None if listening is None else listening.detach(),
         )
     except DistError as error:
         raise ConfigurationError(
             f"rank 0 can't serve at port {port}, where the other processes look for it: "
             f"{_first_line(error)}. Set MASTER_PORT to a free port, the same for all processes."
         ) from error
+
+
+def _listen_here_only(cluster: Cluster, port: int) -> socket.socket | None:
+    """A socket for processes that look for rank 0 on this machine; None where others may, too."""
+    address = cluster.master_address
+    is_left_in_a_file = address is None and cluster.launcher != "horovodrun"
+    if cluster.num_nodes > 1 or not (is_left_in_a_file or address in ("127.0.0.1", "localhost")):
+        return None
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError:  # The script's own server, or another's: TCPStore tells them apart.
+        return None
 
 
 def _connect(cluster: Cluster, port: int, patience: _Patience) -> TCPStore:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from fitkit.distributed.launch_variables import MOST_RANKS
+
 
 def expand_counts(text: str) -> list[int]:
     """The tasks of each node: `"2(x3),1"` is 2, 2, 2, 1.
@@ -13,10 +15,11 @@ def expand_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item.strip())
-        if match is None or int(match[1]) == 0:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item.strip())
+        nodes = int(match[2] or 1) if match else 0
+        if match is None or int(match[1]) == 0 or len(counts) + nodes > MOST_RANKS:
             raise ValueError("is no list of task counts like '2(x3),1'")
-        counts += [int(match[1])] * int(match[2] or 1)
+        counts += [int(match[1])] * nodes
     return counts
 
 
@@ -30,7 +33,12 @@ def expand_hosts(text: str) -> list[str]:
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(items) != text.strip() or not items:
         raise ValueError("is no list of hosts like 'n[03-05,9],other'")
-    return [host for item in items for host in _expand_item(item.strip())]
+    hosts: list[str] = []
+    for item in items:
+        hosts += _expand_item(item.strip())
+        if len(hosts) > MOST_RANKS:
+            raise ValueError(f"names more than {MOST_RANKS} hosts")
+    return hosts
 
 
 def _expand_item(item: str) -> list[str]:
@@ -38,6 +46,8 @@ def _expand_item(item: str) -> list[str]:
     hosts = [""]
     for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
         middles = _expand_ranges(ranges) if ranges or f"{plain}[]" in item else [""]
+        if len(hosts) * len(middles) > MOST_RANKS:
+            raise ValueError(f"names more than {MOST_RANKS} hosts")
         hosts = [f"{host}{plain}{middle}" for host in hosts for middle in middles]
     return hosts
 
@@ -46,9 +56,9 @@ def _expand_ranges(text: str) -> list[str]:
     """The numbers of `"03-05,9"`, with their leading zeros."""
     numbers: list[str] = []
     for item in text.split(","):
-        match = re.fullmatch("([0-9]+)(?:-([0-9]+))?", item.strip())
+        match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item.strip())
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last) or int(last) - int(first) >= 100_000:
+        if int(first) > int(last) or int(last) - int(first) + len(numbers) >= 100_000:
             raise ValueError(f"has [{text}], which is no list of numbers like [03-05,9]")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
 from fitkit.distributed.cluster import Cluster
@@ -104,13 +105,14 @@ def enter(
     # keep this one, and gloo's connections, for ever. DDP imports it.
     importlib.import_module("torch.distributed.nn")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if store is not None and timeout is not None:
-        store.set_timeout(timeout)
-    is_local = meets_by_files(store)
-    if is_local and chosen == "gloo":
-        assert store is not None
-        _kept = store = PromptStore(store)
-    agree_on_key(store, world.rank)
+    meeting, is_local = store, meets_by_files(store)
+    if store is not None and is_local:
+        meeting = _kept = PromptStore(store)
+    if meeting is not None:
+        meeting.set_timeout(timeout or default_pg_timeout)
+    agree_on_key(meeting, world.rank)
+    if chosen == "gloo":  # NCCL's threads ask their store at all times; Python's isn't for them.
+        store = meeting
     if is_local or (world.num_nodes == 1 and not os.environ.get(INTERFACE)):
         _stay_on_this_machine()
     hook = sys.excepthook

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from fitkit.distributed import free_devices
+from fitkit.distributed.notice_boards import process_name
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -136,7 +137,7 @@ def test_a_script_s_ranks_get_the_free_gpus_that_rank_0_chose(monkeypatch):
     # The same call in rank 1, where GPU 2 is no longer free:
     monkeypatch.setattr(free_devices, "_chosen", [])
     monkeypatch.setattr(free_devices, "select_free", lambda k, gpus: [1, 3][:k])
-    parent = {"FITKIT_LAUNCHED": "1", "FITKIT_PARENT": str(os.getppid()), "RANK": "1"}
+    parent = {"FITKIT_LAUNCHED": "1", "FITKIT_PARENT": process_name(os.getppid()), "RANK": "1"}
     for name, value in parent.items():
         monkeypatch.setenv(name, value)
     assert free_devices.find_usable_cuda_devices(2) == [2, 0]

@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers.watch import Failure, Watch, waited_apart
+from fitkit.distributed.launchers.watch import Failure, Watch, broken_exchange
 from fitkit.distributed.launchers.worker import is_collateral
 from fitkit.distributed.rendezvous import enter_room, store_for, tell_at_exit
 from fitkit.errors import ConfigurationError, WorkerError
@@ -181,7 +181,13 @@ class ExistingLauncher:
         if failure is None:
             rank = self.strategy.world.rank
             place = "".join(traceback.format_exception(error))
-            failure = waited_apart(rank, error, f"Rank {rank} waited here:\n{place}")
+            failure = broken_exchange(
+                rank,
+                error,
+                watch.elsewhere,
+                f"Rank {rank} waited here:\n{place}",
+                time.monotonic() - watch.began,
+            )
         return self._error(failure)
 
     def _error(self, failure: Failure) -> WorkerError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,17 +19,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistError,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fitkit.distributed.cluster import detect
 from fitkit.distributed.launchers.cores import share_of_cores
 from fitkit.distributed.launchers.watch import Failure
+from fitkit.distributed.meeting_folder import MeetingFolder
+from fitkit.distributed.notice_boards import is_private, process_name
 from fitkit.errors import ConfigurationError, WorkerError
 
 EXIT_S = 10.0
@@ -37,6 +37,8 @@ EXIT_AFTER_FAILURE_S = 2.0
 PARENT_S = 1.0
 """How often a rank looks whether rank 0's process is still there."""
 HOST = "127.0.0.1"
+VARIABLES = ("FITKIT_LAUNCHED", "FITKIT_PARENT", "RANK")
+"""By which a process knows that it is one of a script's ranks."""
 
 try:
     STARTED_IN = os.getcwd()
@@ -53,21 +55,23 @@ class ScriptRanks:
         failed: whether a call has failed here.
     """
 
-    def __init__(self, rank: int, size: int, store: Store) -> None:
+    def __init__(self, rank: int, size: int, folder: MeetingFolder) -> None:
         self.rank = rank
         self.size = size
         self.failed = False
-        self._store = store
+        self._folder = folder
+        self._store = folder.store(0)
         self._calls = 0
 
     def next_room(self) -> Store:
-        """The part of the store for the next call; each rank counts its calls."""
+        """The store for the next call; each rank counts its calls."""
         self._calls += 1
-        try:
-            self._store.set(f"rank/{self.rank}", str(self._calls))
-        except DistError as error:
-            raise WorkerError("Rank 0's process has ended.") from error
-        return PrefixStore(f"call/{self._calls}", self._store)
+        if self.rank == 0:
+            # All ranks have come to the call before this one, so they have left the one before.
+            self._folder.forget(max(self._calls - 2, 1))
+        if not self._folder.path.is_dir():
+            raise WorkerError("Rank 0's process has ended.")
+        return self._folder.store(self._calls)
 
     def lost(self) -> Failure | None:
         """The failure of a rank that has ended, as far as this one can know."""
@@ -87,14 +91,16 @@ class StartedRanks(ScriptRanks):
     """
 
     def __init__(self, size: int) -> None:
-        server = _serve()
-        super().__init__(0, size, server)
+        port = _free_port()
+        super().__init__(0, size, MeetingFolder.make())
         self._owner = os.getpid()
         self._variables = {
             "FITKIT_LAUNCHED": "1",
-            "FITKIT_PARENT": str(self._owner),
+            "FITKIT_PARENT": process_name(self._owner),
+            "FITKIT_MEETING": str(self._folder.path),
+            # For groups that the script makes itself by torch's `env://`.
             "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(server.port),
+            "MASTER_PORT": str(port),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "NODE_RANK": "0",
@@ -118,11 +124,12 @@ class StartedRanks(ScriptRanks):
         if os.getpid() != self._owner:
             return
         failed = self.failed or getattr(sys, "last_value", None) is not None
-        with contextlib.suppress(DistError):
+        with contextlib.suppress(OSError, RuntimeError):
             self._store.set("over", "")
         deadline = time.monotonic() + (EXIT_AFTER_FAILURE_S if failed else EXIT_S)
         late = [child for child in self._children if not child.ends_before(deadline)]
         self.end()
+        self._folder.remove()
         if failed:
             return
         for child in late:
@@ -146,12 +153,17 @@ class JoinedRanks(ScriptRanks):
     """The side of a rank that was started by rank 0."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        port = int(environment["MASTER_PORT"])
-        try:
-            store = TCPStore(HOST, port, None, False, wait_for_workers=False)
-        except DistError as error:
-            raise WorkerError("Rank 0's process has ended.") from error
-        super().__init__(int(environment["RANK"]), int(environment["WORLD_SIZE"]), store)
+        place = detect(environment)
+        assert place is not None
+        path = Path(environment.get("FITKIT_MEETING", ""))
+        if not is_private(path):
+            if is_private(path.parent):
+                raise WorkerError("Rank 0's process has ended.")
+            raise ConfigurationError(
+                f"FITKIT_MEETING={str(path)!r} must be a folder of this user alone; fitkit sets it "
+                f"for the ranks of a script. Unset {', '.join(VARIABLES)} to start the script anew."
+            )
+        super().__init__(place.rank, place.world_size, MeetingFolder(path))
 
 
 class _Child:
@@ -212,28 +224,18 @@ class _Child:
         return ""
 
 
-def _serve() -> TCPStore:
-    """Rank 0's store, on this machine's own address only."""
+def _free_port() -> int:
+    """A port of this machine for the script's own process groups."""
     # A script that a rank of another script started has that script's port.
     inherited = bool(os.environ.get("FITKIT_LAUNCHED"))
     wanted = "" if inherited else os.environ.get("MASTER_PORT", "").strip()
     try:
-        listening = socket.create_server((HOST, int(wanted or 0)))
+        with socket.create_server((HOST, int(wanted or 0))) as listening:
+            return int(listening.getsockname()[1])
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigurationError(
             f"MASTER_PORT={wanted!r} can't be used ({error}). Unset it, and a free port is found."
         ) from error
-    port = listening.getsockname()[1]
-    # Multi-tenant: a group that the script makes by `env://` finds this server and shares it.
-    return TCPStore(
-        HOST,
-        port,
-        None,
-        True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listening.detach(),
-    )
 
 
 _ranks: ScriptRanks | None = None
@@ -268,13 +270,18 @@ def check_script_size(started: int, asked: int) -> None:
 
 
 def is_script_rank(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one of a script's ranks, not only started by one of them."""
-    if not environment.get("FITKIT_LAUNCHED"):
-        return False
+    """Whether this process is one of a script's ranks, not only started by one of them.
+
+    What a rank starts inherits its variables. FITKIT_LAUNCHED is `"1"` until the process that it
+    is meant for has imported fitkit, and is that process's name from then on.
+    """
+    launched = environment.get("FITKIT_LAUNCHED", "").strip()
     parent = environment.get("FITKIT_PARENT", "")
     if environment.get("RANK") == "0":
-        return parent == str(os.getpid())
-    return parent == str(os.getppid())
+        return bool(launched) and parent == process_name(os.getpid())
+    if launched == "1":
+        return parent == process_name(os.getppid())
+    return bool(launched) and launched == process_name(os.getpid())
 
 
 def _follow_parent() -> None:
@@ -299,23 +306,31 @@ def _end_own_session() -> None:
 def _is_orphan(environment: Mapping[str, str]) -> bool:
     """Whether this is a rank whose rank 0 ended before it came here.
 
-    What a rank starts has its variables, too, but belongs to the rank's session.
+    What a rank started later names the rank itself, or belongs to the rank's session.
     """
-    parent = environment.get("FITKIT_PARENT", "")
-    if not (environment.get("FITKIT_LAUNCHED") and parent.isdigit()):
+    parent = environment.get("FITKIT_PARENT", "").strip()
+    number = re.match("[0-9]{1,9}(?=-|$)", parent)
+    if environment.get("FITKIT_LAUNCHED", "").strip() != "1" or number is None:
         return False
     if environment.get("RANK") == "0" or os.getsid(0) != os.getpid():
         return False
     try:
-        os.kill(int(parent), 0)
+        os.kill(int(number[0]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:
         pass
-    return False
+    # Numbers are used again: another process has this one by now.
+    return process_name(int(number[0])) != parent
 
 
 if is_script_rank(os.environ) and os.environ.get("RANK") != "0":
+    os.environ["FITKIT_LAUNCHED"] = process_name(os.getpid())
     _follow_parent()
 elif _is_orphan(os.environ):
-    _end_own_session()
+    _found = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+    sys.exit(
+        f"fitkit: this process is a rank of a script, by its environment ({_found}), but rank 0's "
+        "process has ended: so this one ends, too. If it is a program of its own, unset "
+        f"{', '.join(VARIABLES)}."
+    )

@@ -77,6 +77,12 @@ class Watch:
         rank, size: of this process.
         lost: gives the failure of a rank that has ended, where this process can know that.
         break_off: ends this process's exchanges.
+
+    Attributes:
+        failure: the first, as far as known here.
+        broken_off: whether this process's exchanges have been ended.
+        began: when, on the monotonic clock.
+        elsewhere: what broke off the other ranks' exchanges, where `cause` found no failure.
     """
 
     def __init__(
@@ -96,6 +102,8 @@ class Watch:
         self._break_off = break_off
         self._caller = threading.get_ident()
         self._own: Failure | None = None
+        self.elsewhere: list[str] = []
+        self.began = time.monotonic()
         self._error = ""  # of an exchange that broke off here
         self._error_at = self._failure_at = 0.0
         self._asked = self._answered = False
@@ -177,7 +185,7 @@ class Watch:
         now = time.monotonic()
         if not self._error_at:
             self._error_at = now
-            self._store.set(f"broke/{self._rank}", "")
+            self._store.set(f"broke/{self._rank}", self._error)
         elif not self._asked and now - self._error_at > SILENCE_S:
             self._store.set("where", "")
             self._asked = True
@@ -185,6 +193,8 @@ class Watch:
             missing = [r for r in self._others if not self._store.check([f"broke/{r}"])]
             if missing:
                 self._found(self._missing(missing))
+            said = [rank for rank in self._others if rank not in missing]
+            self.elsewhere = [self._store.get(f"broke/{rank}").decode() for rank in said]
             self._settled.set()
 
     def _missing(self, ranks: list[int]) -> Failure:
@@ -223,18 +233,31 @@ class Watch:
         return "".join(traceback.format_stack(frame)) if frame else "nowhere: its thread has ended"
 
 
-def waited_apart(rank: int, error: BaseException, places: str) -> Failure:
-    """The failure of ranks that all waited for an exchange, but not for the same one.
+def broken_exchange(
+    rank: int, error: BaseException, others: list[str], places: str, seconds: float
+) -> Failure:
+    """The failure of ranks whose exchange broke off although none of them failed.
 
     Args:
         rank: which the failure is told of.
-        error: that of the exchange that didn't come about.
-        places: where the ranks waited, as far as known.
+        error: that of the exchange, on this rank.
+        others: what it was on the other ranks, as far as known.
+        places: where the ranks were, as far as known.
+        seconds: since the call began.
     """
+    own = first_line(error)
+    if not any(re.search("timed? ?out", line, re.IGNORECASE) for line in (own, *others)):
+        return Failure(
+            rank,
+            f"The connection between ranks was closed although no rank failed: {own}, after "
+            f"{seconds:.0f} s of this call. Another program, a firewall or the network may have "
+            "closed it. Start the call again (resume_from goes on from a checkpoint).",
+            places,
+        )
     return Failure(
         rank,
         "The ranks waited for each other in different exchanges until the strategy's timeout "
-        f"({first_line(error)}): one of them makes a call that the others don't, for example "
+        f"({own}): one of them makes a call that the others don't, for example "
         "under `if model.is_global_zero:`, or was slower than that, or its machine is out of "
         "reach.",
         places,

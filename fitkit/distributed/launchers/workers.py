@@ -25,7 +25,7 @@ from fitkit.distributed import world
 from fitkit.distributed.launchers.cores import share_of_cores, threads_shared
 from fitkit.distributed.launchers.interrupts import ended_by_interrupt
 from fitkit.distributed.launchers.payload import Payload
-from fitkit.distributed.launchers.watch import first_line, waited_apart
+from fitkit.distributed.launchers.watch import broken_exchange, first_line
 from fitkit.distributed.launchers.worker import Call, Report, is_collateral
 from fitkit.distributed.launchers.worker_process import WorkerProcess
 from fitkit.distributed.meeting_folder import MeetingFolder
@@ -124,6 +124,7 @@ class Pool:
     def __init__(self, count: int) -> None:
         self.number = 0
         self.owner = os.getpid()
+        self._began = 0.0
         self._folder = MeetingFolder.make()
         self._workers = [WorkerProcess(rank) for rank in range(1, count + 1)]
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -156,6 +157,7 @@ class Pool:
     def begin(self, payload: Payload, size: int) -> None:
         """Let every worker begin a call."""
         self.number += 1
+        self._began = time.monotonic()
         # From rank 0's state, without a draw: its numbers stay those of one process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         for worker in self._workers:
@@ -279,7 +281,8 @@ class Pool:
         gave_up = {worker.rank: report.text for worker, report in told if report is not None}
         asked = [worker for worker in self._workers if worker.rank not in gave_up]
         if not asked:
-            return self._apart(error, gave_up)
+            others = [report.error for _, report in told if report is not None]
+            return self._broken(error, others, gave_up)
         for worker in asked:
             with contextlib.suppress(OSError):
                 worker.send("where")
@@ -300,11 +303,14 @@ class Pool:
             text,
         )
 
-    def _apart(self, error: BaseException, places: dict[int, str]) -> WorkerError:
-        """All ranks waited for an exchange, but not for the same one."""
+    def _broken(
+        self, error: BaseException, others: list[str], places: dict[int, str]
+    ) -> WorkerError:
+        """All ranks' exchanges broke off: they waited for different ones, or were cut."""
         places = {0: "".join(traceback.format_exception(error)), **places}
         text = "\n".join(f"Rank {rank} waited here:\n{place}" for rank, place in places.items())
-        failure = waited_apart(max(places), error, text)
+        seconds = time.monotonic() - self._began
+        failure = broken_exchange(max(places), error, others, text, seconds)
         return WorkerError(f"{failure.what}\n{text}", failure.rank, text)
 
     def end(self) -> None:

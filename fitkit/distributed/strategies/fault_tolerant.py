@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from fitkit.arguments import check_count, check_number, describe
 from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes, all_reduce, whole
 from fitkit.distributed.engines.replica_group import ReplicaGroup, check_torchft
+from fitkit.distributed.launch_variables import MOST_RANKS
 from fitkit.distributed.strategies.base import Strategy, Training
 from fitkit.errors import ArgumentTypeError, ConfigurationError, WorkerError
 
@@ -236,12 +238,13 @@ def _part_in(variables: Any) -> tuple[int, int]:
     words = [str(variables.get(name, "")).strip() for name in names]
     if not any(words):
         return 0, 1
-    if not all(word.isdecimal() for word in words) or not int(words[0]) < int(words[1]):
+    numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,9}", word)]
+    if len(numbers) < 2 or not numbers[0] < numbers[1] <= MOST_RANKS:
         shown = ", ".join(f"{name}={word!r}" for name, word in zip(names, words, strict=True))
         raise ConfigurationError(
             f"{shown}: the first is a replica's number from 0, the second how many there are. {HOW}"
         )
-    return int(words[0]), int(words[1])
+    return numbers[0], numbers[1]
 
 
 def _check_trains(module: nn.Module, optimizers: list[Optimizer]) -> None:
