@@ -359,3 +359,21 @@ def test_an_elastic_launch_has_its_own_number_of_nodes_but_not_of_devices():
 def test_several_nodes_without_a_launcher_are_refused_with_the_command():
     with pytest.raises(ConfigurationError, match="on each node with torchrun --nnodes=2"):
         check_agreement(None, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "value"),
+    [
+        (FITKIT, "WORLD_SIZE", "9" * 5000),
+        (FITKIT, "WORLD_SIZE", "4000000000"),
+        (FITKIT, "MASTER_PORT", "70000"),
+        (MPICH, "PMI_SIZE", "1048577"),
+        (SLURM, "SLURM_STEP_TASKS_PER_NODE", "2(x999999999)"),
+        (SLURM, "SLURM_STEP_TASKS_PER_NODE", "9" * 5000),
+        (SLURM, "SLURM_STEP_NODELIST", "a[0-99999]b[0-99999]"),
+        (LSF, "LSB_JOBID", "1" * 5000),
+    ],
+)
+def test_numbers_that_no_launcher_sets_are_refused_before_they_take_memory(variables, name, value):
+    with pytest.raises(ConfigurationError, match=name):
+        detect({**variables, name: value})

@@ -324,3 +324,21 @@ def test_under_horovodrun_an_absent_server_is_named():
     }
     with pytest.raises(ConfigurationError, match="/fitkit/store .*refused.*MASTER_ADDR"):
         store_for(absent, SECONDS, environment)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp6"), reason="reads /proc")
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_on_one_node_rank_0_listens_at_this_machine_s_own_address_alone(address):
+    port = free_port() if address else None
+
+    def meet(rank):
+        return store_for(cluster(rank, launcher="openmpi", address=address, port=port), SECONDS)
+
+    found = on_ranks(meet)
+    port = found[0].underlying_store.port
+    listening = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as lines:
+            fields = [line.split() for line in lines]
+        listening |= {f[1] for f in fields if f[3] == "0A" and f[1].endswith(f":{port:04X}")}
+    assert listening == {f"0100007F:{port:04X}"}
