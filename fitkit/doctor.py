@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from fitkit.distributed.cluster import detect
+from fitkit.distributed.collectives import SECRET
 from fitkit.distributed.gpu_probe import GPU, probe_gpus
 from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
@@ -155,7 +156,9 @@ def _launch() -> dict[str, str]:
             f"{cluster.node_rank} of {cluster.num_nodes}"
         )
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
-    shown = " ".join(f"{name}={os.environ[name]}" for name in names)
+    # What doctor prints is shown to others.
+    values = {n: "(set)" if n == SECRET else os.environ[n] for n in names}
+    shown = " ".join(f"{name}={value}" for name, value in values.items())
     return {"launcher": started, "environment": shown or "nothing that concerns fitkit"}
 
 

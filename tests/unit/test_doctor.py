@@ -64,6 +64,11 @@ def test_secrets_of_the_environment_stay_out(report):
     assert "hunter2" not in report(WANDB_API_KEY="hunter2", MY_RANK="hunter2")
 
 
+def test_the_ranks_secret_is_named_and_not_shown(report):
+    text = report(FITKIT_SECRET="hunter2")
+    assert "FITKIT_SECRET=(set)" in lines_of(text)["environment"] and "hunter2" not in text
+
+
 def test_gpus_have_a_line_each_and_a_broken_one_its_reason(report, monkeypatch):
     gpus = [GPU(0, None, 30 * 2**30, 0, 80 * 2**30, 0.5), GPU(1, "no answer within 90 s")]
     monkeypatch.setattr(doctor, "probe_gpus", lambda: gpus)
