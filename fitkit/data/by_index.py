@@ -54,6 +54,14 @@ def _holds_tensors(dataset: Any) -> bool:
     )
 
 
+def targets_by_index(loader: DataLoader[Any]) -> Any:
+    """What the targets are drawn from of a loader that `reads_by_index`; None where it has none."""
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset.tensors[1] if len(dataset.tensors) in (2, 3) else None
+
+
 def batches_by_index(loader: DataLoader[Any], chosen: Iterable[Any]) -> Iterator[Any]:
     """The batches of a loader that `reads_by_index`.
 

@@ -34,7 +34,12 @@ from fitkit.data.arrays import (
     wide_dtype,
 )
 from fitkit.data.batches import check_weights, marked, warn_of_second_target
-from fitkit.data.by_index import batches_by_index, index_batches, reads_by_index
+from fitkit.data.by_index import (
+    batches_by_index,
+    index_batches,
+    reads_by_index,
+    targets_by_index,
+)
 from fitkit.data.own_state import own_state_of
 from fitkit.data.samplers import (
     Once,
@@ -76,6 +81,15 @@ class Source(Protocol):
 
         What has been drawn when this returns is all that a pass draws before its first batch.
         """
+
+
+def drawn_from(source: Any) -> Any:
+    """What the targets of all of a source's batches are drawn from; None where nobody knows."""
+    while hasattr(source, "source"):  # a share of another
+        source = source.source
+    if isinstance(source, LoaderSource) and reads_by_index(source.loader):
+        return targets_by_index(source.loader)
+    return source.target
 
 
 class LoaderSource:

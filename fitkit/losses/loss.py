@@ -51,12 +51,12 @@ def checked_count(count: Any, what: str) -> float | torch.Tensor:
         if not count.is_cpu:
             return count  # reading it would wait for the device
         count = count.item()
-    if isinstance(count, (bool, str)) or not isinstance(count, numbers.Real):
+    if isinstance(count, bool) or not isinstance(count, numbers.Real):
         raise ConfigurationError(
             f"{what}={describe(count)}. It must be one number: how many labels (or samples, or "
             "their weights) the loss is the mean over."
         )
-    if not 0 <= count < math.inf:
+    if not 0 <= float(count) < math.inf:
         raise ConfigurationError(
             f"{what}={describe(count)}. What a loss is the mean over is a finite number from 0."
         )
@@ -226,11 +226,11 @@ class KnownLoss(Loss):
     def counted(
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
-        weighs = self._counted is not None and self._counted.has_weights and classes is not None
-        if not (is_part and weighs):
+        counted = self._counted
+        if not is_part or counted is None or not counted.has_weights or classes is None:
             return super().counted(prediction, target, weight, classes, is_part=is_part)
         # torch divides by the labels' weights; where they are 0 there is no gradient either.
-        count = self._counted(target)
+        count = counted(target)
         divisor = count + (count == 0)
         values = self.per_sample(prediction, target)
         if weight is None:
@@ -436,7 +436,8 @@ class OwnLoss(Loss):
         Ranks:
             Collective.
         """
-        settled = [rule for known, rule in collectives.gather((self.is_settled, self.rule)) if known]
+        gathered = collectives.gather((self.is_settled, self.rule))
+        settled = [rule for is_settled, rule in gathered if is_settled]
         if settled:
             self._take(settled[0] if len(set(settled)) == 1 else None)
 

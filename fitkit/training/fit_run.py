@@ -101,6 +101,7 @@ class FitRun:
             "training",
             class_weights=job.weights_by_class,
             all_targets=[self.source.target, held_out_target],
+            source=self.source,
         )
         if job.weights_by_class is not None:
             job.weights_by_class.look_at(self.source.target, self.collectives.rank)
@@ -401,6 +402,7 @@ class FitRun:
                 self.compilation,
                 "validation",
                 all_targets=[self.held_out.target],
+                source=self.held_out,
                 name="validation_data",
             )
             self.validation[1].mover.keep(self.held_out)

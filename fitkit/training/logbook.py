@@ -98,7 +98,8 @@ def whole_loss(
     parts: Mapping[str, float | None], scales: dict[str, float], loss: float | None
 ) -> float | None:
     """The loss of several outputs, from their means where these are over different things."""
-    known = [scale * mean for name, scale in scales.items() if (mean := parts.get(name)) is not None]
+    means = [(scale, parts.get(name)) for name, scale in scales.items()]
+    known = [scale * mean for scale, mean in means if mean is not None]
     return sum(known) if known else loss
 
 

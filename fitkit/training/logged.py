@@ -37,7 +37,7 @@ class Running:
         else:
             self._value = _PAIRWISE[self._reduce_fx](self._value, value.double())
 
-    def state(self) -> tuple[float, int]:
+    def state(self) -> tuple[float, float]:
         """What there is on this rank, as (number, samples); no samples: nothing."""
         if self._reduce_fx == "mean":
             return self._mean.sums()

@@ -208,15 +208,17 @@ class OwnStep:
         """What the step's loss was the mean over: as the step says it, or as the compiled loss."""
         if isinstance(outputs, Mapping) and outputs.get("count") is not None:
             return checked_count(outputs["count"], f"{self._method} returned 'count'")
+        self.terms = None
         compiled = self.stage.compiled
-        is_compiled = compiled is not None and loss is not None and compiled.inside_loss is loss
-        self.terms = compiled.terms if is_compiled else None
-        return compiled.count if is_compiled else None
+        if compiled is None or loss is None or compiled.inside_loss is not loss:
+            return None
+        self.terms = compiled.terms
+        return compiled.count
 
     def counts_of(self, batch: Any) -> list[float]:
         """As `CompiledStep.counts_of`, where the compiled loss is what the step returns."""
-        found: list[float] = self.stage.compiled.counts_of(batch)
-        return found
+        assert self.stage.compiled is not None
+        return self.stage.compiled.counts_of(batch)
 
     def _check(self, loss: torch.Tensor | None, found: Any, outputs: Any) -> None:
         """Refuse what can't be learned from."""

@@ -56,7 +56,8 @@ def _evaluated(model: Model, compilation: Compilation, job: PassJob) -> dict[str
     place(model, compilation.strategy)
     source = share_of(job.source, compilation, training=False)
     name = evaluation_stage(model) or "test"
-    stage, step = step_for(model, compilation, name, all_targets=[source.target])
+    targets = [source.target]
+    stage, step = step_for(model, compilation, name, all_targets=targets, source=source)
     callbacks = with_own(job.callback_list, job.verbose)
     group = compilation.steps_per_execution
     callbacks.begin(model, pass_params("evaluate", source, job, group))

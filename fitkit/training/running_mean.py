@@ -73,7 +73,7 @@ class RunningMean:
             self._counted = self._counted + counts.sum()
         else:
             counts = torch.tensor(self._counts, dtype=torch.float64)
-            self._count += sum(self._counts)
+            self._count += sum(map(float, self._counts))
         counts = counts.to(device, non_blocking=True)  # a GPU isn't waited for
         total = torch.where(counts > 0, values, 0.0) @ counts
         self._sum = total if self._sum is None else self._sum + total

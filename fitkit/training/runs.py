@@ -14,7 +14,7 @@ from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.parts import part_of
 from fitkit.data.sharding import sharded
-from fitkit.data.sources import Source
+from fitkit.data.sources import Source, drawn_from
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy
@@ -48,6 +48,8 @@ def compiled_step(
     all_targets: list[Any] | None = None,
     name: str = "x",
     ranks: Collectives | None = None,
+    *,
+    may_count: bool = True,
 ) -> CompiledStep:
     """A step with its own logbook and meters, so that calls can nest."""
     strategy = compilation.strategy
@@ -63,6 +65,7 @@ def compiled_step(
         all_targets,
         name,
         ranks,
+        may_count=may_count,
     )
 
 
@@ -74,19 +77,23 @@ def step_for(
     class_weights: ClassWeights | None = None,
     all_targets: list[Any] | None = None,
     name: str = "x",
+    source: Source | None = None,
 ) -> tuple[Stage, Step]:
     """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
     strategy = compilation.strategy
+    known = None if source is None else [drawn_from(source)]
+    may_count = compilation.loss.may_count(known)
     if stage != "training":
         door = strategy.evaluation_door(model)
     elif learns_alone(model):
-        known = None if all_targets is None else all_targets[:1]
-        strategy.may_count = has_own_steps(model, stage) or compilation.loss.may_count(known)
+        strategy.may_count = may_count or has_own_steps(model, stage)
         door = strategy.door(model)
     else:
         door = strategy.plain_door(model)
     ranks = strategy.shares if stage == "training" else None
-    compiled = compiled_step(model, compilation, door, class_weights, all_targets, name, ranks)
+    compiled = compiled_step(
+        model, compilation, door, class_weights, all_targets, name, ranks, may_count=may_count
+    )
     running = Stage(stage, compiled.logbook.logged, compiled)
     running.transferred = compiled.mover.transfer
     by_turns = stage == "training" and not learns_alone(model)

@@ -47,12 +47,13 @@ class CompiledStep:
             are checked at the first batch, and decide whether an evaluation's losses are joined.
         name: how the user called the data, for messages.
         ranks: those that train together, in training; None elsewhere.
+        may_count: whether losses may be means over something else than samples.
 
     Attributes:
         samples: of the last batch on this rank; 0 where it only filled a place.
         total: of the last batches on all ranks.
         count: what the last batch's loss was the mean over; None for its samples.
-        may_count: whether losses may be means over something else than samples.
+        may_count: as given.
         terms: the last batch's losses, where several outputs may count differently.
         is_part: whether the next batch is only a part of what an update sees.
         synchronization: what synchronised batch normalisations are told; None where there are none.
@@ -70,6 +71,8 @@ class CompiledStep:
         all_targets: list[Any] | None = None,
         name: str = "x",
         ranks: Collectives | None = None,
+        *,
+        may_count: bool = True,
     ) -> None:
         self.door = door
         self.forward = forward_of(door)
@@ -90,7 +93,7 @@ class CompiledStep:
         self.checked = self._had_target = False
         self.samples = 0
         self.total = 0
-        self.may_count = loss.may_count(self.all_targets[:1] or None)
+        self.may_count = may_count
         if loss.own is not None:
             door.weigh = lambda output, x: _number(loss.count_of_replica(output, labels_inside(x)))
         self.count: Count = None

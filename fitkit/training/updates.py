@@ -197,7 +197,7 @@ class Updater:
             self._first, self._samples, self._counted = max(total, 1), 0, 0
             if self._per_sample is None:
                 self._per_sample = self._guess(count, total)
-        expected = self._first * self._accumulate * self._per_sample
+        expected = self._first * self._accumulate * (self._per_sample or 1.0)
         self._backward_part(loss, count, count * (self._ranks / expected))
         self._batches += 1
         self._samples += total

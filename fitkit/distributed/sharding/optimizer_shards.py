@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.sharding.exchange import gathered_states, spread_from_owners
 from fitkit.errors import ConfigurationError
-from fitkit.optimizers import is_schedule_free
 
 CLOSURE = (
     "{kind} computes the loss itself, several times a step, and looks at all parameters at once: "
@@ -60,7 +59,9 @@ class OptimizerShards:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._whole_state_dict),
         ]
-        self._switches = ("train", "eval") if is_schedule_free(optimizer) else ()
+        # A schedule-free one trains at other weights than those that evaluate.
+        own = [getattr(optimizer, name, None) for name in ("train", "eval")]
+        self._switches = ("train", "eval") if all(map(callable, own)) else ()
         for name in self._switches:
             setattr(optimizer, name, functools.partial(self._switch, getattr(optimizer, name)))
 
