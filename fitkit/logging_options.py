@@ -54,7 +54,7 @@ def reduction_named(reduce_fx: Any) -> str:
     )
 
 
-def merged(reduce_fx: str, states: list[tuple[float, int]]) -> float | None:
+def merged(reduce_fx: str, states: list[tuple[float, float]]) -> float | None:
     """One value from several `Running.state`s; None where none has samples."""
     held = [(value, samples) for value, samples in states if samples]
     if not held:

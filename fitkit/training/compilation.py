@@ -138,14 +138,14 @@ class Compilation:
         """The parameters that may learn: the model's and the losses' own."""
         return [*model.parameters(), *self.loss_parameters()]
 
+    def loss_modules(self) -> list[torch.nn.Module]:
+        """The losses that are modules of the user's own."""
+        found = [loss for loss in trees.leaves(self.given["loss"]) if _is_own_module(loss)]
+        return list(dict.fromkeys(found))
+
     def loss_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of losses that are modules."""
-        return [
-            parameter
-            for loss in trees.leaves(self.given["loss"])
-            if isinstance(loss, torch.nn.Module)
-            for parameter in loss.parameters()
-        ]
+        return [parameter for loss in self.loss_modules() for parameter in loss.parameters()]
 
     @classmethod
     def _resolve(
@@ -293,3 +293,8 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
         )
     if optimizer is None or isinstance(optimizer, bool):
         raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")
+
+
+def _is_own_module(loss: Any) -> bool:
+    """Whether a loss is a module that may have parameters and a mode: torch's have neither."""
+    return isinstance(loss, torch.nn.Module) and not type(loss).__module__.startswith("torch.nn.")

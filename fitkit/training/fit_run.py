@@ -75,6 +75,7 @@ class FitRun:
         self.strategy = compilation.strategy
         self.collectives = self.strategy.collectives
         self.strategy.place_for_training(model)
+        self.collectives.broadcast_tensors([*compilation.loss_parameters()])
         self.source = share_of(job.source, compilation, training=True)
         self.held_out = (
             None if job.held_out is None else share_of(job.held_out, compilation, training=False)

@@ -102,7 +102,7 @@ class FitState:
             if configures_its_own(model, compilation):
                 self._configure(model, compilation)
             else:
-                self.optimizers = [choice.build(list(model.parameters()))]
+                self.optimizers = [choice.build(compilation.trainable(model))]
                 if choice.is_name:
                     fuse(self.optimizers[0], model)
             self.rate_factor = 1.0

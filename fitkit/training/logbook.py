@@ -61,10 +61,10 @@ class Logbook:
         """
         totals = meters.also(values, device)
 
-        def sums() -> tuple[float, int]:
+        def sums() -> tuple[float, float]:
             with meters.up_to_date():
                 total, samples = totals.summed().tolist()
-            return total, int(samples)
+            return total, samples
 
         self.loss.also(sums)
 

@@ -101,7 +101,7 @@ class Logged:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self._synced: tuple[str, ...] | None = None
-        self._pending: dict[str, tuple[float, int]] = {}
+        self._pending: dict[str, tuple[float, float]] = {}
 
     def reset(self) -> None:
         """Begin a new pass."""

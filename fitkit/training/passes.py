@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from fitkit.data.stream import limited
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import evaluation_stage
+from fitkit.modes import in_use
 from fitkit.notices import warn
 from fitkit.training.backend_flags import backend_flags
 from fitkit.training.in_step import InStep
@@ -88,8 +90,11 @@ def evaluate_source(
     """
     shares, group = compilation.strategy.shares, compilation.steps_per_execution
     step.begin()
-    with running(model, stage), model.fit_state.evaluated():
+    with running(model, stage), model.fit_state.evaluated(), contextlib.ExitStack() as losses:
         model.eval()
+        for loss in compilation.loss_modules():
+            losses.enter_context(in_use(loss, "evaluate", alone=False))
+            loss.eval()
         compilation.strategy.before_evaluation(model)
         stage.is_opening = True  # what is logged here counts with the first batch
         callbacks.call("on_test_begin", {})

@@ -33,9 +33,9 @@ class RunningMean:
         self._read = 0.0
         self._count: float = 0
         self._counted: float | torch.Tensor = 0  # on the device
-        self._elsewhere: Callable[[], tuple[float, int]] | None = None
+        self._elsewhere: Callable[[], tuple[float, float]] | None = None
 
-    def also(self, sums: Callable[[], tuple[float, int]]) -> None:
+    def also(self, sums: Callable[[], tuple[float, float]]) -> None:
         """Count what is summed up elsewhere, too, until `reset`.
 
         Args:

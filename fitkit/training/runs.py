@@ -169,6 +169,7 @@ def updaters_of(
             exchanges=several,
             scaling=scaling,
             is_named=is_named,
+            outside=[] if several else compilation.loss_parameters(),
         )
         for optimizer, scaling in zip_longest(optimizers, scalings)
     ]

@@ -52,6 +52,8 @@ class Updater:
         is_named: whether fitkit chose the optimizer's way to compute.
         exchanges: whether gradients are averaged over the ranks here, because the steps go past
             the wrapper that does it otherwise.
+        outside: those of the parameters that aren't the module's but a loss's: their gradients are
+            averaged here, since no strategy knows of them.
 
     An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
     what its loss is the mean over (its samples, or the labels that count in it), also where
@@ -80,6 +82,7 @@ class Updater:
         exchanges: bool = False,
         scaling: Scaling | None = None,
         is_named: bool = False,
+        outside: list[torch.nn.Parameter] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._looks_at_gradients = is_named
@@ -109,6 +112,7 @@ class Updater:
         self._totals: list[float] | None = None  # of the group and each output, on all ranks
         self._first = 1  # samples of the group's first step, on all ranks
         self._exchanges = exchanges
+        self._outside = [] if self._ranks == 1 else outside or []
         self.takes_closure = needs_closure(optimizer)
         if self.takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
@@ -324,6 +328,8 @@ class Updater:
                 self._backward_part(value, mine, share)
                 if self._exchanges:
                     self._strategy.exchange_gradients(self._parameters)
+                if self._outside:
+                    self._strategy.shares.mean_gradients(self._outside)
             self._clip()
             if self._ranks == 1:
                 return value.detach()
@@ -345,6 +351,8 @@ class Updater:
         return self._fit_state.accumulate > 1 or self._batches > 0
 
     def _update(self) -> None:
+        if self._outside:
+            self._strategy.shares.mean_gradients(self._outside)
         if self._looks_at_gradients:
             self._looks_at_gradients = False
             unfuse_if_unreadable(self.optimizer)
