@@ -30,7 +30,7 @@ CLOSE = 0.87
 class Hooks:
     """The hooks that `Model` has, doing what `compile` describes."""
 
-    running: Any
+    _fitkit: Any
 
     # ------------------------------------------------------------------ steps
     # Written as training_step(self, batch, batch_idx) in a subclass; here their arguments are left
@@ -52,7 +52,7 @@ class Hooks:
             has it as `"loss"`. With `automatic_optimization = False` anything. None leaves the
             batch out.
         """
-        return self.running.compiled_loss(self, _batch_of(arguments, named))
+        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `fit`'s validation data, in evaluation mode and without gradients.
@@ -61,15 +61,15 @@ class Hooks:
             Anything; a loss (or a dict with `"loss"`) becomes the pass's `loss`, its mean over
             samples.
         """
-        return self.running.compiled_loss(self, _batch_of(arguments, named))
+        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `evaluate`, as `validation_step`, which stands in where it isn't there."""
-        return self.running.compiled_loss(self, _batch_of(arguments, named))
+        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
 
     def predict_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `predict`: its outputs."""
-        return self.running.compiled_outputs(self, _batch_of(arguments, named))
+        return self._fitkit.stages.current.compiled_outputs(self, _batch_of(arguments, named))
 
     # ------------------------------------------------------------------ after the replicas
 
@@ -136,7 +136,7 @@ class Hooks:
             device: where to; under `dp` a replica's.
             *loader: 0, where the hook takes Lightning's `dataloader_idx`.
         """
-        return self.running.transferred(batch)
+        return self._fitkit.stages.current.transferred(batch)
 
 
 def _batch_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -226,7 +226,7 @@ def _meant(name: str) -> str | None:
     """The hook that a name looks like; None where it looks like none."""
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
-    hooks = [hook for hook in vars(Hooks) if not hook.startswith("_") and hook != "running"]
+    hooks = [hook for hook in vars(Hooks) if not hook.startswith("_")]
     close = difflib.get_close_matches(name, hooks, n=1, cutoff=CLOSE)
     return close[0] if close else None
 

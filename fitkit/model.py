@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +22,7 @@ from fitkit.logging_options import is_metric
 from fitkit.modes import in_use, kept_in_evaluation, to_training
 from fitkit.optimizers import with_rate
 from fitkit.pictures.results import Results
-from fitkit.services import Services
+from fitkit.services import Record, Services
 from fitkit.training.backend_flags import backend_flags
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
@@ -42,7 +43,7 @@ from fitkit.training.snapshot import (
     save,
     save_weights,
 )
-from fitkit.training.stage import Stage, Stages, running
+from fitkit.training.stage import Stages, running
 
 
 class Model(Hooks, Services, nn.Module):
@@ -79,6 +80,7 @@ class Model(Hooks, Services, nn.Module):
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
+        self._fitkit = Record(Compilation.default(), FitState(), Stages())
         if isinstance(net, type) and issubclass(net, nn.Module):
             raise ArgumentTypeError(
                 f"net is the class {net.__name__}, not a network. Write {net.__name__}(…)."
@@ -90,19 +92,20 @@ class Model(Hooks, Services, nn.Module):
         self.net = net
         self.history = None
         self.stop_training = False
-        self.compilation = Compilation.default()
-        self.fit_state = FitState()
-        self._running = Stages()
-        self._batch_size: int | None = None
-        self._log_names: list[str] | None = None
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for name, value in vars(cls).items():
+            if name in _public_names() and not _may_define(name, value):
+                raise _other_meaning(cls, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _public_names() and not _may_set(name, value):
+            raise _other_meaning(type(self), name)
+        super().__setattr__(name, value)
 
     @property
-    def running(self) -> Stage | None:
-        """What this thread runs on the model; None outside of a run. For fitkit's own use."""
-        return self._running.current
-
-    @property
-    def hands_on(self) -> bool:
+    def _is_plain_wrapper(self) -> bool:
         """Whether a call gives what the net gives, and does nothing else; for `fit`'s own use."""
         kind = type(self)
         is_ours = kind.forward is Model.forward and kind.__call__ is nn.Module.__call__
@@ -242,18 +245,18 @@ class Model(Hooks, Services, nn.Module):
         arguments = {
             name: value for name, value in locals().items() if name not in ("self", "__class__")
         }
-        compilation = self.compilation.updated(arguments, self)
+        compilation = self._fitkit.compilation.updated(arguments, self)
         if jit_compile is not UNSET:
             compile_net(self, jit_compile)
-        self.compilation = compilation
+        self._fitkit.compilation = compilation
         if optimizer is not UNSET:
-            self.fit_state.drop_optimizers()
+            self._fitkit.fit_state.drop_optimizers()
         if lr_scheduler is not UNSET:
-            self.fit_state.drop_schedulers()
+            self._fitkit.fit_state.drop_schedulers()
         if any(given is not UNSET for given in (loss, metrics, weighted_metrics)):
-            self._log_names = None
+            self._fitkit.log_names = None
         if learning_rate is not UNSET and learning_rate is not None:
-            self.fit_state.set_rate(learning_rate)
+            self._fitkit.fit_state.set_rate(learning_rate)
 
     # ------------------------------------------------------------------ the verbs
 
@@ -447,7 +450,7 @@ class Model(Hooks, Services, nn.Module):
         Not where there are several processes or replicas, which take part in one call at a time,
         and not where steps of the model's own count in metrics that are part of the model.
         """
-        strategy = self.compilation.strategy
+        strategy = self._fitkit.compilation.strategy
         alone = strategy.world.size > 1 or strategy.replicas > 1
         if not alone and verb in ("evaluate", "test_on_batch") and evaluation_stage(self):
             alone = any(map(is_metric, self.modules()))
@@ -455,17 +458,17 @@ class Model(Hooks, Services, nn.Module):
 
     def _launch(self, run: Any, job: FitJob | PassJob) -> Any:
         """Check the job's data, then run it on every rank."""
-        strategy = self.compilation.strategy
+        strategy = self._fitkit.compilation.strategy
         if job.source is None:
             self._prepare(job)
         if strategy.collectives.world_size > 1:
             # Called by a callback inside a run: all ranks are here already.
-            return run(self, self.compilation, job)
-        return strategy.launcher.launch(run, self, self.compilation, job)
+            return run(self, self._fitkit.compilation, job)
+        return strategy.launcher.launch(run, self, self._fitkit.compilation, job)
 
     def _prepare(self, job: FitJob | PassJob) -> None:
         """Check what a job needs of the model, and its data."""
-        strategy = self.compilation.strategy
+        strategy = self._fitkit.compilation.strategy
         check_steps(self)
         check_callbacks(job.callback_list.callbacks)
         if self.net is None and type(self).forward is Model.forward and not self._never_forwards():
@@ -499,7 +502,7 @@ class Model(Hooks, Services, nn.Module):
             The batch's loss and metrics before the update, as `evaluate` returns them.
         """
         weights = None if class_weight is None else ClassWeights(class_weight)
-        compilation = self.compilation
+        compilation = self._fitkit.compilation
         with (
             in_use(self, "train_on_batch", alone=True),
             unchanged_on_error(self),
@@ -507,16 +510,16 @@ class Model(Hooks, Services, nn.Module):
         ):
             batch = self._one_batch(x, y, sample_weight, return_dict)
             updaters = updaters_of(self, compilation, accumulate=1)
-            to_training(self, kept_in_evaluation(self.weights_module()))
+            to_training(self, kept_in_evaluation(self._weights_module()))
             stage, step = step_for(self, compilation, "training", class_weights=weights)
-            with running(self, stage), self.fit_state.training():
+            with running(self, stage), self._fitkit.fit_state.training():
                 try:
                     learning_for(self, compilation, stage, step, updaters)(batch, 0)
                     step.after_first()
                     values = step.logbook.results()
                 finally:
                     step.logbook.logged.finish()
-        self.remember_names(list(values))
+        self._fitkit.log_names = list(values)
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -524,12 +527,12 @@ class Model(Hooks, Services, nn.Module):
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """One batch's loss and metrics, as `evaluate` returns them."""
-        compilation = self.compilation
+        compilation = self._fitkit.compilation
         with self._computing("test_on_batch"), backend_flags(compilation), torch.no_grad():
             batch = self._one_batch(x, y, sample_weight, return_dict)
             stage, step = step_for(self, compilation, evaluation_stage(self) or "test")
             self.eval()
-            with running(self, stage), self.fit_state.evaluated():
+            with running(self, stage), self._fitkit.fit_state.evaluated():
                 try:
                     step(batch, 0)
                     step.after_first()
@@ -541,19 +544,19 @@ class Model(Hooks, Services, nn.Module):
     @only_known_arguments
     def predict_on_batch(self, x: Any) -> Any:
         """The net's outputs for one batch, as NumPy arrays."""
-        compilation = self.compilation
+        compilation = self._fitkit.compilation
         with self._computing("predict_on_batch"), backend_flags(compilation), torch.no_grad():
             batch = self._one_batch(x, None, None, False)
             stage, step = predict_step_for(self, compilation)
             self.eval()
-            with running(self, stage), self.fit_state.evaluated():
+            with running(self, stage), self._fitkit.fit_state.evaluated():
                 return _to_numpy(joined([on_host(step(batch, 0))]))
 
     def _one_batch(self, x: Any, y: Any, sample_weight: Any, return_dict: Any) -> tuple[Any, ...]:
         """The arrays of one batch as tensors, after the module has its place."""
         check_flag("return_dict", return_dict)
         check_data_type(x)
-        strategy = self.compilation.strategy
+        strategy = self._fitkit.compilation.strategy
         dtype = strategy.precision.input_dtype(self)
         batch = array_batch(x, y, sample_weight, float_dtype=dtype)
         place(self, strategy)
@@ -573,17 +576,7 @@ class Model(Hooks, Services, nn.Module):
             ConfigurationError: it can't be made; never an AttributeError, which
                 `nn.Module` would hide.
         """
-        return with_rate(self.fit_state.optimizers_for(self, self.compilation)[0])
-
-    def begin_fit(self, history: History, batch_size: int | None) -> None:
-        """Take the record of a fit that begins."""
-        self.history = history
-        self.stop_training = False
-        self._batch_size = batch_size
-
-    def remember_names(self, names: list[str]) -> None:
-        """Take the names of the values that a pass gave."""
-        self._log_names = names
+        return with_rate(self._fitkit.fit_state.optimizers_for(self, self._fitkit.compilation)[0])
 
     @property
     def metrics_names(self) -> list[str]:
@@ -591,40 +584,40 @@ class Model(Hooks, Services, nn.Module):
 
         Names that depend on the net's outputs are known after the first pass over data.
         """
-        return self._log_names or ["loss", *self.compilation.metrics.known_names]
+        return self._fitkit.log_names or ["loss", *self._fitkit.compilation.metrics.known_names]
 
     @property
     def effective_batch_size(self) -> int | None:
         """Samples in one step, over all devices and nodes; None before `fit` has seen data."""
-        if self._batch_size is None:
+        if self._fitkit.batch_size is None:
             return None
-        return self._batch_size * self.compilation.strategy.share_count
+        return self._fitkit.batch_size * self._fitkit.compilation.strategy.share_count
 
     @property
     def device(self) -> torch.device:
         """This rank's device; inside a replica of `dp` that replica's."""
         own: torch.device | None = vars(self).get("_replica_device")
-        return own or self.compilation.strategy.device
+        return own or self._fitkit.compilation.strategy.device
 
     @property
     def device_ids(self) -> list[int]:
         """The indices of the run's devices, in rank order."""
-        return list(self.compilation.strategy.device_ids)
+        return list(self._fitkit.compilation.strategy.device_ids)
 
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        return self.compilation.strategy.world.rank
+        return self._fitkit.compilation.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank among those of its node."""
-        return self.compilation.strategy.world.local_rank
+        return self._fitkit.compilation.strategy.world.local_rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return self.compilation.strategy.world.size
+        return self._fitkit.compilation.strategy.world.size
 
     @property
     def is_global_zero(self) -> bool:
@@ -655,7 +648,7 @@ class Model(Hooks, Services, nn.Module):
         calls = example is not None or input_shape is not None
         with in_use(self, "summary", alone=True) if calls else nullcontext():
             summary = summarize(
-                self.net if self.weights_module() is self.net else self,
+                self.net if self._weights_module() is self.net else self,
                 example,
                 input_shape=input_shape,
                 depth=depth,
@@ -722,8 +715,8 @@ class Model(Hooks, Services, nn.Module):
         from fitkit.pictures.html import model_html
         from fitkit.summary import summarize
 
-        net = self.weights_module()
-        return model_html(type(net).__name__, self.compilation.given, summarize(net))
+        net = self._weights_module()
+        return model_html(type(net).__name__, self._fitkit.compilation.given, summarize(net))
 
     @only_known_arguments
     def save(self, path: Any) -> None:
@@ -785,16 +778,16 @@ class Model(Hooks, Services, nn.Module):
         """
         from fitkit.checkpoint import load_weights
 
-        precision = self.compilation.strategy.precision
+        precision = self._fitkit.compilation.strategy.precision
         widths = [p.dtype.itemsize for p in self.parameters() if p.is_floating_point()]
         with in_use(self, "load_weights", alone=True):
             if widths and precision.input_dtype(self).itemsize > max(widths):
                 # First: the file's weights would lose digits in a module that is narrower still.
                 precision.convert(self)
-            module = self.weights_module()
+            module = self._weights_module()
             return load_weights(path, module, strict=strict, skip_mismatch=skip_mismatch)
 
-    def weights_module(self) -> nn.Module:
+    def _weights_module(self) -> nn.Module:
         """The module whose names stand in weight files: the net, where the model only wraps it."""
         if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
             own = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
@@ -842,3 +835,43 @@ def _to_numpy(outputs: Any) -> Any:
         return leaf.numpy()
 
     return trees.map_leaves(convert, outputs)
+
+
+@functools.cache
+def _public_names() -> frozenset[str]:
+    """The names that a `Model` has beside any module's."""
+    own = {name for name in dir(Model) if not name.startswith("_")} - set(dir(nn.Module))
+    return frozenset(own | {"compile", "history"})
+
+
+def _may_define(name: str, value: Any) -> bool:
+    """Whether a subclass may have `value` under a public name: the same kind of thing."""
+    own = inspect.getattr_static(Model, name, None)
+    if isinstance(own, property):
+        return isinstance(value, property)
+    if callable(own):
+        is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
+        return is_method and not isinstance(value, (type, nn.Module))
+    return not callable(value)
+
+
+def _may_set(name: str, value: Any) -> bool:
+    """Whether a model may be given `value` under a public name."""
+    own = inspect.getattr_static(Model, name, None)
+    if isinstance(own, property):
+        return own.fset is not None
+    if name == "history":
+        return value is None or isinstance(value, History)
+    return _may_define(name, value)
+
+
+def _other_meaning(kind: type, name: str) -> ConfigurationError:
+    """The error for a public name that a subclass uses for something else."""
+    own = inspect.getattr_static(Model, name, None)
+    text = "the History of the last fit" if name == "history" else inspect.getdoc(own) or ""
+    first = text.partition("\n")[0].rstrip(".")
+    about = f" ({first[:1].lower()}{first[1:]})" if first else ""
+    return ConfigurationError(
+        f"{kind.__name__} can't use the name {name!r} for something of its own: a fitkit.Model has "
+        f"it already{about}. Give yours another name, such as 'own_{name}'."
+    )

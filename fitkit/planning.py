@@ -133,7 +133,7 @@ def plan(
         )
     check_count("devices", devices)
     check_count("num_nodes", num_nodes)
-    check_trainable([*model.parameters(), *model.compilation.loss_parameters()])
+    check_trainable([*model.parameters(), *model._fitkit.compilation.loss_parameters()])
     _check_batch(batch)
     given = [strategy] if isinstance(strategy, (str, Strategy)) else strategy
     if not isinstance(given, Sequence):
@@ -145,7 +145,7 @@ def plan(
     chosen = _by_name([named_strategy(item) for item in given])
     meta = any(parameter.is_meta for parameter in model.parameters())
     sizes, notes = _sizes_on_meta(model, batch) if meta else _sizes_of_a_step(model, batch)
-    net = model.weights_module()
+    net = model._weights_module()
     found = Plan(
         devices,
         num_nodes,
@@ -178,19 +178,19 @@ def _by_name(strategies: list[Strategy]) -> dict[str, Strategy]:
 
 def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     """What one real step on one device holds."""
-    strategy = model.compilation.strategy
+    strategy = model._fitkit.compilation.strategy
     alone = SingleDevice().connect(
         Assignment((strategy.device,), strategy.device_ids[:1], copy.copy(strategy.precision))
     )
     with untouched(model):
-        model.compilation = dataclasses.replace(model.compilation, strategy=alone)
+        model._fitkit.compilation = dataclasses.replace(model._fitkit.compilation, strategy=alone)
         with SavedTensors(apart_from=[*model.parameters(), *model.buffers()]) as saved:
             # A list of one tensor would be arrays, from which fit cuts batches of its own.
             model.fit(iter([batch]), verbose=0)
-        held = [*model.parameters(), *model.compilation.loss_parameters()]
+        held = [*model.parameters(), *model._fitkit.compilation.loss_parameters()]
         state = sum(
             trees.tensor_bytes(own)
-            for optimizer in model.fit_state.optimizers
+            for optimizer in model._fitkit.fit_state.optimizers
             for own in optimizer.state.values()
         )
         return _sizes(model, held, state, saved.peak), ()
@@ -198,7 +198,7 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
 
 def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     """The same of a net without memory, by its shapes."""
-    net = model.weights_module()
+    net = model._weights_module()
     inputs = trees.map_leaves(_as_meta, unpack(batch)[0])
     with SavedTensors(apart_from=[*net.parameters(), *net.buffers()]) as saved:
         outputs = model(inputs)
@@ -220,7 +220,7 @@ def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
-        optimizer = model.compilation.optimizer.build(parameters)
+        optimizer = model._fitkit.compilation.optimizer.build(parameters)
         optimizer.step()
         state = sum(trees.tensor_bytes(own) for own in optimizer.state.values())
         optimizer.state.clear()  # it may be the user's own
@@ -233,7 +233,7 @@ def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
 def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activations: float) -> Sizes:
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in learning)
-    precision = model.compilation.strategy.precision
+    precision = model._fitkit.compilation.strategy.precision
     gradients = trees.tensor_bytes(learning)
     mixed = isinstance(precision, MixedPrecision)
     return Sizes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
@@ -30,6 +31,25 @@ if TYPE_CHECKING:
     from fitkit.training.fit_state import FitState
 
 
+@dataclasses.dataclass
+class Record:
+    """What fitkit itself keeps on a model, under one name, so that all others are the user's.
+
+    Attributes:
+        compilation: what `compile` was given, and what it resolved to.
+        fit_state: optimizers, schedulers and counters, over several calls of `fit`.
+        stages: what runs on the model right now, in which thread.
+        batch_size: of the last `fit`; None before.
+        log_names: of the values that the last pass gave; None before.
+    """
+
+    compilation: Compilation
+    fit_state: FitState
+    stages: Any
+    batch_size: int | None = None
+    log_names: list[str] | None = None
+
+
 class Services:
     """The calls that `Model` offers to its steps and to callbacks.
 
@@ -39,9 +59,7 @@ class Services:
         current_epoch: the number of the epoch that runs or ran last, from 0.
     """
 
-    compilation: Compilation
-    fit_state: FitState
-    running: Any
+    _fitkit: Record
     automatic_optimization: bool = True
     current_epoch: int = 0
 
@@ -101,12 +119,12 @@ class Services:
         if notes is not None:
             notes.append((name, loggable, options, batch_size or vars(self)["_replica_samples"]))
             return
-        if self.running is None:
+        if self._fitkit.stages.current is None:
             raise ConfigurationError(
                 f"self.log({name!r}) was called outside of a run. Call it in a step, in its "
                 "_epoch_end, or in a callback's batch hook; in on_epoch_end write logs[name] = …"
             )
-        self.running.log(name, loggable, options, batch_size)
+        self._fitkit.stages.current.log(name, loggable, options, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """`log` each entry of a dict (or of a torchmetrics `MetricCollection`).
@@ -159,7 +177,7 @@ class Services:
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 alone."""
-        if self.compilation.strategy.world.rank == 0:
+        if self._fitkit.compilation.strategy.world.rank == 0:
             print(*values, **options)
 
     # ------------------------------------------------------------------ ranks and replicas
@@ -179,9 +197,9 @@ class Services:
         Ranks:
             Collective: call it on every rank, in a forward or a callback.
         """
-        strategy = self.compilation.strategy
+        strategy = self._fitkit.compilation.strategy
         # Under ddp2 the ranks of a node have the same rows, but inside the step.
-        is_apart = self.running is None or self.running.is_apart
+        is_apart = self._fitkit.stages.current is None or self._fitkit.stages.current.is_apart
         ranks = strategy.collectives if is_apart else strategy.shares
 
         def join(leaf: Any) -> Any:
@@ -193,16 +211,16 @@ class Services:
 
         return trees.map_leaves(join, value)
 
-    def step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
+    def _step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
         """Bring the batch to this replica's device in the model's own way, then call a step."""
-        moved = self.running.moved(self.transfer_batch_to_device, batch, self.device)  # type: ignore[attr-defined]
+        moved = self._fitkit.stages.current.moved(self.transfer_batch_to_device, batch, self.device)  # type: ignore[attr-defined]
         return getattr(self, method)(moved, *arguments)
 
-    def begin_replica(self, device: torch.device, samples: int) -> None:
-        """Make this copy of a model a replica, which keeps what it logs for `end_replicas`."""
+    def _begin_replica(self, device: torch.device, samples: int) -> None:
+        """Make this copy of a model a replica, which keeps what it logs for `_end_replicas`."""
         vars(self).update(_replica_device=device, _replica_notes=[], _replica_samples=samples)
 
-    def end_replicas(self, replicas: list[Any]) -> None:
+    def _end_replicas(self, replicas: list[Any]) -> None:
         """Log what the replicas of a batch have logged: each name once, for the whole batch."""
         notes: dict[str, list[Any]] = {}
         for replica in replicas:
@@ -212,27 +230,27 @@ class Services:
                     value = self.get_submodule(own[id(value)])  # type: ignore[attr-defined]
                 notes.setdefault(name, []).append((value, options, samples))
         for name, entries in notes.items():
-            if self.running is not None:
+            if self._fitkit.stages.current is not None:
                 options = entries[0][1]
                 parts = [(value, count) for value, _, count in entries]
                 value, samples = joined_values(parts, options.reduce_fx)
-                self.running.log(name, value, options, samples)
+                self._fitkit.stages.current.log(name, value, options, samples)
 
     # ------------------------------------------------------------------ optimizers
 
     @property
     def global_step(self) -> int:
         """How many updates were made so far, over all calls of `fit`."""
-        return self.fit_state.updates
+        return self._fitkit.fit_state.updates
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them where there are several; always torch's own."""
-        found = self.fit_state.optimizers_for(self, self.compilation)
+        found = self._fitkit.fit_state.optimizers_for(self, self._fitkit.compilation)
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
         """The scheduler of `configure_optimizers`, the list of them, or None."""
-        found = [plan.scheduler for plan in self.fit_state.schedulers]
+        found = [plan.scheduler for plan in self._fitkit.fit_state.schedulers]
         return (found[0] if len(found) == 1 else found) if found else None
 
     def manual_backward(self, loss: torch.Tensor, *, count: Any = None, **options: Any) -> None:
@@ -251,14 +269,15 @@ class Services:
         Ranks:
             Collective: every rank calls it equally often.
         """
-        if self.automatic_optimization or getattr(self.running, "backward", None) is None:
+        running = self._fitkit.stages.current
+        if self.automatic_optimization or getattr(running, "backward", None) is None:
             raise ConfigurationError(
                 "manual_backward belongs into training_step, with automatic_optimization = False "
                 "(set it in __init__)."
             )
         if count is not None:
             count = checked_count(count, "manual_backward was given count")
-        self.running.backward(loss, count, **options)
+        self._fitkit.stages.current.backward(loss, count, **options)
 
     def clip_gradients(
         self,
@@ -269,7 +288,7 @@ class Services:
         """Limit the gradients of an optimizer's parameters: their common norm, or each entry."""
         check_number("gradient_clip_val", gradient_clip_val, above=0)
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
-        for scaling in self.fit_state.scalings[:1]:
+        for scaling in self._fitkit.fit_state.scalings[:1]:
             scaling.unscale(optimizer)
         clip = clip_grad_norm_ if gradient_clip_algorithm == "norm" else clip_grad_value_
         clip(held_by(optimizer), gradient_clip_val)
@@ -277,13 +296,13 @@ class Services:
     def toggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
         """Let only this optimizer's parameters need gradients, until `untoggle_optimizer`."""
         self.untoggle_optimizer(optimizer)
-        self.fit_state.frozen = self.fit_state.freeze_others(optimizer)
+        self._fitkit.fit_state.frozen = self._fitkit.fit_state.freeze_others(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
         """Let the parameters need gradients again that `toggle_optimizer` froze."""
-        for parameter in self.fit_state.frozen:
+        for parameter in self._fitkit.fit_state.frozen:
             parameter.requires_grad_(True)
-        self.fit_state.frozen = []
+        self._fitkit.fit_state.frozen = []
 
 
 @functools.lru_cache(maxsize=256)

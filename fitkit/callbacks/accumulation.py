@@ -45,5 +45,5 @@ class GradientAccumulationScheduler(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         number = self.batches_in(epoch)
         if number is not None:
-            state: Any = self.model.fit_state
+            state: Any = self.model._fitkit.fit_state
             state.accumulate = number

@@ -75,7 +75,7 @@ class CheckpointWriter:
 
     def _save_folder(self, model: Model, path: str, then: Callable[[], None]) -> None:
         """Let every rank write its part; what follows is rank 0's."""
-        strategy, run = model.compilation.strategy, _run_of(model)
+        strategy, run = model._fitkit.compilation.strategy, _run_of(model)
         state: dict[str, Any] | None = None
         if self.weights_only:
             weights = run.weights(spread=True)
@@ -150,7 +150,7 @@ class CheckpointWriter:
 
 
 def _run_of(model: Model) -> FitRun:
-    run = model.fit_state.run
+    run = model._fitkit.fit_state.run
     if run is None:
         raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")
     return run

@@ -125,7 +125,7 @@ class BackupAndRestore(Callback):
         """
         if not several_ranks(self.model):
             return
-        run = self.model.fit_state.run
+        run = self.model._fitkit.fit_state.run
         resumed = None if run is None else run.resumed
         place = None if resumed is None else (resumed.epoch, resumed.steps)
         places = from_all_ranks(self.model, place)
@@ -148,7 +148,7 @@ class BackupAndRestore(Callback):
             self._since += self.params.get("steps_per_execution", 1)
             if self._since >= self.save_freq:
                 self._since, self._due = 0, True
-        run = self.model.fit_state.run
+        run = self.model._fitkit.fit_state.run
         if (self._due or self._ends) and run is not None and run.is_between_groups:
             self._save()
 
@@ -175,7 +175,7 @@ class BackupAndRestore(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
-        run = self.model.fit_state.run
+        run = self.model._fitkit.fit_state.run
         # The signal has ended the DataLoader's workers before this process saw it.
         ended = self._signals.arrived is not None and "DataLoader worker" in str(error)
         self._signals.restore(leaving=ended)

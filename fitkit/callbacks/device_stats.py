@@ -71,7 +71,7 @@ class DeviceStatsMonitor(Callback):
 
     def _gpus(self) -> list[torch.device]:
         """The GPUs of this rank: its own, or all where one process has them."""
-        strategy = self.model.compilation.strategy
+        strategy = self.model._fitkit.compilation.strategy
         devices = list(strategy.devices) if strategy.world.size == 1 else [strategy.device]
         return [device for device in devices if device.type == "cuda"]
 

@@ -72,7 +72,7 @@ class EvaluateEvery(Callback):
         if (epoch + 1) % self.every == 0:
             names = self.model.metrics_names
             values = self._values()
-            self.model.remember_names(names)
+            self.model._fitkit.log_names = names
             logs.update({f"{self.name}_{name}": value for name, value in values.items()})
 
     def _values(self) -> dict[str, Any]:
@@ -109,14 +109,14 @@ class MetricCallback(EvaluateEvery):
             raise ConfigurationError(f"metrics={describe(metrics)} has no metric.")
 
     def _values(self) -> dict[str, Any]:
-        compilation = self.model.compilation
-        self.model.compilation = dataclasses.replace(
+        compilation = self.model._fitkit.compilation
+        self.model._fitkit.compilation = dataclasses.replace(
             compilation, metrics=CompiledMetrics(self.metrics)
         )
         try:
             values = super()._values()
         finally:
-            self.model.compilation = compilation
+            self.model._fitkit.compilation = compilation
         # The loss, and those of several outputs, are none of these metrics.
         told = {name for name in values if name == "loss" or name.endswith("_loss")}
         return {name: value for name, value in values.items() if name not in told}

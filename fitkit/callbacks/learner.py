@@ -58,7 +58,7 @@ def change_rates(model: Model, change: Callable[[float], float]) -> bool:
 
 def updates_of(model: Model) -> int:
     """How many updates the model's weights have had."""
-    return int(model.fit_state.updates)
+    return int(model._fitkit.fit_state.updates)
 
 
 def refuse_scheduler(model: Model, callback: str) -> None:
@@ -67,7 +67,7 @@ def refuse_scheduler(model: Model, callback: str) -> None:
     Raises:
         ConfigurationError: there is a learning-rate scheduler.
     """
-    if model.fit_state.schedulers:
+    if model._fitkit.fit_state.schedulers:
         raise ConfigurationError(
             f"{callback} sets the learning rate, and so does the lr_scheduler. Keep one of them: "
             "leave the callback out, or write model.compile(lr_scheduler=None)."

@@ -196,7 +196,7 @@ class ModelCheckpoint(Callback):
             return
         if self._is_due():
             self._due = True
-        run = self.model.fit_state.run
+        run = self.model._fitkit.fit_state.run
         if self._due and run is not None and run.is_between_groups:
             self._save(logs)
 
@@ -230,7 +230,7 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
-        run = self.model.fit_state.run
+        run = self.model._fitkit.fit_state.run
         if not self.save_on_exception or isinstance(error, Preempted) or run is None:
             return
         if several_ranks(self.model) or self.model.global_step == self._updates_before:

@@ -233,10 +233,12 @@ def _names_to_come(model: Model, params: dict[str, Any]) -> list[str] | None:
     """
     if type(model).__module__ != "fitkit.model" or params.get("unannounced_logs", True):
         return None
-    asked = [model.compilation.given.get(n) for n in ("loss", "metrics", "weighted_metrics")]
+    asked = [
+        model._fitkit.compilation.given.get(n) for n in ("loss", "metrics", "weighted_metrics")
+    ]
     if not all(isinstance(leaf, str) for leaf in trees.leaves(asked) if leaf is not None):
         return None
-    names = ["loss", *model.compilation.metrics.known_names]
+    names = ["loss", *model._fitkit.compilation.metrics.known_names]
     return names + [f"val_{name}" for name in names] * bool(params.get("validation"))
 
 

@@ -101,7 +101,7 @@ class DetectNonFinite(Callback):
             kind = type(module).__name__
             label = f"the output of {name} ({kind})" if name else f"the net's output ({kind})"
             yield module.register_forward_hook(self._output_hook(label))
-        scaled = str(self.model.compilation.precision).lower() in ("16", "16-mixed")
+        scaled = str(self.model._fitkit.compilation.precision).lower() in ("16", "16-mixed")
         if scaled or not self.gradients:
             return
         for name, parameter in net.named_parameters():

@@ -131,7 +131,7 @@ class Profiler(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.epochs = []
-        run = self.model.fit_state.run
+        run = self.model._fitkit.fit_state.run
         assert run is not None
         self._close()
         if isinstance(vars(run)["learn"], Timed):
@@ -202,12 +202,14 @@ def _named(hook: Callable[..., Any]) -> str:
 
 def _facts(model: Model) -> Facts:
     """What is known of the run, for advice."""
-    run: Any = model.fit_state.run
+    run: Any = model._fitkit.fit_state.run
     source = run.source
     while hasattr(source, "source"):
         source = source.source  # a rank's share
     loader = getattr(source, "loader", None)
-    is_named = model.compilation.names_optimizer and model.compilation.optimizer.is_name
+    is_named = (
+        model._fitkit.compilation.names_optimizer and model._fitkit.compilation.optimizer.is_name
+    )
     return Facts(
         is_loader=loader is not None,
         workers=getattr(loader, "num_workers", 0),

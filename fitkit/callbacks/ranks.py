@@ -16,7 +16,7 @@ def from_rank_zero(model: Model, value: Value) -> Value:
     Ranks:
         Collective.
     """
-    given: Value = model.compilation.strategy.collectives.broadcast(value)
+    given: Value = model._fitkit.compilation.strategy.collectives.broadcast(value)
     return given
 
 
@@ -26,7 +26,7 @@ def from_all_ranks(model: Model, value: Value) -> list[Value]:
     Ranks:
         Collective.
     """
-    found: list[Value] = model.compilation.strategy.collectives.gather(value)
+    found: list[Value] = model._fitkit.compilation.strategy.collectives.gather(value)
     return found
 
 
@@ -36,7 +36,7 @@ def share_buffers(model: Model) -> None:
     Ranks:
         Collective.
     """
-    model.compilation.strategy.before_evaluation(model)
+    model._fitkit.compilation.strategy.before_evaluation(model)
 
 
 def say(model: Model, text: str) -> None:
@@ -47,7 +47,7 @@ def say(model: Model, text: str) -> None:
 
 def several_ranks(model: Model) -> bool:
     """Whether there are ranks to talk to."""
-    size: int = model.compilation.strategy.collectives.world_size
+    size: int = model._fitkit.compilation.strategy.collectives.world_size
     return size > 1
 
 

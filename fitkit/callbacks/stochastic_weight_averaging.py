@@ -95,7 +95,7 @@ class StochasticWeightAveraging(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()
-        if any(plan.interval == "step" for plan in self.model.fit_state.schedulers):
+        if any(plan.interval == "step" for plan in self.model._fitkit.fit_state.schedulers):
             raise ConfigurationError(
                 "StochasticWeightAveraging sets the rates of its epochs, but an lr_scheduler "
                 "sets them at each step. Use one with interval='epoch', or none."

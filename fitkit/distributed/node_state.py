@@ -57,9 +57,9 @@ class NodeState:
         for metric in self._all_metrics:
             self._set_aside.append(copy.copy(metric))
             begin(metric)
-        if hasattr(type(self._module), "begin_replica"):
+        if hasattr(type(self._module), "_begin_replica"):
             self._before = vars(self._module).copy()
-            self._module.begin_replica(self._device, self._samples)
+            self._module._begin_replica(self._device, self._samples)
             self._told = self._new()
             self._begun = self._packed(self._told)
 
@@ -100,8 +100,8 @@ class NodeState:
             replica = shallow(self._module)
             vars(replica).update(self._unpacked(noted))
             replicas.append(replica)
-        if hasattr(type(self._module), "end_replicas"):
-            self._module.end_replicas(replicas)
+        if hasattr(type(self._module), "_end_replicas"):
+            self._module._end_replicas(replicas)
 
     def _new(self) -> dict[str, Any]:
         """The attributes that are other ones than before."""

@@ -41,8 +41,8 @@ class Replicas(Door):
     On CPU all replicas draw from one generator of random numbers, in the order in which their
     threads come to it: with dropout, two runs from the same seed differ.
 
-    A module that has `begin_replica(device, samples)` gets it called on each replica before the
-    method, and one that has `end_replicas(replicas)` gets it called once after all have ended.
+    A module that has `_begin_replica(device, samples)` gets it called on each replica before the
+    method, and one that has `_end_replicas(replicas)` gets it called once after all have ended.
 
     Args:
         module: what is replicated. It stays on the first device.
@@ -93,8 +93,8 @@ class Replicas(Door):
         self.weights = weights = part_sizes(samples, len(self._devices))
         replicas = replicate(self.net, list(self._devices[: len(parts)]))
         for replica, size in zip(replicas, weights, strict=True):
-            if hasattr(type(replica.module), "begin_replica"):
-                replica.module.begin_replica(replica.device, size)
+            if hasattr(type(replica.module), "_begin_replica"):
+                replica.module._begin_replica(replica.device, size)
         begun = [attributes_of(replica.module) for replica in replicas]
         outputs = self._run(replicas, weights, method, parts)
         for attributes in begun:
@@ -102,9 +102,9 @@ class Replicas(Door):
         if len(set(self._devices)) > 1:
             keep_buffers(self.net, replicas[0].module)
         merge_metrics(replicas)
-        if hasattr(type(self.net), "end_replicas"):
+        if hasattr(type(self.net), "_end_replicas"):
             whole: Any = self.net
-            whole.end_replicas([replica.module for replica in replicas])
+            whole._end_replicas([replica.module for replica in replicas])
         if method:
             return gather(outputs, replicas[0].device)
         counts: list[Any] = []

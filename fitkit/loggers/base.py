@@ -110,9 +110,13 @@ class Logger(Callback):
     def step(self) -> int:
         """The training batches made so far, over all epochs."""
         model = getattr(self, "model", None)
-        if model is None or model.fit_state.run is None or model.current_epoch != self._epoch:
+        if (
+            model is None
+            or model._fitkit.fit_state.run is None
+            or model.current_epoch != self._epoch
+        ):
             return self._before + self._made
-        return self._before + int(model.fit_state.run.steps_done)
+        return self._before + int(model._fitkit.fit_state.run.steps_done)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         first, steps = self.params.get("initial_epoch") or 0, self.params.get("steps")

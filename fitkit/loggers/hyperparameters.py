@@ -21,10 +21,10 @@ def hyperparameters_of(model: Model, params: dict[str, Any]) -> dict[str, Any]:
     and its number of parameters. An argument that is None has no entry.
     """
     own = getattr(model, "hparams", None)
-    net = model.weights_module()
+    net = model._weights_module()
     return {
         **plain_settings(own if isinstance(own, dict) else {}),
-        **plain_settings(model.compilation.given),
+        **plain_settings(model._fitkit.compilation.given),
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers_of(model)),
         "learning_rate": rate_of(model),
         **plain_settings({name: params.get(name) for name in ("epochs", "batch_size")}),

@@ -80,7 +80,7 @@ class TensorBoard(Logger):
         self._last = {}
         self.connection = {}
         if self.write_graph:
-            graph = graph_of(self.model.weights_module())
+            graph = graph_of(self.model._weights_module())
             self._writer("train")._get_file_writer().add_graph(graph)
 
     def _writer(self, run: str) -> Any:
@@ -131,7 +131,7 @@ class TensorBoard(Logger):
         self._writer("train").add_image(name, pixels(figure), shown, dataformats="HWC")
 
     def _write_histograms(self, epoch: int) -> None:
-        for name, parameter in self.model.weights_module().named_parameters():
+        for name, parameter in self.model._weights_module().named_parameters():
             values = parameter.detach().float().flatten()
             values = values[torch.isfinite(values)]  # TensorBoard's can't have others.
             if values.numel():

@@ -48,10 +48,10 @@ def warn_of_differences(
         compiled: what `named_arguments` gave when the file was written.
         training: what `training_state` gave then.
     """
-    given = model.compilation.given
-    if not model.compilation.names_optimizer and given["loss"] is None:
+    given = model._fitkit.compilation.given
+    if not model._fitkit.compilation.names_optimizer and given["loss"] is None:
         return
-    kept = _kept_options(model.fit_state.optimizers, training)
+    kept = _kept_options(model._fitkit.fit_state.optimizers, training)
     anew = _other_arguments(given, compiled)
     if not kept and not anew:
         return

@@ -93,7 +93,7 @@ class FitRun:
         held_out_target = None if self.held_out is None else self.held_out.target
         steps = self._updates_in_an_epoch()
         # The optimizers are made here, after the module has its place.
-        self.optimizers = model.fit_state.optimizers_for(model, compilation)
+        self.optimizers = model._fitkit.fit_state.optimizers_for(model, compilation)
         warn_of_flags(model)
         self.strategy.begin_training(model, self.optimizers)
         self.stage, self.step = step_for(
@@ -107,8 +107,8 @@ class FitRun:
         if job.weights_by_class is not None:
             job.weights_by_class.look_at(self.source.target, self.collectives.rank)
         self.step.mover.keep(self.source)
-        factor = scale_rates(model.fit_state, compilation.scale_lr, self.shares)
-        self.schedulers = model.fit_state.schedulers_for(
+        factor = scale_rates(model._fitkit.fit_state, compilation.scale_lr, self.shares)
+        self.schedulers = model._fitkit.fit_state.schedulers_for(
             model,
             compilation,
             epochs=job.epochs,
@@ -137,7 +137,7 @@ class FitRun:
         before = None if self.resumed is None else self.resumed.warm_up
         begins = self.job.initial_epoch == 0 if self.resumed is None else before is not None
         epochs = self.compilation.warmup_epochs if begins else None
-        found = warm_up(self.model.fit_state.groups, epochs, steps, factor)
+        found = warm_up(self.model._fitkit.fit_state.groups, epochs, steps, factor)
         if found is not None and before is not None:
             found.go_on(before)
         return found
@@ -195,18 +195,19 @@ class FitRun:
         """Train for the epochs that were asked; the history of them."""
         model, job = self.model, self.job
         callbacks = with_own(job.callback_list, job.verbose, *self._own_callbacks())
-        model.begin_fit(self.history, self.source.batch_size)
+        model.history, model.stop_training = self.history, False
+        model._fitkit.batch_size = self.source.batch_size
         self._announce()
         callbacks.begin(model, self._params())
-        trained = model.fit_state.trains  # within an epoch of another fit
+        trained = model._fitkit.fit_state.trains  # within an epoch of another fit
         try:
             flags = backend_flags(self.compilation)
             with flags, closing(callbacks), self._synchronized():
-                model.fit_state.run = self
-                if not kept_in_evaluation(model.weights_module()):
+                model._fitkit.fit_state.run = self
+                if not kept_in_evaluation(model._weights_module()):
                     model.train()
                 callbacks.call("on_train_begin", {})
-                self.kept = kept_in_evaluation(model.weights_module())
+                self.kept = kept_in_evaluation(model._weights_module())
                 if self.joining is not None:
                     self.strategy.meet(self.joining)
                 restore(self)
@@ -217,19 +218,19 @@ class FitRun:
                         break
                 callbacks.call("on_train_end", logs)
                 model.history = self.history  # a callback may have called fit, too
-                model.fit_state.progress = self.progress()
+                model._fitkit.fit_state.progress = self.progress()
                 self.strategy.end_training()
         except BaseException as error:
             tell_of(error, callbacks)
             raise
         finally:
-            model.fit_state.run = None
+            model._fitkit.fit_state.run = None
             model.untoggle_optimizer(self.optimizers[0])
             if self.warm_up is not None:
                 self.warm_up.end()
             self.strategy.finish()
-            if trained != model.fit_state.trains:
-                model.fit_state.train() if trained else model.fit_state.eval()
+            if trained != model._fitkit.fit_state.trains:
+                model._fitkit.fit_state.train() if trained else model._fitkit.fit_state.eval()
         return self.history
 
     @contextlib.contextmanager
@@ -282,11 +283,13 @@ class FitRun:
             self._go_on_drawing()
         self.step.begin()
         begun = resumes and done > 0
-        with self.model.fit_state.settings_kept() if begun else contextlib.nullcontext():
+        with self.model._fitkit.fit_state.settings_kept() if begun else contextlib.nullcontext():
             callbacks.call("on_epoch_begin", epoch, {})
         self.epoch, self.logs = epoch, None
         self._follow_freezing()
-        self.model.fit_state.train(self.model.fit_state.stored_weights if begun else None)
+        self.model._fitkit.fit_state.train(
+            self.model._fitkit.fit_state.stored_weights if begun else None
+        )
         if begun:
             self._go_on_drawing()
         batches = self.step.mover.fed(self.stream.epoch(done))
@@ -311,10 +314,10 @@ class FitRun:
         if self.job.weights_by_class is not None:
             self.job.weights_by_class.look_back(self.collectives)
         self.strategy.settle()
-        self.model.fit_state.eval()
+        self.model._fitkit.fit_state.eval()
         logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0
-        self.model.remember_names(list(logs))
+        self.model._fitkit.log_names = list(logs)
         if self.held_out is not None and self.job.validates_after(epoch):
             values = self._validate(callbacks)
             named = {validation_name(name): value for name, value in values.items()}

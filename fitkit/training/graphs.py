@@ -251,7 +251,7 @@ def graphed(
         compilation: says whether rates move with the updates.
         graphs: makes what records, given the device.
     """
-    by_updates = any(plan.interval == "step" for plan in model.fit_state.schedulers)
+    by_updates = any(plan.interval == "step" for plan in model._fitkit.fit_state.schedulers)
     return Graphed(
         learn,
         step,

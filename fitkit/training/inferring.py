@@ -99,7 +99,7 @@ def inference_for(
 ) -> Inference:
     """What surrounds a pass of `evaluate` (`stage` is `"test"`) or `predict`."""
     # Ranks in step may repeat a batch, marked as one that doesn't count.
-    alike = not model.compilation.strategy.evaluates_in_step
+    alike = not model._fitkit.compilation.strategy.evaluates_in_step
     return Inference(
         step,
         allowed=may_infer(model, step, callbacks, stage),
@@ -116,7 +116,7 @@ def may_infer(model: Model, step: Any, callbacks: CallbackList, stage: str) -> b
     """
     if not isinstance(step, (CompiledStep, PredictStep)) or type(step.door) is not Door:
         return False
-    if not model.hands_on or overridden(model, "transfer_batch_to_device"):
+    if not model._is_plain_wrapper or overridden(model, "transfer_batch_to_device"):
         return False
     hooks = (*callbacks.hooks(f"on_{stage}_batch_begin"), *callbacks.hooks(f"on_{stage}_batch_end"))
     if not all(type(getattr(hook, "__self__", None)) is ProgressBar for hook in hooks):

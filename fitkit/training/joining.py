@@ -55,7 +55,7 @@ class Joining(Callback):
         if moved:
             run.note(self._steps)
         return {
-            "weights": model.weights_module().state_dict(),
+            "weights": model._weights_module().state_dict(),
             "training": training_state(model),
             "seed": seed_of(run.source),
             "progress": run.progress().as_dict() if moved else None,
@@ -77,7 +77,7 @@ class Joining(Callback):
                 f"Another replica begins at (epoch, step) {state['place']}, this one at "
                 f"{self._place()}. Give all of them the same resume_from and initial_epoch."
             )
-        model.weights_module().load_state_dict(state["weights"])
+        model._weights_module().load_state_dict(state["weights"])
         checked_training(model, state["training"], "Another replica's training")()
         set_seed_of(run.source, state["seed"])
         if moves:

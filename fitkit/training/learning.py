@@ -267,7 +267,7 @@ def learning_for(
         updaters: one an optimizer.
         repeats: whether there are many batches, so that a step is worth being recorded.
     """
-    strategy, state = compilation.strategy, model.fit_state
+    strategy, state = compilation.strategy, model._fitkit.fit_state
     if not model.automatic_optimization:
         check_manual(model, compilation)
         parameters = compilation.trainable(model)

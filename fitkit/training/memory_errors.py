@@ -78,7 +78,7 @@ def held_by_training(model: Model) -> dict[str, int]:
     parameters = list(model.parameters())
     states = [
         leaf
-        for optimizer in model.fit_state.optimizers
+        for optimizer in model._fitkit.fit_state.optimizers
         for state in optimizer.state.values()
         for leaf in trees.leaves(state)
     ]

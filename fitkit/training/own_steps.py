@@ -176,7 +176,7 @@ class OwnStep:
         try:
             with self._around():
                 if self._moves:
-                    outputs = door("step_on_device", batch, self._method, *arguments)
+                    outputs = door("_step_on_device", batch, self._method, *arguments)
                 else:
                     outputs = door(self._method, self.mover.transfer(batch), *arguments)
                 stage.is_apart = False
@@ -316,7 +316,7 @@ class OwnPredictStep:
         self.stage.samples = samples_of(batch)
         with self._around():
             if self._moves:
-                outputs = self._door("step_on_device", batch, "predict_step", *arguments)
+                outputs = self._door("_step_on_device", batch, "predict_step", *arguments)
             else:
                 outputs = self._door("predict_step", self._transfer(batch), *arguments)
             outputs = self._end(outputs)

@@ -66,7 +66,7 @@ def _evaluated(model: Model, compilation: Compilation, job: PassJob) -> dict[str
     with backend_flags(compilation), net_prepared(model, compilation), closing(callbacks):
         values = evaluate_source(model, compilation, source, job.steps, stage, step, callbacks)
     sentence = non_finite_losses(values, job.callback_list.callbacks)
-    if sentence is not None and model.is_global_zero and model.fit_state.run is None:
+    if sentence is not None and model.is_global_zero and model._fitkit.fit_state.run is None:
         warn(f"In evaluate {sentence}")
     return values
 
@@ -90,7 +90,11 @@ def evaluate_source(
     """
     shares, group = compilation.strategy.shares, compilation.steps_per_execution
     step.begin()
-    with running(model, stage), model.fit_state.evaluated(), contextlib.ExitStack() as losses:
+    with (
+        running(model, stage),
+        model._fitkit.fit_state.evaluated(),
+        contextlib.ExitStack() as losses,
+    ):
         model.eval()
         for loss in compilation.loss_modules():
             losses.enter_context(in_use(loss, "evaluate", alone=False))
@@ -114,7 +118,7 @@ def evaluate_source(
         values, everyones = reduced(step.logbook, shares)
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no batches with rows.")
-        model.remember_names(list(values))
+        model._fitkit.log_names = list(values)
         callbacks.call("on_test_end", values)
     return values
 
@@ -141,7 +145,7 @@ def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
     group = compilation.steps_per_execution
     callbacks.begin(model, pass_params("predict", source, job, group))
     flags, shares = backend_flags(compilation), strategy.shares
-    as_told, evaluated = net_prepared(model, compilation), model.fit_state.evaluated()
+    as_told, evaluated = net_prepared(model, compilation), model._fitkit.fit_state.evaluated()
     with flags, as_told, closing(callbacks), running(model, stage), evaluated:
         model.eval()
         callbacks.call("on_predict_begin", {})

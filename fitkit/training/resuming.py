@@ -56,7 +56,7 @@ def progress_of(run: FitRun) -> Progress:
         Collective.
     """
     if not run.is_between_groups:
-        every = run.model.fit_state.accumulate
+        every = run.model._fitkit.fit_state.accumulate
         raise ConfigurationError(
             f"A checkpoint can't be saved while batches wait for others to make an update: {every} "
             f"make one. Save after a batch for which (batch + 1) % {every} == 0, or by "

@@ -115,7 +115,7 @@ def step_for(
 
 def learns_alone(model: Model) -> bool:
     """Whether one optimizer makes one update a step, as wrappers like DDP's want it."""
-    return model.automatic_optimization and len(model.fit_state.optimizers) <= 1
+    return model.automatic_optimization and len(model._fitkit.fit_state.optimizers) <= 1
 
 
 def predict_step_for(model: Model, compilation: Compilation) -> tuple[Stage, Any]:
@@ -143,7 +143,7 @@ def updaters_of(
         accumulate: instead of what `compile` was given.
         after_update: gives for an optimizer what to call after each of its updates.
     """
-    state, strategy = model.fit_state, compilation.strategy
+    state, strategy = model._fitkit.fit_state, compilation.strategy
     trainable = compilation.trainable(model)
     check_trainable(trainable)
     optimizers = state.optimizers_for(model, compilation)

@@ -39,7 +39,7 @@ def _spreads(forward: Any) -> bool:
 
 def mover_of(model: Model, strategy: Strategy) -> Mover:
     """What brings batches to the model's device in the model's dtype."""
-    word = model.compilation.memory_format
+    word = model._fitkit.compilation.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]
     transfer = Transfer(strategy.device, strategy.precision.input_dtype(model), format_of_images)
     own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
@@ -48,7 +48,7 @@ def mover_of(model: Model, strategy: Strategy) -> Mover:
 
 def place(model: Model, strategy: Strategy) -> None:
     """Bring a model to its device, before a call that only computes."""
-    with model._running.placing:
+    with model._fitkit.stages.placing:
         strategy.place(model)
 
 
@@ -69,7 +69,7 @@ def net_prepared(model: Model, compilation: Compilation) -> Iterator[None]:
             yield
     finally:
         if word is not None:
-            match_strides(model.fit_state.optimizers)
+            match_strides(model._fitkit.fit_state.optimizers)
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def unchanged_on_error(model: Model) -> Iterator[None]:
     The first forward already changes running statistics, and making a scheduler changes rates.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    state, history = model.fit_state, model.history
+    state, history = model._fitkit.fit_state, model.history
     before, updates = state.snapshot(), state.updates
     try:
         # Whoever calls fit under no_grad means their own code.
@@ -92,7 +92,7 @@ def unchanged_on_error(model: Model) -> Iterator[None]:
             model.history = history
         raise
     finally:
-        for parameter in model.compilation.trainable(model):
+        for parameter in model._fitkit.compilation.trainable(model):
             parameter.grad = None
 
 

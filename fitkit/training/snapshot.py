@@ -40,7 +40,7 @@ def save(model: Model, path: Any) -> None:
         Collective within a run: all ranks call it, rank 0 writes. To a folder all write.
     """
     if files.is_folder_name(path):
-        strategy = model.compilation.strategy
+        strategy = model._fitkit.compilation.strategy
         weights, state = contents(model, spread=True)
         if strategy.world.rank == 0 or strategy.collectives.world_size > 1:
             files.save_folder(path, weights, state, strategy.collectives)
@@ -55,7 +55,7 @@ def save_weights(model: Model, path: Any) -> None:
     Ranks:
         Local, but where a strategy has spread the weights: there collective within a run.
     """
-    strategy = model.compilation.strategy
+    strategy = model._fitkit.compilation.strategy
     weights = weights_of(model, spread=files.is_folder_name(path))
     if files.is_folder_name(path):
         if strategy.world.rank == 0 or strategy.collectives.world_size > 1:
@@ -67,9 +67,9 @@ def save_weights(model: Model, path: Any) -> None:
 
 def _on_rank_zero(model: Model, write: Callable[[], None]) -> None:
     """Let rank 0 write; within a run the others wait, and share its failure."""
-    collectives = model.compilation.strategy.collectives
+    collectives = model._fitkit.compilation.strategy.collectives
     problem: BaseException | None = None
-    if model.compilation.strategy.world.rank == 0:
+    if model._fitkit.compilation.strategy.world.rank == 0:
         try:
             write()
         except Exception as error:
@@ -92,19 +92,19 @@ def contents(model: Model, *, spread: bool = False) -> tuple[dict[str, Any], dic
     Ranks:
         Collective within a run.
     """
-    run = model.fit_state.run
-    strategy = model.compilation.strategy
+    run = model._fitkit.fit_state.run
+    strategy = model._fitkit.compilation.strategy
     strategy.settle()
-    progress = model.fit_state.progress if run is None else run.progress()
+    progress = model._fitkit.fit_state.progress if run is None else run.progress()
     state = {
-        "compiled": named_arguments(model.compilation.given),
+        "compiled": named_arguments(model._fitkit.compilation.given),
         "progress": None if progress is None else progress.as_dict(),
     }
     give = strategy.for_folder if spread else strategy.for_file
-    with model.fit_state.evaluated() as own:
+    with model._fitkit.fit_state.evaluated() as own:
         found: tuple[dict[str, Any], dict[str, Any]] = give(
             lambda: (
-                model.weights_module().state_dict(),
+                model._weights_module().state_dict(),
                 {**state, "training": training_state(model, own)},
             )
         )
@@ -113,11 +113,11 @@ def contents(model: Model, *, spread: bool = False) -> tuple[dict[str, Any], dic
 
 def weights_of(model: Model, *, spread: bool = False) -> dict[str, Any]:
     """The weights that evaluate; the arguments, and who calls it, as `contents` has them."""
-    strategy = model.compilation.strategy
+    strategy = model._fitkit.compilation.strategy
     strategy.settle()
     give = strategy.for_folder if spread else strategy.for_file
-    with model.fit_state.evaluated() as own:
-        found: dict[str, Any] = give(lambda: model.weights_module().state_dict())
+    with model._fitkit.fit_state.evaluated() as own:
+        found: dict[str, Any] = give(lambda: model._weights_module().state_dict())
         return found if own is None else _copied(found)
 
 
@@ -132,7 +132,7 @@ def training_state(model: Model, own: list[list[torch.Tensor]] | None = None) ->
     Args:
         own: each optimizer's weights to train at, where they aren't the model's (`evaluated`).
     """
-    state = model.fit_state
+    state = model._fitkit.fit_state
     names = _names_of(model)
     return {
         "optimizers": [
@@ -190,14 +190,14 @@ def load(
         progress = None if kept is None else Progress.from_dict(kept, name)
         if progress is not None:
             check_progress(progress, name)
-        weights = files.fitting_weights(found.weights, name, model.weights_module())
+        weights = files.fitting_weights(found.weights, name, model._weights_module())
         restore = checked_training(model, training, name)
         agree(progress)
         _assign(model, weights, restore, name)
-        if model.fit_state.trains:  # loaded within an epoch
-            model.fit_state.train()
+        if model._fitkit.fit_state.trains:  # loaded within an epoch
+            model._fitkit.fit_state.train()
         warn_of_differences(model, name, found.state.get("compiled"), training)
-    model.fit_state.progress = progress
+    model._fitkit.fit_state.progress = progress
     if progress is not None:
         model.history = History()
         model.history.epoch = list(progress.history["epoch"])
@@ -214,7 +214,7 @@ def _assign(
         CheckpointError: an optimizer or a scheduler doesn't take its state; the model is as it
             was.
     """
-    state, places = model.fit_state, _places(model)
+    state, places = model._fitkit.fit_state, _places(model)
     before, updates = state.snapshot(), state.updates
     kept = [(each, each.state, each.param_groups) for each in state.optimizers]
     plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
@@ -232,7 +232,7 @@ def _assign(
     try:
         restore()
         # The next run would do so, too late: float32 can't hold the digits of float64.
-        model.compilation.strategy.precision.convert(model)
+        model._fitkit.compilation.strategy.precision.convert(model)
     except Exception as error:
         undo()
         if isinstance(error, FitkitError):
@@ -261,7 +261,7 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
     Raises:
         CheckpointError: other optimizers or schedulers than the model's.
     """
-    state = model.fit_state
+    state = model._fitkit.fit_state
     stored = training.get("optimizers", [])
     if not stored:
 
@@ -272,7 +272,7 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
         return begin_anew
     before = state.snapshot()
     try:
-        optimizers = state.optimizers_for(model, model.compilation)
+        optimizers = state.optimizers_for(model, model._fitkit.compilation)
         classes = [type(optimizer).__name__ for optimizer in optimizers]
         wanted = [entry["class"] for entry in stored]
         if classes != wanted:
@@ -310,8 +310,8 @@ def _restore_counters(state: Any, training: dict[str, Any]) -> None:
 
 def _check_schedulers(model: Model, training: dict[str, Any], path: str) -> None:
     """Refuse other schedulers than the file's, as far as they are known before they are made."""
-    choice = model.compilation.scheduler
-    now = [type(plan.scheduler).__name__ for plan in model.fit_state.schedulers]
+    choice = model._fitkit.compilation.scheduler
+    now = [type(plan.scheduler).__name__ for plan in model._fitkit.fit_state.schedulers]
     if not now and choice is not None:
         now = [choice.class_name or ""]
     then = [str(entry.get("class")) for entry in training.get("schedulers", [])]

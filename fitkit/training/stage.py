@@ -127,7 +127,7 @@ class Stages:
 @contextlib.contextmanager
 def running(model: Model, stage: Stage) -> Iterator[Stage]:
     """Make a stage the model's current one in this thread; calls of verbs may nest."""
-    stages, thread = model._running.by_thread, threading.get_ident()
+    stages, thread = model._fitkit.stages.by_thread, threading.get_ident()
     before = stages.get(thread)
     stages[thread] = stage
     try:

@@ -455,7 +455,7 @@ def forward_of(door: Door) -> Callable[..., Any]:
     if type(door) is not Door:
         return partial(door, "")
     model = door.net
-    if not getattr(model, "hands_on", False):
+    if not getattr(model, "_is_plain_wrapper", False):
         return model
     parts = model._modules
     before, after = model._forward_pre_hooks, model._forward_hooks

@@ -177,7 +177,7 @@ def learning_rate(
             y,
             batch_size=batch_size,
             sample_weight=sample_weight,
-            steps_per_epoch=num_training * model.compilation.accumulate_grad_batches,
+            steps_per_epoch=num_training * model._fitkit.compilation.accumulate_grad_batches,
             callbacks=climb,
             verbose=0,
         )

@@ -29,13 +29,13 @@ def untouched(model: Model) -> Iterator[None]:
     Meanwhile nothing changes the learning rates by itself. The model, its parameters and its
     optimizers stay the same objects.
     """
-    compilation, state = model.compilation, model.fit_state
+    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     weights = [(tensor, _copied(tensor)) for tensor in _tensors(model)]
     notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
     had = dict(vars(state))
     optimizers = [(optimizer, _content(optimizer)) for optimizer in state.optimizers]
     numbers = random.getstate(), np.random.get_state()
-    model.compilation = dataclasses.replace(
+    model._fitkit.compilation = dataclasses.replace(
         compilation, given={**compilation.given, **WITHOUT}, scheduler=None
     )
     state.schedulers = []
@@ -43,7 +43,7 @@ def untouched(model: Model) -> Iterator[None]:
         with torch.random.fork_rng():
             yield
     finally:
-        model.compilation = compilation
+        model._fitkit.compilation = compilation
         vars(state).update(had)
         for optimizer, content in optimizers:
             _put_content(optimizer, content)
@@ -57,7 +57,7 @@ def untouched(model: Model) -> Iterator[None]:
 
 def _tensors(model: Model) -> list[torch.Tensor]:
     """All that a training changes in place."""
-    return [*model.parameters(), *model.buffers(), *model.compilation.loss_parameters()]
+    return [*model.parameters(), *model.buffers(), *model._fitkit.compilation.loss_parameters()]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Agreement(Callback):
     def on_epoch_end(self, epoch, logs=None):
         numbers = [*self.model.net.parameters(), *self.model.net.buffers()]
         whole = torch.cat([number.detach().double().reshape(-1) for number in numbers])
-        everyones = self.model.compilation.strategy.collectives.gather(whole)
+        everyones = self.model._fitkit.compilation.strategy.collectives.gather(whole)
         self.apart.append(max(float((one - whole).abs().max()) for one in everyones))
 
 
@@ -235,7 +235,8 @@ def test_a_look_at_the_model_in_mid_epoch_sees_all_ranks_mean(name):
             if batch != 3:
                 return
             weight = self.model.net[-1].weight
-            everyones = self.model.compilation.strategy.collectives.gather(weight.detach().clone())
+            ranks = self.model._fitkit.compilation.strategy.collectives
+            everyones = ranks.gather(weight.detach().clone())
             assert not torch.equal(everyones[0], everyones[1])
             self.means.append(torch.stack(everyones).mean(0))
             self.model.predict(X[:9], verbose=0)

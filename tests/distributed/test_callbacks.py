@@ -128,7 +128,7 @@ def test_what_acts_on_weights_and_rates_does_so_on_all_ranks_as_in_one_process(c
 @pytest.mark.skipif(not hasattr(FitState(), "accumulate"), reason="needs FitState.accumulate")
 def test_groups_of_batches_change_on_all_ranks():
     model, _ = assert_as_one_process(lambda: [GradientAccumulationScheduler({1: 2, 2: 3})])
-    assert model.fit_state.updates == 3 + 2 + 1 + 1
+    assert model._fitkit.fit_state.updates == 3 + 2 + 1 + 1
 
 
 @pytest.mark.skipif(not hasattr(Strategy, "rewrap"), reason="needs Strategy.rewrap")
@@ -244,7 +244,7 @@ def test_callbacks_that_stop_alike_cost_no_exchange_a_step():
         stops_alike = True
 
         def on_train_begin(self, logs=None):
-            collectives = self.model.compilation.strategy.collectives
+            collectives = self.model._fitkit.compilation.strategy.collectives
             gather, self.gathers = collectives.gather, 0
 
             def counted(value):
@@ -274,6 +274,6 @@ def test_the_range_test_on_two_ranks_is_that_of_one_and_leaves_the_model():
         found.append(tune.learning_rate(model, X, Y, **options))
         after = model.state_dict().values()
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        assert model.fit_state.updates == 0 and model.history is None
+        assert model._fitkit.fit_state.updates == 0 and model.history is None
     assert found[1].losses == pytest.approx(found[0].losses, abs=1e-5)
     assert found[1].rates == found[0].rates

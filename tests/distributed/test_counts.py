@@ -343,3 +343,40 @@ def test_a_divisor_that_nobody_can_know_is_warned_of_once():
         warnings.simplefilter("error")
         model.fit(x, y, verbose=0)
         model.evaluate(x, y, verbose=0)
+
+
+class Uncertain(nn.Module):
+    """Weighs two losses by what it has learned of their noise (Kendall et al., 2018)."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, found, target):
+        tag = F.cross_entropy(found["tag"][..., 0], target["tag"][..., 0])
+        size = F.mse_loss(found["size"], target["size"])
+        return (torch.stack([tag, size]) * torch.exp(-self.noise) + self.noise).sum()
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_sharded", "dp"])
+def test_a_losss_own_parameters_are_averaged_over_the_ranks(strategy):
+    x, y = tokens()
+    size = x.mean((1, 2)).unsqueeze(1)
+    y[:, 0] = y[:, 0].abs() % CLASSES
+    wanted, loss = made(TwoHeads), Uncertain()
+    optimizer = torch.optim.SGD([*wanted.parameters(), *loss.parameters()], lr=0.2)
+    for start in range(0, 96, 16):
+        rows = slice(start, start + 16)
+        optimizer.zero_grad()
+        loss(wanted(x[rows]), {"tag": y[rows], "size": size[rows]}).backward()
+        optimizer.step()
+    found = Uncertain()
+    model = fitkit.Model(made(TwoHeads))
+    model.compile(
+        torch.optim.SGD, found, learning_rate=0.2, precision="64-true", accelerator="cpu",
+        devices=2, strategy=strategy,
+    )  # fmt: skip
+    rows = 16 if strategy == "dp" else 8
+    model.fit(x, {"tag": y, "size": size}, batch_size=rows, shuffle=False, verbose=0)
+    assert apart(model.net, wanted) < 1e-12
+    assert apart(found, loss) < 1e-12

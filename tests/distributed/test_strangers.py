@@ -171,7 +171,7 @@ def test_an_object_from_outside_the_run_is_refused_before_it_is_unpickled(tmp_pa
 
     def forge(epoch, logs):
         """Rank 1's message as somebody would send it who doesn't know the run's key."""
-        exchange = model.compilation.strategy.collectives
+        exchange = model._fitkit.compilation.strategy.collectives
         if os.getpid() != caller:
             collectives._key = b"guessed"
         exchange.gather(RunsCode(tmp_path) if exchange.rank else None)

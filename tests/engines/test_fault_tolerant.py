@@ -70,7 +70,7 @@ DIES = """
     history = model.fit(x, y, batch_size=10, epochs=20, validation_data=(x[:50], y[:50]),
                         verbose=0, callbacks=Slow()).history
     torch.save([model.net.state_dict(), model.optimizer.state_dict(), history["val_loss"],
-                model.history.epoch, model.fit_state.updates], f"end{number}.pt")
+                model.history.epoch, model._fitkit.fit_state.updates], f"end{number}.pt")
 """
 
 

@@ -23,7 +23,7 @@ def test_a_machine_without_a_tpu_says_what_it_lacks():
     assert isinstance(adapter_of(None), TorchTPU)
     model = fitkit.Model(torch.nn.Linear(2, 1))
     model.compile("sgd", "mse")
-    assert model.compilation.strategy.device.type == "cpu"
+    assert model._fitkit.compilation.strategy.device.type == "cpu"
     for words in ({"accelerator": "tpu"}, {"strategy": "xla"}, {"strategy": "tpu", "devices": 8}):
         with pytest.raises(fitkit.ConfigurationError, match="XLA devices: 0"):
             model.compile("sgd", "mse", **words)

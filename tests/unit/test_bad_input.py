@@ -318,10 +318,10 @@ def test_outputs_that_can_not_be_joined_are_told():
 )
 def test_compile_refuses_these_too(arguments, words):
     model = compiled()
-    before = model.compilation
+    before = model._fitkit.compilation
     with pytest.raises(ConfigurationError, match=words):
         model.compile(**arguments)
-    assert model.compilation is before
+    assert model._fitkit.compilation is before
 
 
 def test_a_rate_can_not_change_an_instance_of_an_earlier_call():

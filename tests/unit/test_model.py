@@ -912,22 +912,31 @@ def test_labels_inside_a_dict_batch_reach_a_compiled_loss():
 # ---------------------------------------------------------------------- optimizer and schedulers
 
 
-def test_a_loss_with_parameters_learns_where_an_optimizer_holds_them():
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = torch.nn.Parameter(torch.zeros(()))
+class Scaled(torch.nn.Module):
+    """A loss that learns its scale, and notes in which mode it was called."""
 
-        def forward(self, prediction, target):
-            return F.mse_loss(prediction, target) * torch.exp(-self.a) + self.a
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(()))
+        self.modes = []
 
+    def forward(self, prediction, target):
+        self.modes.append(self.training)
+        return F.mse_loss(prediction, target) * torch.exp(-self.a) + self.a
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_losss_own_parameters_learn(by_name):
     def pair():
         torch.manual_seed(0)
         return torch.nn.Linear(4, 4), Scaled()
 
     net, loss = pair()
     model = fitkit.Model(net)
-    model.compile(torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1), loss)
+    both = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1)
+    model.compile("sgd" if by_name else both, loss)
+    if by_name:
+        model.compile(learning_rate=0.1)
     model.fit(X, X, batch_size=6, shuffle=False, verbose=0)
     twin, twin_loss = pair()
     optimizer = torch.optim.SGD([*twin.parameters(), *twin_loss.parameters()], lr=0.1)
@@ -937,10 +946,61 @@ def test_a_loss_with_parameters_learns_where_an_optimizer_holds_them():
         optimizer.step()
     assert loss.a.item() == pytest.approx(twin_loss.a.item(), abs=1e-6)
     assert loss.a.grad is None
-    model = fitkit.Model(pair()[0])
-    model.compile("sgd", Scaled())
+    net, loss = pair()
+    model = fitkit.Model(net)
+    model.compile(torch.optim.SGD(net.parameters(), lr=0.1), loss)
     with pytest.warns(UserWarning, match="1 parameters of its own that no optimizer holds"):
         model.fit(X, X, verbose=0)
+
+
+def test_a_loss_is_in_evaluation_mode_where_its_net_is():
+    loss = Scaled()
+    model = fitkit.Model(torch.nn.Linear(4, 4))
+    model.compile("sgd", loss)
+    model.fit(X, X, batch_size=24, epochs=2, validation_data=(X, X), validation_batch_size=24,
+              verbose=0)  # fmt: skip
+    model.evaluate(X, X, batch_size=24, verbose=0)
+    assert loss.modes == [True, False, True, False, False]
+    assert loss.training
+
+
+def test_a_subclass_may_call_its_attributes_as_it_likes():
+    class Own(fitkit.Model):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(4, 4))
+            self.running, self.hands_on, self.fit_state, self.loss = 0.0, 1.0, {"a": 1}, "own"
+            self.compilation = torch.nn.Linear(2, 2)
+            self.state, self.metrics, self.begin_fit, self.remember_names = 1, [], 2, 3
+
+        def training_step(self, batch, batch_idx):
+            self.running += 1.0
+            return super().training_step(batch, batch_idx)
+
+    model = Own()
+    model.compile("sgd", "mse")
+    model.fit(X, X, batch_size=6, verbose=0)
+    model.evaluate(X, X, verbose=0)
+    assert (model.running, model.hands_on, model.fit_state) == (4.0, 1.0, {"a": 1})
+
+
+def test_a_public_name_with_another_meaning_is_told_at_once():
+    with pytest.raises(fitkit.ConfigurationError, match=r"can't use the name 'device'.*'own_device'"):
+
+        class Placed(fitkit.Model):
+            device = "cpu"
+
+    class Summing(fitkit.Model):
+        def __init__(self):
+            super().__init__()
+            self.summary = torch.nn.Linear(1, 1)
+
+    with pytest.raises(fitkit.ConfigurationError, match="can't use the name 'summary'"):
+        Summing()
+    model = fitkit.Model(torch.nn.Linear(4, 4))
+    for name, value in (("optimizer", 1), ("history", []), ("global_step", 0), ("fit", None)):
+        with pytest.raises(fitkit.ConfigurationError, match=f"can't use the name '{name}'"):
+            setattr(model, name, value)
+    model.training_step = lambda batch, batch_idx: None  # a hook may be replaced
 
 
 def test_a_replaced_layer_gets_an_optimizer_that_trains_it():

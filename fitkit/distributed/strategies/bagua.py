@@ -133,7 +133,7 @@ class Bagua(DDP):
         self._module, self._optimizers, self._parted = module, optimizers, False
         self._peers = GroupPeers(self.collectives, self.timeout)
         self._exchanged = _learning(module)
-        state = getattr(module, "fit_state", None)  # of a Model
+        state = getattr(getattr(module, "_fitkit", None), "fit_state", None)  # of a Model
         # Ranks may count differently, where each leaves out the steps that overflow for it.
         updates = self.collectives.broadcast(getattr(state, "updates", 0))
         self.exchange.begin(self._peers, self._exchanged, optimizers, updates)

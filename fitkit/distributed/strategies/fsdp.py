@@ -298,7 +298,7 @@ class FSDP(DDP):
             shape = size // self.tensor_parallel, self.tensor_parallel
             both = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
             mesh = both["data"]
-            net: Any = getattr(module, "weights_module", lambda: module)()
+            net: Any = getattr(module, "_weights_module", lambda: module)()
             plan = self.tensor_parallel_plan or {}
             self._divided = TensorParallel(net, plan, both["tensor"])
             self._draw_alike()

@@ -78,7 +78,7 @@ def test_the_average_follows_updates_and_not_batches():
     start = weight(model)
     model.fit(X, Y, batch_size=2, epochs=2, verbose=0, callbacks=[notes, EMA(0.5)])
     # 4 batches an epoch: an update after the third, and one at the epoch's end.
-    assert model.fit_state.updates == 4
+    assert model._fitkit.fit_state.updates == 4
     after = [notes.updates[2], notes.ended[0], notes.updates[6], notes.ended[1]]
     assert weight(model) == pytest.approx(moving(after, 0.5, start)[-1], abs=1e-6)
 

@@ -235,14 +235,14 @@ def test_nothing_is_left_behind_in_the_model_also_after_an_error():
             raise RuntimeError("enough")
 
     model = compiled(fitkit.Model(SleepyNet()), metrics=False)
-    optimizer = model.fit_state.optimizers_for(model, model.compilation)[0]
+    optimizer = model._fitkit.fit_state.optimizers_for(model, model._fitkit.compilation)[0]
     profiler = Profiler(every=0)
     for callbacks in ([profiler], [profiler, Fails()]):
         with contextlib.suppress(RuntimeError):
             model.fit(SleepyData(), callbacks=callbacks, verbose=0)
         assert not optimizer._optimizer_step_pre_hooks
         assert not optimizer._optimizer_step_post_hooks
-        assert not vars(model.compilation.strategy.collectives)
+        assert not vars(model._fitkit.compilation.strategy.collectives)
         assert profiler._clock is None and profiler._parts is None
 
 

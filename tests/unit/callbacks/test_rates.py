@@ -148,7 +148,7 @@ def test_batches_are_grouped_as_the_epochs_schedule_says():
 
     class Counts(Callback):
         def on_epoch_end(self, epoch, logs):
-            updates.append(self.model.fit_state.updates)
+            updates.append(self.model._fitkit.fit_state.updates)
 
     model.fit(
         X, Y, batch_size=2, epochs=3, shuffle=False, verbose=0, callbacks=[scheduler, Counts()]
@@ -157,7 +157,7 @@ def test_batches_are_grouped_as_the_epochs_schedule_says():
     for one, two in zip(model.net.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(one, two, atol=1e-6)
     model.fit(X, Y, batch_size=2, verbose=0)
-    assert model.fit_state.updates == 17  # compile's own number again
+    assert model._fitkit.fit_state.updates == 17  # compile's own number again
 
 
 @pytest.mark.parametrize(

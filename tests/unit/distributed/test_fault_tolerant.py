@@ -128,7 +128,7 @@ def test_one_that_joins_goes_on_where_the_others_are_with_their_gradients(manage
 
     def tell(batch, logs=None):  # what a replica gives at the update of its second epoch's batch 1
         if first.current_epoch == 1 and batch == 1:
-            strategy = first.compilation.strategy
+            strategy = first._fitkit.compilation.strategy
             strategy._attempts -= 1  # as in the update that has just been made
             told.append(torch.utils._pytree.tree_map(
                 lambda v: v.clone() if isinstance(v, torch.Tensor) else v, strategy._give()))
@@ -149,13 +149,13 @@ def test_one_that_joins_goes_on_where_the_others_are_with_their_gradients(manage
     # Joined by the others' gradient (twice a half); then each step is w -= 0.1 * 2 * w.
     expected = (weight - 0.1 * 0.5) * 0.8**6
     assert second.net.weight.item() == pytest.approx(expected, abs=1e-6)
-    assert second.history.epoch == [0, 1, 2] and second.fit_state.updates == 6 + 7
+    assert second.history.epoch == [0, 1, 2] and second._fitkit.fit_state.updates == 6 + 7
 
 
 def test_a_replica_that_fell_behind_says_so(manager, monkeypatch):
     replicas(monkeypatch)
     model = compiled()
-    strategy = model.compilation.strategy
+    strategy = model._fitkit.compilation.strategy
 
     def late(batch, logs=None):
         manager.state = {"attempts": 7, "trains": True, "training": None}

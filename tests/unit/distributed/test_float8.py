@@ -157,7 +157,7 @@ def test_a_layer_stays_the_object_that_it_is_there_and_back():
     layer.register_forward_hook(lambda *_: calls.append(1))
     names, attributes = list(net.state_dict()), set(vars(layer))
     model = fit(model_of(net))
-    (optimizer,) = model.fit_state.optimizers
+    (optimizer,) = model._fitkit.fit_state.optimizers
     momentum = optimizer.state[weight]["momentum_buffer"]
     assert net[2] is layer and layer.weight is weight and calls
     assert list(net.state_dict()) == names
@@ -169,7 +169,7 @@ def test_a_layer_stays_the_object_that_it_is_there_and_back():
         model.evaluate(X, Y, verbose=0)
         assert type(layer) is nn.Linear and set(vars(layer)) == attributes
         assert net[2] is layer and layer.weight is weight
-    assert model.fit_state.optimizers == [optimizer]
+    assert model._fitkit.fit_state.optimizers == [optimizer]
     assert optimizer.state[weight]["momentum_buffer"] is momentum
     with plain_layers(net):
         assert type(layer) is nn.Linear

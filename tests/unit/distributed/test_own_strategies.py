@@ -41,7 +41,7 @@ def test_an_installed_packages_strategy_is_known_by_its_name(installed):
     assert "careful_training" not in sys.modules
     model = fitkit.Model(torch.nn.Linear(2, 1))
     model.compile("sgd", "mse", strategy="Careful")
-    assert type(model.compilation.strategy).__name__ == "Careful"
+    assert type(model._fitkit.compilation.strategy).__name__ == "Careful"
     model.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
 
 
@@ -62,6 +62,6 @@ def test_a_registered_class_is_known_and_a_name_is_taken_once():
 
     model = fitkit.Model(torch.nn.Linear(2, 1))
     model.compile(strategy="test-only-strategy")
-    assert isinstance(model.compilation.strategy, Own)
+    assert isinstance(model._fitkit.compilation.strategy, Own)
     with pytest.raises(ValueError, match="registered twice"):
         fitkit.strategies.register("ddp")(Own)

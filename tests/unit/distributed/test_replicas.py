@@ -310,13 +310,13 @@ def test_replicas_are_told_their_device_and_samples_and_the_module_is_told_of_th
             super().__init__()
             self.size = self.own_size  # a method kept as an attribute is the replica's, too
 
-        def begin_replica(self, device, samples):
+        def _begin_replica(self, device, samples):
             self.told = (device, samples)
 
         def own_size(self):
             return self.told[1]
 
-        def end_replicas(self, modules):
+        def _end_replicas(self, modules):
             self.seen = [(module.told, module is self) for module in modules]
 
         def step(self, batch, batch_idx):

@@ -96,7 +96,7 @@ def test_the_users_word_in_the_groups_counts():
         model = compiled("adam")
         assert is_fused(model)
         model.optimizer.param_groups[0][name] = value
-        updaters_of(model, model.compilation)
+        updaters_of(model, model._fitkit.compilation)
         assert not is_fused(model)
         assert not model.optimizer._step_supports_amp_scaling  # a GradScaler's question
 
@@ -234,7 +234,7 @@ def test_scaled_losses_give_the_same_as_an_unfused_optimizer_and_leave_out_the_s
     x[20] = float("inf")  # one batch of three has no finite gradients
     for one in (model, plain):
         fit(one, x, epochs=4)
-        assert one.fit_state.updates == 8
+        assert one._fitkit.fit_state.updates == 8
     assert is_fused(model)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

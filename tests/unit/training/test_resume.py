@@ -269,7 +269,7 @@ def test_what_doesnt_fit_leaves_the_model_as_it_was(tmp_path, change):
         other.fit(X, Y, verbose=0, resume_from=path)
     for name, value in other.state_dict().items():
         assert torch.equal(value, before[name])
-    assert other.global_step == 0 and not other.fit_state.optimizers
+    assert other.global_step == 0 and not other._fitkit.fit_state.optimizers
 
 
 def test_last_needs_somebody_who_saves():

@@ -188,19 +188,19 @@ def test_a_module_that_refuses_its_state_leaves_the_training_as_it_was(tmp_path)
     model.save(tmp_path / "a.h5")
     model.fit(x, y, batch_size=8, epochs=1, verbose=0)
     model.net.refuses = True
-    optimizer = model.fit_state.optimizers[0]
+    optimizer = model._fitkit.fit_state.optimizers[0]
     before = (
-        model.fit_state.updates,
+        model._fitkit.fit_state.updates,
         optimizer.state_dict()["state"][0]["step"].item(),
-        [plan.scheduler.last_epoch for plan in model.fit_state.schedulers],
+        [plan.scheduler.last_epoch for plan in model._fitkit.fit_state.schedulers],
         optimizer.param_groups[0]["lr"],
     )
     with pytest.raises(OSError, match="not again"):
         model.load(tmp_path / "a.h5")
     assert before == (
-        model.fit_state.updates,
+        model._fitkit.fit_state.updates,
         optimizer.state_dict()["state"][0]["step"].item(),
-        [plan.scheduler.last_epoch for plan in model.fit_state.schedulers],
+        [plan.scheduler.last_epoch for plan in model._fitkit.fit_state.schedulers],
         optimizer.param_groups[0]["lr"],
     )
 

@@ -31,7 +31,7 @@ def compiled(optimizer="sgd", net=None, **arguments):
 
 def fingerprint(model):
     """All that a training changes."""
-    optimizers = model.fit_state.optimizers
+    optimizers = model._fitkit.fit_state.optimizers
     return copy.deepcopy(
         {
             "weights": {k: v.tolist() for k, v in model.state_dict().items()},
@@ -44,12 +44,14 @@ def fingerprint(model):
                 [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
                 for o in optimizers
             ],
-            "schedulers": [plan.scheduler.state_dict() for plan in model.fit_state.schedulers],
-            "updates": model.fit_state.updates,
+            "schedulers": [
+                plan.scheduler.state_dict() for plan in model._fitkit.fit_state.schedulers
+            ],
+            "updates": model._fitkit.fit_state.updates,
             "history": model.history and model.history.history,
             "names": model.metrics_names,
             "training": [module.training for module in model.modules()],
-            "compiled": id(model.compilation),
+            "compiled": id(model._fitkit.compilation),
             "random": [torch.get_rng_state().tolist(), random.random(), np.random.rand()],
         }
     )
