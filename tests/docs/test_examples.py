@@ -96,6 +96,16 @@ def test_the_language_model_needs_fewer_bits_than_counts_of_bytes(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_language_model_learns_the_same_however_its_batches_are_cut(tmp_path):
+    needs("transformers")
+    printed = run("one_number.py", tmp_path)
+    rows = [re.findall(r"\d\.\d{6}", line) for line in printed.splitlines()]
+    rows = [row for row in rows if row]
+    assert len(rows) == 5 and all(row == rows[0] for row in rows[:4])
+    assert len(rows[4]) == 3 and len(set(rows[4])) == 1
+
+
+@pytest.mark.slow
 def test_two_images_in_and_three_answers_out(tmp_path):
     printed = run("two_outputs.py", tmp_path)
     digit, larger = percentages(printed)
