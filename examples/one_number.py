@@ -56,7 +56,7 @@ def trained(cut: dict[str, int]) -> tuple[fitkit.Model, list[float]]:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0,
-        eos_token_id=0, loss_type="ForCausalLM", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = fitkit.Model(GPT2LMHeadModel(config))
     model.compile(torch.optim.SGD, learning_rate=0.1, accelerator="cpu", **cut)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -39,48 +40,52 @@ def save(model: Model, path: Any) -> None:
     Ranks:
         Collective within a run: all ranks call it, rank 0 writes. To a folder all write.
     """
-    if files.is_folder_name(path):
-        strategy = model._fitkit.compilation.strategy
-        weights, state = contents(model, spread=True)
-        if strategy.world.rank == 0 or strategy.collectives.world_size > 1:
-            files.save_folder(path, weights, state, strategy.collectives)
+    strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
+    weights, state = contents(model, spread=is_folder)
+    if is_folder:
+        _write_folder(strategy, path, weights, state)
         return
-    weights, state = contents(model)
-    _on_rank_zero(model, lambda: files.save_checkpoint(path, weights, state))
+    collectives = strategy.collectives
+    if collectives.world_size == 1:
+        write = functools.partial(files.save_checkpoint, path, weights, state)
+        strategy.launcher.on_rank_zero(os.fspath(path), write)
+        return
+    problem: BaseException | None = None
+    if strategy.world.rank == 0:
+        try:
+            files.save_checkpoint(path, weights, state)
+        except Exception as error:
+            problem = error
+    # The others wait until the file is there, and share its failure.
+    problem = collectives.broadcast(problem)
+    if problem is not None:
+        raise problem
 
 
 def save_weights(model: Model, path: Any) -> None:
     """Write the weights alone: rank 0 does.
 
     Ranks:
-        Local, but where a strategy has spread the weights: there collective within a run.
+        Local within a run, but where a strategy has spread the weights: there collective.
     """
-    strategy = model._fitkit.compilation.strategy
-    weights = weights_of(model, spread=files.is_folder_name(path))
-    if files.is_folder_name(path):
-        if strategy.world.rank == 0 or strategy.collectives.world_size > 1:
-            files.save_folder(path, weights, None, strategy.collectives)
-        return
-    if strategy.world.rank == 0:
+    strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
+    weights = weights_of(model, spread=is_folder)
+    if is_folder:
+        _write_folder(strategy, path, weights, None)
+    elif strategy.collectives.world_size == 1:
+        write = functools.partial(files.save_weights, path, weights)
+        strategy.launcher.on_rank_zero(os.fspath(path), write)
+    elif strategy.world.rank == 0:
         files.save_weights(path, weights)
 
 
-def _on_rank_zero(model: Model, write: Callable[[], None]) -> None:
-    """Let rank 0 write; within a run the others wait, and share its failure."""
-    collectives = model._fitkit.compilation.strategy.collectives
-    problem: BaseException | None = None
-    if model._fitkit.compilation.strategy.world.rank == 0:
-        try:
-            write()
-        except Exception as error:
-            if collectives.world_size == 1:
-                raise
-            problem = error
-    if collectives.world_size > 1:
-        # The others wait until the file is there, and share its failure.
-        problem = collectives.broadcast(problem)
-        if problem is not None:
-            raise problem
+def _write_folder(strategy: Any, path: Any, weights: dict[str, Any], state: Any) -> None:
+    """Write a folder: within a run all ranks do."""
+    write = functools.partial(files.save_folder, path, weights, state, strategy.collectives)
+    if strategy.collectives.world_size > 1:
+        write()
+    else:
+        strategy.launcher.on_rank_zero(os.fspath(path), write)
 
 
 def contents(model: Model, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -274,8 +274,8 @@ class CompiledStep:
                 prediction = self.caller(forward, x)
             prediction = self._wide(prediction)
             if is_first:
-                self._check(prediction, x, y)
                 self._ask_for_sum(x, y)
+                self._check(prediction, x, y)
             if self.may_count:
                 loss, parts = self._counted(prediction, y, weight)
             else:

@@ -202,3 +202,45 @@ def test_without_a_script_workers_take_part_and_it_is_said_once(start):
 def test_a_test_runner_is_no_script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/pytest", "tests"])  # pytest-xdist has others
     assert what_runs_instead_of_a_script() == "pytest"
+
+
+SAVES = """
+    model = compiled()
+    model.fit(x, y, batch_size=8, verbose=0)
+    if rank == 0:
+        import fitkit.checkpoint as files
+        write = files.save_checkpoint
+        def slowly(*arguments):
+            time.sleep(1.0)
+            write(*arguments)
+        files.save_checkpoint = slowly
+    for path in ("first.h5", "first.h5", "weights.safetensors"):
+        (model.save if path.endswith("h5") else model.save_weights)(path)
+        if path.endswith("h5"):
+            again = fitkit.load_model(path, torch.nn.Linear(6, 3))
+        else:
+            again = compiled()
+            again.load_weights(path)
+        assert torch.equal(again.net.weight, model.net.weight), path
+    if model.is_global_zero:
+        model.save("alone.h5")  # rank 0 waits for nobody
+    try:
+        model.save("no/such/folder/a.h5")
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"
+    model.fit(x, y, batch_size=8, verbose=0)
+    open(f"read{rank}.txt", "w").write(failed)
+"""
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_every_rank_reads_what_rank_0_has_saved(start, tmp_path, by_torchrun):
+    script = SAVES.replace("compiled()", "compiled(strategy='ddp')")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+    process = start(script, *(torchrun if by_torchrun else ()))
+    output, errors = process.communicate(timeout=80)
+    assert process.returncode == 0, output + errors
+    assert (tmp_path / "alone.h5").exists()
+    assert (tmp_path / "read0.txt").read_text().startswith("CheckpointError")
+    told = (tmp_path / "read1.txt").read_text()
+    assert told.startswith("WorkerError: Rank 0 failed (CheckpointError")

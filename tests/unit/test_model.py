@@ -984,7 +984,7 @@ def test_a_subclass_may_call_its_attributes_as_it_likes():
 
 
 def test_a_public_name_with_another_meaning_is_told_at_once():
-    with pytest.raises(fitkit.ConfigurationError, match=r"can't use the name 'device'.*'own_device'"):
+    with pytest.raises(fitkit.ConfigurationError, match=r"the name 'device'.*'own_device'"):
 
         class Placed(fitkit.Model):
             device = "cpu"

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
@@ -54,6 +54,8 @@ class ExistingLauncher:
     def __init__(self, strategy: Strategy, cluster: Cluster) -> None:
         self.strategy = strategy
         self.cluster = cluster
+        self._room: Store | None = None  # of the last call
+        self._done: dict[str, int] = {}  # since then, on rank 0 alone
         if cluster.launcher != "fitkit":
             tell_at_exit(cluster)
 
@@ -72,6 +74,7 @@ class ExistingLauncher:
         if world.in_own_group():
             return self._inside(function, arguments)
         timeout = self.strategy.timeout or DEFAULT_TIMEOUT
+        self._room, self._done = None, {}
         room = self.meet(timeout)
         rank, size = self.strategy.world.rank, self.strategy.world.size
         watch = Watch(room, rank, size, self.lost, self.break_off)
@@ -82,6 +85,7 @@ class ExistingLauncher:
                 result = function(*arguments)
                 self.strategy.collectives.gather(None)  # Every rank has come to the end.
                 self.strategy.leave()
+                self._room = room
                 return result
             except BaseException as error:
                 failure = self._settle(error, watch)
@@ -91,6 +95,51 @@ class ExistingLauncher:
             raise failure
         finally:
             del failure  # Else this frame and the error keep each other, and all that they hold.
+
+    def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
+        """Do something on rank 0; the others wait until it is done, and share its failure.
+
+        Rank 0 waits for nobody, so it may be called there alone.
+
+        Args:
+            what: says which piece of work is meant, where ranks do several between two calls.
+
+        Raises:
+            WorkerError: it failed on rank 0, or isn't done in time.
+        """
+        room, rank = self._room, self.strategy.world.rank
+        self._done[what] = self._done.get(what, 0) + 1
+        key = f"done/{self._done[what]}/{what}"
+        if rank == 0:
+            problem = "Rank 0 was interrupted."
+            try:
+                work()
+                problem = ""
+            except Exception as error:
+                problem = f"Rank 0 failed ({type(error).__name__}: {error})."
+                raise
+            finally:
+                with contextlib.suppress(Exception):  # nobody may be there to read it
+                    if room is not None:
+                        room.set(key, problem)
+        elif room is not None and (told := self._awaited(room, key)):
+            raise WorkerError(told, 0)
+
+    def _awaited(self, room: Store, key: str) -> str:
+        """What rank 0 says at its work's end: nothing where that went well."""
+        timeout = self.strategy.timeout or DEFAULT_TIMEOUT
+        deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
+        try:
+            while not room.check([key]):
+                if time.monotonic() > deadline:
+                    return f"Rank 0 wasn't done within {timeout.total_seconds():g} s."
+                if (failure := self.lost()) is not None and not room.check([key]):
+                    return failure.what
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+            return room.get(key).decode()
+        except (DistError, OSError):
+            return ""  # rank 0, which served the store, has ended after its work
 
     # ------------------------------------------------------------------ what launchers differ in
 

@@ -13,6 +13,10 @@ class Launcher(Protocol):
 
     def launch(self, function: Callable[..., Result], *args: Any) -> Result: ...
 
+    def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
+        """Do something on rank 0 alone, outside of a call; where the others run the same program
+        they wait until it is done."""
+
 
 class InlineLauncher:
     """The caller's process is the only rank."""
@@ -20,3 +24,7 @@ class InlineLauncher:
     def launch(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call `function(*args)` here."""
         return function(*args)
+
+    def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
+        """Do it here."""
+        work()

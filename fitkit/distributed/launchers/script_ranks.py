@@ -66,9 +66,10 @@ class ScriptRanks:
     def next_room(self) -> Store:
         """The store for the next call; each rank counts its calls."""
         self._calls += 1
-        if self.rank == 0:
-            # All ranks have come to the call before this one, so they have left the one before.
-            self._folder.forget(max(self._calls - 2, 1))
+        if self.rank == 0 and self._calls > 2:
+            # All ranks have come to the call before this one, so they have left the one before
+            # that; in the store of the last call they may still read what rank 0 has done since.
+            self._folder.forget(self._calls - 2)
         if not self._folder.path.is_dir():
             raise WorkerError("Rank 0's process has ended.")
         return self._folder.store(self._calls)

@@ -75,6 +75,10 @@ class WorkersLauncher:
         with _calls:
             return self._launched(function, arguments)
 
+    def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
+        """Do it here: the workers do nothing between calls."""
+        work()
+
     def _launched(self, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
         with contextlib.closing(self._payload(function, arguments)) as payload:
             pool = _pool_of(self.size - 1)
