@@ -380,3 +380,44 @@ def test_a_losss_own_parameters_are_averaged_over_the_ranks(strategy):
     model.fit(x, {"tag": y, "size": size}, batch_size=rows, shuffle=False, verbose=0)
     assert apart(model.net, wanted) < 1e-12
     assert apart(found, loss) < 1e-12
+
+
+@pytest.mark.parametrize("cut", ["1 x 16", "4 x 4", "2 ranks x 8", "2 ranks x 2 x 4"])
+def test_half_precision_weighs_alike(cut):
+    x, y = (part.float() if part.is_floating_point() else part for part in tokens())
+    wanted = reference(made(Tagger).float(), lambda n, x, y: F.cross_entropy(n(x), y), (x, y), 0.5)
+    devices, accumulate, size = CUTS[cut]
+    model = fitkit.Model(made(Tagger).float())
+    model.compile(
+        sgd, "cross_entropy", learning_rate=0.5, precision="16-mixed", accelerator="cpu",
+        devices=devices, accumulate_grad_batches=accumulate, gradient_clip_val=0.5,
+    )  # fmt: skip
+    steps = UPDATES * 16 // size // devices
+    model.fit(x, y, batch_size=size, shuffle=False, steps_per_epoch=steps, verbose=0)
+    assert apart(model.net, wanted) < 2e-3  # float16 has three digits; by samples it is 0.1
+
+
+def test_a_validation_step_says_what_its_mean_is_taken_over():
+    class Validated(OwnStep):
+        def validation_step(self, batch, batch_idx):
+            return OwnStep.training_step(self, batch, batch_idx)
+
+    x, y = tokens()
+    model = Validated(made(Tagger))
+    model.compile("sgd", learning_rate=0.0, precision="64-true", accelerator="cpu")
+    history = model.fit(x, y, batch_size=7, validation_data=(x, y), shuffle=False, verbose=0)
+    whole = float(F.cross_entropy(model.net(x), y))
+    assert history.history["val_loss"] == [pytest.approx(whole, rel=1e-12)]
+    assert history.history["loss"] == [pytest.approx(whole, rel=1e-12)]
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), "3", True, torch.ones(2)])
+def test_a_count_that_is_none_is_refused(count):
+    class Miscounting(fitkit.Model):
+        def training_step(self, batch, batch_idx):
+            return {"loss": self(batch[0]).mean(), "count": count}
+
+    model = Miscounting(made(Tagger))
+    model.compile("sgd", precision="64-true", accelerator="cpu")
+    with pytest.raises(fitkit.ConfigurationError, match="training_step returned 'count'="):
+        model.fit(*tokens(), verbose=0)
