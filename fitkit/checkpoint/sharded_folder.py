@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.safetensors_file import has_dtype
 from fitkit.checkpoint.shards import FolderWeights, Shards, read_index
 from fitkit.checkpoint.weights import collect_weights
-from fitkit.distributed.collectives import Collectives, Solo
+from fitkit.distributed.collectives import Collectives, Solo, together
 from fitkit.distributed.sharding.whole import is_spread
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ SUFFIX = ".dcp"
 
 STATE_KEY = "fitkit.state."
 """What the names of the state's spread tensors begin with."""
-
-Result = TypeVar("Result")
 
 
 def is_folder_name(path: object) -> bool:
@@ -106,7 +104,7 @@ def save_folder(
     from fitkit.checkpoint.shard_writer import write_shards  # imports much of torch
 
     leads = collectives.rank == 0
-    content = _together(collectives, lambda: Content(state_dict, state))
+    content = together(collectives, lambda: Content(state_dict, state))
     tensors = content.tensors(collectives.broadcast(content.ties))
     made: list[UnfinishedFolder] = []
 
@@ -115,39 +113,20 @@ def save_folder(
             made.append(UnfinishedFolder(path))
         return made[0].place if made else None
 
-    place = collectives.broadcast(_together(collectives, begin))
+    place = collectives.broadcast(together(collectives, begin))
     try:
         write_shards(
             os.fspath(path),
             place,
             tensors if leads else {key: t for key, t in tensors.items() if is_spread(t)},
-            collectives.rank,
-            collectives.world_size,
+            collectives,
             lambda files: content.write_index(place / INDEX, tensors, files),
         )
-        _together(collectives, lambda: made[0].finish() if leads else None)
+        together(collectives, lambda: made[0].finish() if leads else None)
     except BaseException:
         for folder in made:
             folder.discard()
         raise
-
-
-def _together(collectives: Collectives, work: Callable[[], Result]) -> Result:
-    """What `work` gives here; an error on any rank is raised on all.
-
-    Ranks:
-        Collective.
-    """
-    problem: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        problem = error
-    if collectives.world_size > 1:
-        problem = next((p for p in [problem, *collectives.gather(problem)] if p is not None), None)
-    if problem is not None:
-        raise problem
-    return result
 
 
 class Content:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.distributed.distributed_c10d import Store
 
 from fitkit.distributed.packing import pack, unpack
 from fitkit.errors import ConfigurationError
+
+Result = TypeVar("Result")
 
 
 class Collectives(Protocol):
@@ -49,6 +52,24 @@ class Collectives(Protocol):
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's rows (N_r, ...) one below the other: (sum of N_r, ...), with gradients."""
+
+
+def together(collectives: Collectives, work: Callable[[], Result]) -> Result:
+    """What `work` gives here; an error on any rank is raised on all.
+
+    Ranks:
+        Collective.
+    """
+    problem: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        problem = error
+    if collectives.world_size > 1:
+        problem = next((p for p in [problem, *collectives.gather(problem)] if p is not None), None)
+    if problem is not None:
+        raise problem
+    return result
 
 
 class Solo:
