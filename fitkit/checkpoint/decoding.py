@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fitkit.checkpoint.encoding import DEEPEST, FACTORIES, check_keys, is_key, is_numeric
+from fitkit.checkpoint.encoding import (
+    DEEPEST,
+    FACTORIES,
+    LARGEST_DECIMAL,
+    check_keys,
+    is_key,
+    is_numeric,
+)
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,5})?")
@@ -42,6 +49,7 @@ class _Decoder:
     def __init__(self, read: Callable[[int], torch.Tensor]) -> None:
         self._read = read
         self._tensors: dict[int, torch.Tensor] = {}
+        self._arrays: dict[tuple[int, np.dtype[Any]], np.ndarray[Any, Any]] = {}
         self._kinds: dict[str, Callable[[Any, int], Any]] = {
             **{name: _leaf(make) for name, make in _LEAVES.items()},
             "tuple": lambda part, depth: tuple(self._items(part, depth)),
@@ -131,8 +139,11 @@ class _Decoder:
         array = tensor.numpy()
         if array.dtype != dtype.newbyteorder("="):
             raise ValueError(f"its state has an array of {name} that is stored as {array.dtype}")
-        # Only an array of foreign byte order is copied, so that shared memory stays shared.
-        return array.astype(dtype, copy=False)
+        # Only an array of foreign byte order is copied, so that shared memory stays shared; and
+        # once, however often the file names it.
+        if (number, dtype) not in self._arrays:
+            self._arrays[number, dtype] = array.astype(dtype, copy=False)
+        return self._arrays[number, dtype]
 
 
 def _leaf(make: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
@@ -188,13 +199,18 @@ def _device(part: Any) -> torch.device:
 
 
 def _size(part: Any) -> torch.Size:
-    if not all(type(size) is int for size in _list(part)):
+    return torch.Size(_whole_numbers(part))
+
+
+def _whole_numbers(part: Any) -> list[int]:
+    # Larger ones fail wherever torch looks at them, were it to show them in a message.
+    if not all(type(size) is int and abs(size) < LARGEST_DECIMAL for size in _list(part)):
         raise TypeError("not whole numbers")
-    return torch.Size(part)
+    return _list(part)
 
 
 def _timedelta(part: Any) -> datetime.timedelta:
-    days, seconds, microseconds = _size(part)
+    days, seconds, microseconds = _whole_numbers(part)
     return datetime.timedelta(days, seconds, microseconds)
 
 

@@ -106,7 +106,8 @@ def decode_document(text: bytes) -> tuple[dict[str, Any], list[ArrayDescription]
         ValueError: the document isn't one that `encode_document` could have made.
     """
     try:
-        document = json.loads(text, object_pairs_hook=without_repetition)
+        # Of bytes, json would take UTF-16 and UTF-32 too.
+        document = json.loads(text.decode("ascii"), object_pairs_hook=without_repetition)
     except RecursionError:
         raise ValueError("its document is nested too deeply") from None
     except ValueError as error:

@@ -90,6 +90,8 @@ def _why_not_storable(tensor: torch.Tensor) -> str:
         return "it is on the meta device and has no values; give it some with to_empty() first"
     if tensor.is_quantized or dtype_name(tensor.dtype) not in STORED_AS:
         return f"its dtype is {tensor.dtype}; dequantize or convert it first"
+    if tensor.is_nested:
+        return "it is a nested tensor; pad it first"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}; call to_dense() first"
     if len(stored_shape(tensor.dtype, tuple(tensor.shape))) > LARGEST_RANK:

@@ -197,6 +197,7 @@ class SafeTensorsWeights:
         versions: the version of each submodule's state, where fitkit wrote the file.
         metadata: the texts that the file has beside its tensors.
         digest: that of a file that we wrote, which was checked; None for others.
+        aliases: further names of tensors, each with the one that its numbers are stored under.
         foreign: other programs write such files too.
     """
 
@@ -213,9 +214,13 @@ class SafeTensorsWeights:
         self._entries = {name: _entry(name, entry, start) for name, entry in header.items()}
         _check_places(self._entries, start, end)
         self.digest = _checked_digest(self.metadata, text, file, end)
-        for name, kept in self.metadata.items():
-            if name not in header and name != "format" and kept in header:
-                self._entries[name] = self._entries[kept]
+        self.aliases = {
+            name: kept
+            for name, kept in self.metadata.items()
+            if name not in header and name != "format" and kept in header
+        }
+        for name, kept in self.aliases.items():
+            self._entries[name] = self._entries[kept]
         self._arrays = StoredArrays(file, state)
         self._tied = TiedTensors()
 
@@ -271,7 +276,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], bytes, int]:
     if not text.startswith(b"{"):
         raise ValueError("its header isn't JSON, so it is no .safetensors file")
     try:
-        header = json.loads(text, object_pairs_hook=without_repetition)
+        # Of bytes, json would take UTF-16 and UTF-32 too.
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=without_repetition)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its header can't be read ({type(error).__name__}: {error})") from None
     if not isinstance(header, dict):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights
+from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.safetensors_file import write_tensors
 from fitkit.checkpoint.shards import SHARDING
 from fitkit.distributed.collectives import Collectives, together
@@ -84,6 +85,7 @@ def _write(path: Path, plan: SavePlan, planner: DefaultSavePlanner) -> str | Non
     """Write a rank's chunks; empty ones are left out. The file's digest; None without a file."""
     tensors: dict[str, torch.Tensor] = {}
     offsets: dict[str, list[int]] = {}
+    known = Numbering()
     for item in plan.items:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor) and item.tensor_data is not None
@@ -94,6 +96,9 @@ def _write(path: Path, plan: SavePlan, planner: DefaultSavePlanner) -> str | Non
                     f"{key} lies in several pieces on one rank, of which a shard can hold one. "
                     "Save to a file that ends in .h5."
                 )
+            count = len(known.arrays)
+            if known.add(tensor) < count:
+                tensor = tensor.clone()  # one chunk under two names is refused when it is read
             tensors[key] = storable(tensor)
             offsets[key] = list(item.tensor_data.chunk.offsets)
     if not tensors:

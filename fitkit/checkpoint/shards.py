@@ -132,6 +132,8 @@ def _opened(
 
 def _note_chunks(name: str, file: SafeTensorsWeights, parts: dict[str, list[Part]]) -> None:
     """Add a shard's chunks to those of the tensors that they are of."""
+    if file.aliases:  # each name would be read into memory of its own
+        raise ValueError(f"{name} has one chunk under several names")
     try:
         places = _dict(json.loads(file.metadata.get(SHARDING, "")))
     except (ValueError, RecursionError):

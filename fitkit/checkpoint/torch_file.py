@@ -21,6 +21,7 @@ import torch
 
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.dtypes import storable
+from fitkit.checkpoint.file_parts import state_of
 from fitkit.checkpoint.header import damaged
 from fitkit.checkpoint.interrupts import HeldInterrupts
 from fitkit.errors import CheckpointError, ConfigurationError
@@ -61,15 +62,42 @@ class TorchFile:
     def open(self, path: str | os.PathLike[str]) -> Iterator[TorchFileWeights]:
         """The weights in a file whose checksums are right."""
         name = os.fspath(path)
-        is_zip = _check(name)
-        try:
-            with warnings.catch_warnings():  # of a pickle's protocol, which torch then refuses
-                warnings.simplefilter("ignore")
-                content = torch.load(name, map_location="cpu", weights_only=True, mmap=is_zip)
-        except Exception as error:
-            # Not the cause: torch's own text advises to run what the file asks for.
-            raise CheckpointError(_refusal(name, error)) from None
-        yield TorchFileWeights(name, content)
+        # Opened once, so that torch reads what was checked; and read, not mapped: where another
+        # process cuts a mapped file, the system ends the process that looks at it.
+        with _opened(name) as file:
+            state = state_of(file)
+            _check(name, file)
+            try:
+                file.seek(0)
+                with warnings.catch_warnings():  # of a pickle's protocol, which torch then refuses
+                    warnings.simplefilter("ignore")
+                    content = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+                if state_of(file) != state:
+                    raise damaged(name, "it was written to while it was read")
+                weights = TorchFileWeights(name, content, state[0])
+            except CheckpointError:
+                raise
+            except Exception as error:
+                # Not the cause: torch's own text advises to run what the file asks for.
+                raise CheckpointError(_refusal(name, file, error)) from None
+        yield weights
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    """An ordinary file, open to read."""
+    try:
+        if not stat.S_ISREG(os.stat(name).st_mode):  # to open a pipe would wait
+            raise CheckpointError(f"{name} can't be read: it isn't a file. Give the path of one.")
+        file = open(name, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} can't be read: {error.strerror or error}. Check the path and its rights."
+        ) from error
+    with file:
+        yield file
 
 
 class LightningFile(TorchFile):
@@ -83,9 +111,9 @@ class LightningFile(TorchFile):
         )
 
 
-def _refusal(name: str, error: Exception) -> str:
+def _refusal(name: str, file: BinaryIO, error: Exception) -> str:
     """Why torch didn't read a file, and what to do."""
-    found = _unsafe_names(name, error)
+    found = _unsafe_names(file, error)
     if not found:
         return (
             f"{name} isn't a file of weights that torch can read ({type(error).__name__}): it is "
@@ -100,10 +128,11 @@ def _refusal(name: str, error: Exception) -> str:
     )
 
 
-def _unsafe_names(name: str, error: Exception) -> list[str]:
+def _unsafe_names(file: BinaryIO, error: Exception) -> list[str]:
     """The classes and functions that a file's pickle asks for and torch doesn't give."""
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(name))
+        file.seek(0)
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # no zip archive, or one that can't be read
         return re.findall(r"GLOBAL ([\w.]+)", str(error))
 
@@ -137,25 +166,18 @@ class _Output(io.RawIOBase):
             raise self._error
 
 
-def _check(name: str) -> bool:
-    """Check what can be checked before torch sees the file; whether it is a zip archive.
+def _check(name: str, file: BinaryIO) -> None:
+    """Check what can be checked before torch sees the file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it isn't an ordinary file, or is damaged.
+        CheckpointError: it is damaged.
     """
     try:
-        if not stat.S_ISREG(os.stat(name).st_mode):
-            raise CheckpointError(f"{name} can't be read: it isn't a file. Give the path of one.")
-        with open(name, "rb") as file:
-            start = file.read(len(_ZIP))
-            if not start:
-                raise damaged(name, "it is empty")
-            if start == _ZIP:
-                _check_archive(name, file)
-            return start == _ZIP
-    except (FileNotFoundError, CheckpointError):
-        raise
+        start = file.read(len(_ZIP))
+        if not start:
+            raise damaged(name, "it is empty")
+        if start == _ZIP:
+            _check_archive(name, file)
     except OSError as error:
         raise CheckpointError(
             f"{name} can't be read: {error.strerror or error}. Check the path and its rights."
@@ -192,24 +214,25 @@ class TorchFileWeights:
 
     foreign = True
 
-    def __init__(self, path: str, content: object) -> None:
-        state = _state_dict(path, content)
+    def __init__(self, path: str, content: object, file_bytes: int) -> None:
+        state, metadata = _state_dict(path, content)
         self.extra = {
             name: value for name, value in state.items() if not isinstance(value, torch.Tensor)
         }
-        self.versions = _versions(state)
+        self.versions = _versions(metadata)
         self._tensors = {
             name: _plain(path, name, value)
             for name, value in state.items()
             if isinstance(value, torch.Tensor)
         }
+        _check_sizes(path, self._tensors, file_bytes)
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor, by name."""
         return {name: (tuple(item.shape), item.dtype) for name, item in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU; its memory is the file."""
+        """The tensor of that name, on the CPU."""
         return self._tensors[name]
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
@@ -218,34 +241,56 @@ class TorchFileWeights:
             tensor.copy_(self._tensors[name])
 
 
-def _state_dict(path: str, content: object) -> Mapping[str, Any]:
-    if isinstance(content, Mapping):
-        for key in _NESTED:
-            if isinstance(content.get(key), Mapping):
-                content = content[key]
-                break
-    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+def _state_dict(path: str, content: object) -> tuple[dict[str, Any], object]:
+    """The entries of the state dict in a file, and what torch keeps beside them."""
+    entries = _entries(content)
+    for key in _NESTED:
+        if isinstance(entries.get(key), dict):
+            content = entries[key]
+            entries = _entries(content)
+            break
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in entries):
         raise CheckpointError(
             f"{path} has no weights in it: it holds a {type(content).__name__} instead of a state "
             "dict. Save one with torch.save(net.state_dict(), path)."
         )
-    return content
+    return entries, vars(content).get("_metadata") if hasattr(content, "__dict__") else None
 
 
-def _versions(state: Mapping[str, Any]) -> dict[str, int]:
-    metadata = getattr(state, "_metadata", None)
-    items = metadata.items() if isinstance(metadata, Mapping) else ()
-    return {
-        name: entry["version"]
-        for name, entry in items
-        if isinstance(name, str)
-        and isinstance(entry, Mapping)
-        and isinstance(entry.get("version"), int)
-    }
+def _entries(content: object) -> dict[Any, Any]:
+    """A dict's entries, by its class: a file may give it other methods, as attributes."""
+    return dict(type(content).items(content)) if isinstance(content, dict) else {}
+
+
+def _versions(metadata: object) -> dict[str, int]:
+    """The version of each submodule's state."""
+    noted = {name: _entries(entry).get("version") for name, entry in _entries(metadata).items()}
+    return {n: v for n, v in noted.items() if isinstance(n, str) and type(v) is int}
 
 
 def _plain(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     try:
-        return storable(tensor)
+        # By the class: a file may give a tensor other methods, as attributes.
+        return storable(torch.Tensor.detach(tensor))
     except ConfigurationError as error:
         raise CheckpointError(f"{path}: {name!r} can't be loaded: {error}") from None
+
+
+def _check_sizes(path: str, tensors: Mapping[str, torch.Tensor], file_bytes: int) -> None:
+    """Refuse tensors that would take more memory than the file has bytes.
+
+    Strides of zero let one number stand for any size; and torch makes memory larger for a tensor
+    of a file without an archive, where that has too little.
+    """
+    storages = {}
+    spread = 0
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        size_bytes = tensor.numel() * tensor.element_size()
+        spread += size_bytes if size_bytes > storage.nbytes() else 0
+    if max(sum(storages.values()), spread) > file_bytes:
+        raise CheckpointError(
+            f"{path} is refused: its tensors take more bytes than the file has. Save them in "
+            "memory of their own: {name: tensor.clone() for name, tensor in state.items()}."
+        )
