@@ -20,7 +20,10 @@ def describe(value: object) -> str:
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of shape {tuple(shape)}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python shows no whole numbers of more than 4,300 digits
+        return f"a {type(value).__name__} too long to show"
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}…"
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+_NUMBERS = 624
+"""How many 32-bit numbers the state of a Mersenne Twister has, which Python, NumPy and torch use."""
+
+_SEED_BYTES = 8
+"""What a state of torch's begins with; then draws left, a flag, the place, and the numbers."""
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
@@ -43,7 +50,70 @@ def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator
     torch.set_rng_state(state["torch"])
     if len(generators) == len(state["own"]):
         for generator, own in zip(generators, state["own"], strict=True):
-            generator.set_state(own)
+            if is_of_a_gpu(own) == (generator.device.type == "cuda"):
+                generator.set_state(own)
     cuda = state.get("cuda", [])
     if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
+
+
+def is_of_a_gpu(state: Any) -> bool:
+    """Whether a generator's state has the form of a CUDA generator's: a seed and an offset."""
+    return isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.numel() == 16
+
+
+def check_random_state(state: Any) -> None:
+    """Refuse what `random_state` never gives, from a file that anybody may have written.
+
+    Each library tries the state on a generator that nobody uses. Two don't look at all of it.
+    NumPy takes any place in the Mersenne Twister's 624 numbers, and reads there. Torch takes
+    a place and a number of draws left that together lead past their end.
+
+    Raises:
+        ValueError: with what is wrong.
+    """
+    if not isinstance(state, dict):
+        raise ValueError("a random state isn't a dict")
+    try:
+        version, numbers, gauss = state["python"]
+        python = random.Random()
+        python.setstate((version, tuple(numbers), gauss))
+        _check_twister(python.getstate()[1][:-1])
+        _check_numpy(state["numpy"])
+        if not isinstance(state["own"], list):
+            raise TypeError("'own' isn't a list")
+        for own in state["own"]:
+            if not is_of_a_gpu(own):
+                _check_torch(own)
+        _check_torch(state["torch"])
+    except Exception as error:  # each library raises what it likes
+        raise ValueError(f"a random state can't be one ({error})") from error
+    cuda = state.get("cuda") or []
+    if not isinstance(cuda, list) or not all(map(is_of_a_gpu, cuda)):
+        raise ValueError("a random state of a GPU isn't 16 bytes")
+
+
+def _check_twister(numbers: Any) -> None:
+    """Refuse the one state that gives nothing but zeros, of which draws wait for ever."""
+    first, *others = (int(number) & 0xFFFFFFFF for number in numbers)
+    if not any(others) and first < 1 << 31:  # of the first number, the top bit alone counts
+        raise ValueError("all of it is zero")
+
+
+def _check_numpy(state: Any) -> None:
+    trial = np.random.RandomState()
+    trial.set_state(state)  # refuses another kind of generator
+    inner = trial.get_state(legacy=False)["state"]  # type: ignore[index]
+    if not 0 <= inner["pos"] <= _NUMBERS:
+        raise ValueError(f"NumPy's place in it is {inner['pos']}")
+    _check_twister(inner["key"])
+
+
+def _check_torch(state: Any) -> None:
+    torch.Generator().set_state(state)  # refuses another size, or a place outside
+    raw = state.contiguous().numpy().tobytes()
+    left, _, place = struct.unpack_from("=iiQ", raw, _SEED_BYTES)
+    if left < 1 or (left > 1 and place + left - 1 > _NUMBERS):
+        raise ValueError(f"torch's place in it is {place}, with {left - 1} numbers left")
+    start = _SEED_BYTES + 16
+    _check_twister(np.frombuffer(raw[start : start + 8 * _NUMBERS], np.uint64))

@@ -59,6 +59,15 @@ class SchedulerChoice:
             return maker.__name__
         return type(maker).__name__ if _is_scheduler(maker) else None
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether making and moving it runs torch's code alone."""
+        maker = _maker(self.given)
+        bound = isinstance(self.given, functools.partial)
+        given = [*self.given.args, *self.given.keywords.values()] if bound else []
+        own = isinstance(maker, type) and maker.__module__ == lr_scheduler.__name__
+        return own and not any(map(callable, given))
+
     @classmethod
     def read(cls, value: Any) -> SchedulerChoice | None:
         """The choice in `compile`'s argument; None stays None.

@@ -4,7 +4,7 @@ from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.checkpoint.comparison import LoadedWeights
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
-from fitkit.checkpoint.optimizer_state import check_optimizer_state
+from fitkit.checkpoint.optimizer_state import check_fused_state, check_optimizer_state
 from fitkit.checkpoint.sharded_folder import is_folder_name, save_folder
 from fitkit.checkpoint.weights import (
     FittingWeights,
@@ -25,6 +25,7 @@ __all__ = [
     "FittingWeights",
     "LoadedWeights",
     "Reader",
+    "check_fused_state",
     "check_optimizer_state",
     "fitting_weights",
     "is_folder_name",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from fitkit.arguments import describe
 from fitkit.distributed.precision import resolve_precision
 from fitkit.errors import FitkitError
 from fitkit.losses.names import LOSSES
-from fitkit.notices import warn
 from fitkit.optimizers import HOW
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ def plain_options(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in options.items() if is_plain(value)}
 
 
-def warn_of_differences(
-    model: Model, path: str, compiled: object, training: dict[str, Any]
-) -> None:
-    """Say what of `compile`'s arguments contradicts a checkpoint, and which of both holds.
+def differences(model: Model, path: str, compiled: object, training: dict[str, Any]) -> str:
+    """What of `compile`'s arguments contradicts a checkpoint, and which of both holds; "" if none.
 
     A model that was never compiled is only to predict, and nothing is said.
 
@@ -50,14 +48,14 @@ def warn_of_differences(
     """
     given = model._fitkit.compilation.given
     if not model._fitkit.compilation.names_optimizer and given["loss"] is None:
-        return
+        return ""
     kept = _kept_options(model._fitkit.fit_state.optimizers, training)
     anew = _other_arguments(given, compiled)
     if not kept and not anew:
-        return
+        return ""
     parts = [f"the file's {', '.join(kept)}"] if kept else []
     parts += [f"compile's {', '.join(anew)}"] if anew else []
-    warn(
+    return (
         f"{path} was saved by a model that was compiled otherwise. What holds from now on: "
         f"{'; '.join(parts)}. To go on exactly, compile as then; to take the weights alone, use "
         "load_weights."
@@ -70,7 +68,7 @@ def _kept_options(optimizers: list[Optimizer], training: dict[str, Any]) -> list
     for optimizer, entry in zip(optimizers, training.get("optimizers", []), strict=False):
         now, then = plain_options(optimizer), entry.get("options", {})
         found += [
-            f"{name}={then[name]!r} (compile gives {value!r})"
+            f"{name}={describe(then[name])} (compile gives {value!r})"
             for name, value in now.items()
             if name in then and _plainer(then[name]) != _plainer(value)
         ]
@@ -88,7 +86,7 @@ def _other_arguments(given: dict[str, Any], compiled: object) -> list[str]:
         # Whether an object means the same as another object or a word can't be known.
         known = None in (now, then) or (is_plain(now) and then != _OBJECT)
         if known and _meaning(name, now) != _meaning(name, then):
-            found.append(f"{name}={now!r} (the file has {then!r})")
+            found.append(f"{name}={now!r} (the file has {describe(then)})")
     return found
 
 

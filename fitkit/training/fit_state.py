@@ -28,6 +28,7 @@ from fitkit.schedulers import SchedulerChoice, own_interval
 from fitkit.training.compilation import Compilation
 from fitkit.training.own_optimizers import PlannedScheduler, read_optimizers
 from fitkit.training.progress import Progress
+from fitkit.training.stored import check_scheduler_state
 
 if TYPE_CHECKING:
     from fitkit.training.fit_run import FitRun
@@ -206,6 +207,8 @@ class FitState:
                 f"The checkpoint has the schedulers {', '.join(wanted)}, but the model is compiled "
                 f"with {', '.join(classes)}. Compile it as it was, or use load_weights."
             )
+        for plan, entry in zip(self.schedulers, stored, strict=True):
+            check_scheduler_state(plan.scheduler, entry["state"], "The checkpoint")
         for plan, entry in zip(self.schedulers, stored, strict=True):
             plan.load_state(entry["state"])
             plan.passed = entry.get("passed", 0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fitkit.arguments import describe
 from fitkit.data.sharding import whole_of
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.random_states import random_state
 from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
 from fitkit.training.reduction import noted_by
+from fitkit.training.stored import check_callback_state
 
 if TYPE_CHECKING:
     from fitkit.callbacks import Callback
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _words(data: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in data.items())
+    return ", ".join(f"{name}={describe(value)}" for name, value in data.items())
 
 
 def check_data(source: Any, progress: Progress) -> None:
@@ -135,6 +137,7 @@ def restore(run: FitRun) -> None:
 
 def _give_state(callback: Callback, state: Any) -> None:
     try:
+        check_callback_state(callback, state)
         callback.load_state_dict(state)
     except Exception as error:
         name = type(callback).__name__

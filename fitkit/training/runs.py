@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from fitkit.callbacks import Callback, CallbackList, ProgressBar
+from fitkit.checkpoint import check_fused_state
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.parts import part_of
 from fitkit.data.sharding import sharded
@@ -151,6 +152,7 @@ def updaters_of(
     if is_named:
         fuse(optimizers[0], model)
     for optimizer in optimizers:
+        check_fused_state(optimizer)
         match_state(optimizer)
         match_strides([optimizer])
         strategy.precision.check_optimizer(optimizer)

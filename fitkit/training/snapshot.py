@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import fitkit.checkpoint as files
 from fitkit.arguments import describe
@@ -18,9 +19,9 @@ from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fitkit.notices import warn
 from fitkit.optimizers import held_by, load_state
 from fitkit.training.compilation import UNSET
-from fitkit.training.differences import is_plain, plain_options, warn_of_differences
+from fitkit.training.differences import differences, is_plain, plain_options
 from fitkit.training.progress import Progress, copy_lists
-from fitkit.training.stored import check_progress, check_training
+from fitkit.training.stored import check_progress, check_scheduler_state, check_training
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
@@ -197,17 +198,33 @@ def load(
             check_progress(progress, name)
         weights = files.fitting_weights(found.weights, name, model._weights_module())
         restore = checked_training(model, training, name)
+        _check_warm_up(training, progress, name)
         agree(progress)
+        told = differences(model, name, found.state.get("compiled"), training)
         _assign(model, weights, restore, name)
         if model._fitkit.fit_state.trains:  # loaded within an epoch
             model._fitkit.fit_state.train()
-        warn_of_differences(model, name, found.state.get("compiled"), training)
+        if told:
+            warn(told)
     model._fitkit.fit_state.progress = progress
     if progress is not None:
         model.history = History()
         model.history.epoch = list(progress.history["epoch"])
         model.history.history = copy_lists(progress.history["history"])
     return progress
+
+
+def _check_warm_up(training: dict[str, Any], progress: Progress | None, path: str) -> None:
+    """Refuse rates to warm up to for another number of groups than the optimizers have."""
+    entries = training.get("optimizers", [])
+    groups = sum(len(entry["state"]["param_groups"]) for entry in entries)
+    if progress is not None and progress.warm_up is not None and groups:
+        targets = len(progress.warm_up["targets"])
+        if targets != groups:
+            raise CheckpointError(
+                f"{path} warms up the rates of {targets} groups, and its optimizers have {groups}: "
+                "another program made it. Use load_weights."
+            )
 
 
 def _assign(
@@ -325,6 +342,50 @@ def _check_schedulers(model: Model, training: dict[str, Any], path: str) -> None
             f"{path} was made with the scheduler {', '.join(then)}, but the model is compiled with "
             f"{', '.join(now)}. Compile it as it was, or use load_weights."
         )
+    entries = training.get("schedulers", [])
+    schedulers = [plan.scheduler for plan in model._fitkit.fit_state.schedulers]
+    tried = _scheduler_to_try(choice, training)
+    if tried is not None:
+        schedulers = [tried]
+    for scheduler, entry in zip(schedulers, entries, strict=False):
+        check_scheduler_state(scheduler, entry["state"], path)
+    if tried is not None and entries:
+        _try_scheduler(tried, entries[0]["state"], path)
+
+
+def _scheduler_to_try(choice: Any, training: dict[str, Any]) -> Any:
+    """A scheduler as `compile` asks for, over an optimizer that nobody uses.
+
+    None where making it runs code of the user's, who then gets to know at the next fit.
+    """
+    if choice is None or not choice.is_of_torch:
+        return None
+    (entry, *_) = training["optimizers"]
+    rates = [float(group["lr"]) for group in entry["state"]["param_groups"]]
+    groups = [{"params": [torch.zeros(1)], "lr": rate, "momentum": 0.9} for rate in rates]
+    try:
+        return choice.build(torch.optim.SGD(groups, lr=1e-3), 2, 2)
+    except Exception:  # one that wants another optimizer than this one
+        return None
+
+
+def _try_scheduler(scheduler: Any, state: dict[str, Any], path: str) -> None:
+    """Refuse a state that a scheduler takes and can't move on from."""
+    try:
+        scheduler.load_state_dict(copy.deepcopy(state))
+        scheduler.optimizer._opt_called = True  # torch warns of a scheduler that moves first
+        total = getattr(scheduler, "total_steps", None)
+        if total is None or scheduler.last_epoch + 1 < total:
+            scheduler.step(*(1.0,) * isinstance(scheduler, ReduceLROnPlateau))
+        rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+        if not all(isinstance(rate, (int, float, torch.Tensor)) for rate in rates):
+            raise TypeError("it sets rates that aren't numbers")
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has a state that {type(scheduler).__name__} can't go on from "
+            f"({type(error).__name__}: {error}). Nothing was loaded; use another file, or "
+            "load_weights."
+        ) from error
 
 
 def _check_order(model: Model, optimizer: Any, entry: dict[str, Any], path: str) -> None:
@@ -395,9 +456,9 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
         )
     try:
         model.compile(**named)
-    except ConfigurationError as error:
+    except FitkitError as error:
         raise CheckpointError(
-            f"{os.fspath(path)} was compiled with {named}, which this version refuses: {error}"
+            f"{os.fspath(path)} was compiled with {describe(named)}, which this version refuses: {error}"
         ) from error
     load(model, path)
     return model

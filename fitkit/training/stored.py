@@ -7,14 +7,16 @@ another form than fitkit writes is refused here, while the model is still as it 
 from __future__ import annotations
 
 import math
-import random
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
+from torch.optim import lr_scheduler
 
 from fitkit.arguments import describe
 from fitkit.errors import CheckpointError
+from fitkit.random_states import check_random_state
 from fitkit.training.differences import is_plain
 from fitkit.training.progress import Progress
 
@@ -43,9 +45,9 @@ def check_training(training: dict[str, Any], path: str) -> None:
             _has("schedulers", entry, {"class": str, "state": dict})
             _check_count("passed", entry.get("passed", 0))
         for entry in _dicts("scalings", training.get("scalings", [])):
-            _has("scalings", entry, {"scaler": dict, "overcounted": int})
-            if not all(_is_number(value) for value in entry["scaler"].values()):
-                raise ValueError("a loss scale isn't a number")
+            _has("scalings", entry, {"scaler": dict})
+            _check_count("overcounted", entry.get("overcounted"))
+            _check_scaler(entry["scaler"])
         _check_count("updates", training.get("updates", 0))
         factor = training.get("rate_factor", 1.0)
         if not _is_number(factor) or not 0 < factor < math.inf:
@@ -72,15 +74,15 @@ def check_progress(progress: Progress, path: str) -> None:
         if not progress.random:
             raise ValueError("random is empty")
         for state in (*progress.random, *(began for began in progress.began if began is not None)):
-            _check_random_state(state)
+            check_random_state(state)
         for notes in _dicts("noted", progress.noted):
             _check_notes(notes)
         if progress.loader is not None:
             _has("loader", progress.loader, {"state": object})
         if progress.warm_up is not None:
             _has("warm_up", progress.warm_up, {"done": int, "targets": list})
-            targets = progress.warm_up["targets"]
-            if not all(_is_number(t) or isinstance(t, torch.Tensor) for t in targets):
+            _check_count("done", progress.warm_up["done"])
+            if not all(map(_is_single, progress.warm_up["targets"])):
                 raise ValueError("a rate to warm up to isn't a number")
         if progress.data is not None and not isinstance(progress.data, dict):
             raise ValueError("data isn't a dict")
@@ -103,6 +105,92 @@ class _Refusing:
             ) from error
 
 
+def check_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> None:
+    """Refuse what a scheduler like this one never gives.
+
+    Torch's classes put any names and values of a state into the object itself, methods included.
+
+    Args:
+        scheduler: one as the state is for; it isn't changed.
+
+    Raises:
+        CheckpointError: with the first name that doesn't fit.
+    """
+    if type(scheduler).__module__ != lr_scheduler.__name__:
+        return  # a user's own may keep what it likes
+    with _Refusing(path):
+        for problem in _differences(state, scheduler.state_dict(), type(scheduler).__name__):
+            raise ValueError(problem)
+
+
+def _differences(found: Any, own: Any, place: str) -> Iterator[str]:
+    """Where a part of a scheduler's state is of another kind than the one that is there."""
+    if isinstance(own, Counter):  # MultiStepLR's milestones
+        counts = [*found, *found.values()] if isinstance(found, Counter) else [found]
+        if not all(type(count) is int for count in counts):
+            yield f"{place} is {describe(found)}"
+    elif isinstance(own, dict) and isinstance(found, dict):
+        for name, value in found.items():
+            if name in own:
+                yield from _differences(value, own[name], f"{place}[{name!r}]")
+            else:
+                yield f"{place} has {describe(name)}, which it never has"
+    elif isinstance(own, (list, tuple)) and isinstance(found, (list, tuple)):
+        if len(found) != len(own):
+            yield f"{place} has {len(found)} entries instead of {len(own)}"
+        for index, (value, there) in enumerate(zip(found, own, strict=False)):
+            yield from _differences(value, there, f"{place}[{index}]")
+    elif not _is_same_kind(found, own):
+        yield f"{place} is {describe(found)}, not like {describe(own)}"
+
+
+def _is_same_kind(found: Any, own: Any) -> bool:
+    if isinstance(own, torch.Tensor) or isinstance(found, torch.Tensor):  # a rate may be one
+        return _is_single(found) and _is_single(own)
+    if own is None or found is None:
+        return not isinstance(found, (dict, list, tuple, set))
+    if isinstance(own, float) or isinstance(found, float):
+        return _is_number(found) and _is_number(own)
+    return type(found) is type(own)
+
+
+def _is_single(value: Any) -> bool:
+    """Whether a value is a number, or a tensor of one real number."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return _is_number(value)
+
+
+def check_callback_state(callback: Any, state: Any) -> None:
+    """Refuse values of one of fitkit's own callbacks that are of another kind than it keeps.
+
+    Raises:
+        ValueError: with the name.
+    """
+    if not type(callback).__module__.startswith("fitkit.") or not isinstance(state, dict):
+        return
+    for name, own in callback.state_dict().items():
+        kinds = {bool: bool, int: int, float: (int, float), str: str}.get(type(own))
+        found = state.get(name)
+        wrong = kinds is not None and name in state and not isinstance(found, kinds)
+        if wrong or (kinds is not None and type(found) is bool and type(own) is not bool):
+            raise ValueError(f"{name} is {describe(found)}, not like {describe(own)}")
+
+
+def _check_scaler(scaler: dict[str, Any]) -> None:
+    """Refuse what torch's GradScaler never gives; one that is switched off gives nothing."""
+    if not scaler:
+        return
+    names = ("scale", "growth_factor", "backoff_factor")
+    for name in names:
+        if not _is_number(scaler.get(name)) or not 0 < scaler[name] < math.inf:
+            raise ValueError(f"a loss scaler's {name}={describe(scaler.get(name))} can't be")
+    for name in ("growth_interval", "_growth_tracker"):
+        value = scaler.get(name)
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise ValueError(f"a loss scaler's {name}={describe(value)} can't be")
+
+
 def _check_notes(notes: dict[str, Any]) -> None:
     _has("noted", notes, {"sums": dict, "metrics": (dict, type(None)), "logged": dict})
     for name in ("steps", "fillers", "rank"):
@@ -111,28 +199,6 @@ def _check_notes(notes: dict[str, Any]) -> None:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not is_pair or not all(map(_is_number, pair)):
             raise ValueError("a sum and its number of samples aren't two numbers")
-
-
-def _check_random_state(state: Any) -> None:
-    """Refuse a state that no generator takes, by giving it to generators that nobody uses."""
-    if not isinstance(state, dict):
-        raise ValueError("a random state isn't a dict")
-    try:
-        version, numbers, gauss = state["python"]
-        random.Random().setstate((version, tuple(numbers), gauss))
-        np.random.RandomState().set_state(state["numpy"])
-        for own in (state["torch"], *state["own"]):
-            if not _is_of_a_gpu(own):
-                torch.Generator().set_state(own)
-    except Exception as error:  # each library raises what it likes
-        raise ValueError(f"a random state can't be one ({error})") from error
-    if not all(map(_is_of_a_gpu, state.get("cuda") or [])):
-        raise ValueError("a random state of a GPU isn't 16 bytes")
-
-
-def _is_of_a_gpu(state: Any) -> bool:
-    """Whether a state has the form of a CUDA generator's: a seed and an offset."""
-    return isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.numel() == 16
 
 
 def _dicts(name: str, value: Any) -> list[dict[str, Any]]:

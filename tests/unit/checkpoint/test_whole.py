@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fitkit.checkpoint import (
+    check_fused_state,
     check_optimizer_state,
     fitting_weights,
     load_weights,
@@ -215,3 +216,119 @@ def test_a_scheduler_may_have_added_options_and_an_older_torch_lack_some(state):
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+
+
+def every_optimizer():
+    names = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    return sorted(names - {"Optimizer"})
+
+
+def stepped(name, steps=3, **options):
+    """One of torch's optimizers after some steps, and a new one like it."""
+    torch.manual_seed(0)
+    shapes = [(4, 3)] if name == "Muon" else [(4, 3), (4,), ()]
+    if name == "SparseAdam":
+        shapes = [(4, 3)]
+    kind = getattr(torch.optim, name)
+    made = []
+    for _ in range(2):
+        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        made.append(kind(parameters, **options))
+    optimizer = made[0]
+    held = optimizer.param_groups[0]["params"]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(item.square().sum() for item in held)
+        loss.backward()
+        if name == "SparseAdam":
+            held[0].grad = held[0].grad.to_sparse()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    return made
+
+
+OPTIONS = {
+    "Adam": [{"amsgrad": True}, {"fused": True}, {"lr": torch.tensor(0.1)}],
+    "AdamW": [{"amsgrad": True}],
+    "Muon": [{"momentum": 0.5}],
+    "LBFGS": [{"line_search_fn": "strong_wolfe", "history_size": 2}],
+    "NAdam": [{"decoupled_weight_decay": True}],
+    "RMSprop": [{"momentum": 0.9}, {"centered": True}],
+    "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
+}
+EVERY = [(name, o) for name in every_optimizer() for o in [{}, *OPTIONS.get(name, [])]]
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY, ids=str)
+def test_what_each_optimizer_of_torch_keeps_fits_and_nothing_else(name, options):
+    old, new = stepped(name, **options)
+    state = old.state_dict()
+    check_optimizer_state(old, state)
+    check_optimizer_state(new, state)
+    spoilt = 0
+    for identity, entry in state["state"].items():
+        for key, value in entry.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            # One number is whatever its class divides by; else all that is smaller or larger.
+            wrong = [torch.ones(7), torch.ones(4, 1), torch.ones(2, 2, 2), "x"]
+            wrong += [torch.tensor(0.5), torch.ones(1)] if value.numel() > 1 else []
+            wrong += [] if value.shape == (4, 3) else [torch.ones(4, 3)]
+            for other in wrong:
+                if isinstance(other, torch.Tensor) and other.shape == value.shape:
+                    continue
+                forged = {**state["state"], identity: {**entry, key: other}}
+                for optimizer in (old, new):
+                    with pytest.raises(CheckpointError, match=f"parameter {identity}: '{key}'"):
+                        check_optimizer_state(optimizer, {**state, "state": forged})
+                spoilt += 1
+    assert spoilt or name in ("SGD", "LBFGS")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1j, True])
+def test_a_count_of_steps_is_a_number_from_zero(state, value):
+    state["state"][0]["step"] = torch.tensor(value)
+    assert "parameter 0: 'step' is" in refusal(state)
+
+
+def test_a_state_of_unknown_names_or_parameters_is_refused(state):
+    state["state"][0]["other"] = torch.ones(4, 3)
+    assert "parameter 0: 'other' is nothing that Adam keeps" in refusal(state)
+    del state["state"][0]["other"], state["state"][0]["exp_avg"]
+    assert "parameter 0: 'exp_avg' is missing" in refusal(state)
+    state["state"][(0, 1)] = {}
+    assert "for parameter (0, 1), which is in no group" in refusal(state)
+
+
+def test_an_optimizer_of_the_users_own_may_keep_what_it_likes():
+    class Own(torch.optim.Adam):
+        pass
+
+    state = with_state("Adam", (4, 3)).state_dict()
+    state["state"][0]["exp_avg"] = torch.ones(2)
+    check_optimizer_state(Own([torch.nn.Parameter(torch.ones(4, 3))]), state)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize("other", [torch.ones(1), torch.ones(()), torch.ones(12), torch.ones(4, 1)])
+def test_a_fused_step_is_refused_over_state_of_another_size_whoever_has_set_it(name, other):
+    class Own(getattr(torch.optim, name)):
+        pass
+
+    for kind in (getattr(torch.optim, name), Own):
+        parameter = torch.nn.Parameter(torch.ones(4, 3))
+        parameter.grad = torch.ones(4, 3)
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = kind([parameter], lr=0.1, fused=True, **options)
+        optimizer.step()
+        check_fused_state(optimizer)
+        entry = optimizer.state[parameter]
+        for key in [key for key in entry if key != "step"]:
+            before, entry[key] = entry[key], other
+            with pytest.raises(ConfigurationError, match=f"'{key}' is float32"):
+                check_fused_state(optimizer)
+            entry[key] = before
+        check_fused_state(optimizer)

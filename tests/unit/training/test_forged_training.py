@@ -1,8 +1,11 @@
 """Checkpoints whose digest is right and whose training's state is not as fitkit writes it."""
 
 import copy
+import functools
 import random
+import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ import fitkit
 from fitkit.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from fitkit.checkpoint import read_container, write_container
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fitkit.random_states import check_random_state, random_state, set_random_state
 
 X, Y = torch.randn(24, 4), torch.randn(24, 2)
 
@@ -114,7 +118,7 @@ def test_a_state_that_an_optimizer_cannot_take_leaves_the_model_as_it_was(tmp_pa
     write_container(tmp_path / "forged.h5", document, arrays)
     model = compiled()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match="an optimizer or a scheduler can't take"):
+    with pytest.raises(CheckpointError, match="'step' is 'x', not one number from 0"):
         model.load(tmp_path / "forged.h5")
     assert same(dict(model.state_dict()), before)
     assert model.global_step == 0
@@ -146,6 +150,180 @@ def test_random_changes_of_the_state_load_or_are_refused_with_the_model_as_it_wa
             model.load(path)
         except (CheckpointError, ConfigurationError):
             assert same(state_of(model), before), part
+
+
+OPTIONS = [
+    ("eps", None), ("weight_decay", None), ("lr", "x"), ("amsgrad", 1.5), ("maximize", [1]),
+    ("betas", {"tuple": [0.9, None]}), ("betas", {"tuple": [0.9, 1.0]}), ("eps", float("nan")),
+    ("eps", {"tensor": 0}), ("betas", {"tuple": [0.9, {"tensor": 0}]}), ("lr", {"tensor": 0}),
+    ("initial_lr", "x"), ("weight_decay", {"int": "0x" + "f" * 5_000}), ("amsgrad", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OPTIONS)
+def test_options_that_no_step_can_be_made_with_are_refused(tmp_path, written, name, value):
+    document, arrays = copy.deepcopy(written[0]), written[1]
+    state = document["state"]["dict"]["training"]["dict"]["optimizers"][0]["dict"]["state"]
+    state["dict"]["param_groups"][0]["dict"][name] = value
+    write_container(tmp_path / "forged.h5", document, arrays)
+    model = compiled()
+    before = state_of(model)
+    with pytest.raises(CheckpointError, match="doesn't fit this AdamW"):
+        model.load(tmp_path / "forged.h5")
+    assert same(state_of(model), before)
+
+
+def test_whole_numbers_too_long_to_show_are_refused_without_showing_them(tmp_path, written):
+    for value in ({"Size": [1 << 70]}, {"int": "0x" + "f" * 5_000}):
+        document, arrays = copy.deepcopy(written[0]), written[1]
+        document["state"]["dict"]["training"]["dict"]["updates"] = value
+        write_container(tmp_path / "forged.h5", document, arrays)
+        with pytest.raises(CheckpointError):
+            compiled().load(tmp_path / "forged.h5")
+
+
+def test_options_of_a_compilation_too_long_to_show_are_told_of(tmp_path, written):
+    document, arrays = copy.deepcopy(written[0]), written[1]
+    optimizer = document["state"]["dict"]["training"]["dict"]["optimizers"][0]["dict"]
+    optimizer["options"]["dict"]["eps"] = {"int": "0x" + "f" * 5_000}
+    write_container(tmp_path / "forged.h5", document, arrays)
+    with pytest.warns(UserWarning, match="eps=a int too long to show"):
+        compiled().load(tmp_path / "forged.h5")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 3), (2, 1)])
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_a_state_smaller_than_its_parameter_is_refused(tmp_path, name, shape):
+    # The step in one pass would read and write beyond it.
+    def make():
+        model = fitkit.Model(torch.nn.Linear(3, 2, bias=False))
+        model.compile(name, "mse", accelerator="cpu")
+        return model
+
+    model = make()
+    model.fit(X[:, :3], Y, verbose=0)
+    model.save(tmp_path / "run.h5")
+    with read_container(tmp_path / "run.h5") as reader:
+        document = copy.deepcopy(reader.document)
+        arrays = [reader.read(i) for i in range(len(reader))]
+    kept = document["state"]["dict"]["training"]["dict"]["optimizers"][0]["dict"]["state"]
+    for key in ("exp_avg", "exp_avg_sq"):
+        number = kept["dict"]["state"]["items"][0][1]["dict"][key]["tensor"]
+        arrays[number] = torch.ones(shape)
+    write_container(tmp_path / "forged.h5", document, arrays)
+    for use in (
+        lambda new: new.load(tmp_path / "forged.h5"),
+        lambda new: new.fit(X[:, :3], Y, epochs=2, verbose=0, resume_from=tmp_path / "forged.h5"),
+    ):
+        new = make()
+        before = new.net.weight.clone()
+        with pytest.raises(CheckpointError, match="'exp_avg' is float32 .*, the parameter"):
+            use(new)
+        assert torch.equal(new.net.weight, before)
+
+
+SCHEDULER = [
+    ("last_epoch", "x"), ("last_epoch", None), ("gamma", {"tuple": []}), ("step_size", 0),
+    ("step", 3), ("optimizer", None), ("_last_lr", [1.0, 2.0]), ("base_lrs", ["x"]),
+]
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize(("name", "value"), SCHEDULER)
+def test_a_schedulers_state_of_another_kind_is_refused(tmp_path, name, value, fitted):
+    def make():
+        model = fitkit.Model(torch.nn.Linear(4, 2))
+        scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+        model.compile("sgd", "mse", lr_scheduler=scheduler, accelerator="cpu")
+        return model
+
+    model = make()
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "run.h5")
+    with read_container(tmp_path / "run.h5") as reader:
+        document = copy.deepcopy(reader.document)
+        arrays = [reader.read(i) for i in range(len(reader))]
+    state = document["state"]["dict"]["training"]["dict"]["schedulers"][0]["dict"]["state"]
+    state["dict"][name] = value
+    write_container(tmp_path / "forged.h5", document, arrays)
+    new = make()
+    if fitted:
+        new.fit(X, Y, verbose=0)
+    before = state_of(new)
+    with pytest.raises(CheckpointError, match="StepLR"):
+        new.load(tmp_path / "forged.h5")
+    assert same(state_of(new), before)
+    new.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("place", [-1, 625, 700, (1 << 31) - 1, -(1 << 31)])
+def test_a_place_outside_of_numpys_numbers_is_refused(place):
+    # np.random.set_state takes it, and the next draw reads there.
+    state = random_state()
+    state["numpy"]["state"]["pos"] = place
+    with pytest.raises(ValueError, match=f"NumPy's place in it is {place}"):
+        check_random_state(state)
+
+
+@pytest.mark.parametrize(("left", "place"), [(600, 600), (624, 2), (2, 624), (624, 624)])
+def test_a_place_from_which_torch_would_read_too_far_is_refused(left, place):
+    # torch.set_rng_state takes it, and the draws that are left lead past the numbers.
+    state = random_state()
+    raw = state["torch"].numpy()
+    raw[8:24] = np.frombuffer(struct.pack("=iiQ", left, 1, place), np.uint8)
+    torch.Generator().set_state(state["torch"])
+    with pytest.raises(ValueError, match=f"torch's place in it is {place}, with {left - 1}"):
+        check_random_state(state)
+
+
+def test_random_states_that_give_nothing_but_zeros_are_refused():
+    # np.random.randn would wait for ever for another number.
+    def of_python(state):
+        version, numbers, gauss = state["python"]
+        state["python"] = (version, [0] * 624 + [numbers[-1]], gauss)
+
+    def of_numpy(state):
+        state["numpy"]["state"]["key"][:] = 0
+
+    def of_torch(state):
+        state["torch"].numpy()[24 : 24 + 8 * 624] = 0
+
+    for spoil in (of_python, of_numpy, of_torch):
+        state = random_state()
+        spoil(state)
+        with pytest.raises(ValueError, match="all of it is zero"):
+            check_random_state(state)
+
+
+def test_random_states_are_right_wherever_the_generators_are():
+    drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        check_random_state(random_state([torch.Generator()]))
+        for _ in range(70):  # over the end of all 624 numbers
+            torch.rand(10)
+            np.random.rand(5)
+            random.random()
+            check_random_state(random_state([torch.Generator()]))
+    finally:
+        torch.set_rng_state(drawn[0])
+        np.random.set_state(drawn[1])
+        random.setstate(drawn[2])
+
+
+def test_a_random_state_of_another_device_than_the_generators_is_refused_or_left_out():
+    state = random_state([torch.Generator()])
+    state["torch"] = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a random state can't be one"):
+        check_random_state(state)
+    state = random_state([torch.Generator()])
+    state["own"] = [torch.zeros(16, dtype=torch.uint8)]  # a GPU's
+    check_random_state(state)
+    generator = torch.Generator().manual_seed(3)
+    set_random_state(state, [generator])
+    assert generator.initial_seed() == 3
 
 
 def test_a_callback_that_cannot_take_its_state_is_named(tmp_path, written):
