@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 _NUMBERS = 624
-"""How many 32-bit numbers the state of a Mersenne Twister has, which Python, NumPy and torch use."""
+"""How many numbers the state of a Mersenne Twister has, which Python, NumPy and torch use."""
 
 _SEED_BYTES = 8
 """What a state of torch's begins with; then draws left, a flag, the place, and the numbers."""
@@ -103,7 +103,7 @@ def _check_twister(numbers: Any) -> None:
 def _check_numpy(state: Any) -> None:
     trial = np.random.RandomState()
     trial.set_state(state)  # refuses another kind of generator
-    inner = trial.get_state(legacy=False)["state"]  # type: ignore[index]
+    inner = trial.get_state(legacy=False)["state"]
     if not 0 <= inner["pos"] <= _NUMBERS:
         raise ValueError(f"NumPy's place in it is {inner['pos']}")
     _check_twister(inner["key"])

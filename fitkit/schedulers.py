@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from fitkit.arguments import check_choice, describe
@@ -58,15 +59,6 @@ class SchedulerChoice:
         if isinstance(maker, type):
             return maker.__name__
         return type(maker).__name__ if _is_scheduler(maker) else None
-
-    @property
-    def is_of_torch(self) -> bool:
-        """Whether making and moving it runs torch's code alone."""
-        maker = _maker(self.given)
-        bound = isinstance(self.given, functools.partial)
-        given = [*self.given.args, *self.given.keywords.values()] if bound else []
-        own = isinstance(maker, type) and maker.__module__ == lr_scheduler.__name__
-        return own and not any(map(callable, given))
 
     @classmethod
     def read(cls, value: Any) -> SchedulerChoice | None:
@@ -132,6 +124,27 @@ class SchedulerChoice:
                 "scheduler."
             )
         return scheduler
+
+    def trial(self, rates: list[float]) -> Any:
+        """A scheduler like that of `build`, over an optimizer that nobody uses.
+
+        Args:
+            rates: of its groups.
+
+        Returns:
+            None where making or moving it would run code of the user's.
+        """
+        maker = _maker(self.given)
+        bound = isinstance(self.given, functools.partial)
+        arguments = [*self.given.args, *self.given.keywords.values()] if bound else []
+        by_torch = isinstance(maker, type) and maker.__module__ == lr_scheduler.__name__
+        if not by_torch or any(map(callable, arguments)):
+            return None
+        groups = [{"params": [torch.zeros(1)], "lr": rate, "momentum": 0.9} for rate in rates]
+        try:
+            return self.build(torch.optim.SGD(groups, lr=1e-3), 2, 2)
+        except Exception:  # it wants an optimizer of another kind
+            return None
 
     def _options(self, maker: Any, optimizer: Optimizer, length: int | None) -> dict[str, Any]:
         """The arguments that follow from the training's length."""

@@ -48,23 +48,21 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "SGD": ("momentum_buffer",),
     "SparseAdam": ("exp_avg", "exp_avg_sq"),
 }
-# Single numbers that are kept for a parameter, with the largest that each may be. A step of NAdam
-# divides by what the product leaves of 1.
+# Single numbers, with the largest: a step of NAdam divides by what the product leaves of 1.
 _STEP = {"step": math.inf}
 _SINGLE: dict[str, dict[str, float]] = {
     "ASGD": {"step": math.inf, "eta": math.inf, "mu": math.inf},
     "NAdam": {"step": math.inf, "mu_product": 1.0},
-    **dict.fromkeys(("LBFGS", "Muon", "QAdamOptimizer", "SGD", "SparseAdam"), {}),
+    **{name: {} for name in ("LBFGS", "Muon", "QAdamOptimizer", "SGD", "SparseAdam")},
 }
-# What is kept only where an option asks for it; nothing says so, where it is made when it is needed.
+# What is kept only where an option asks for it; of what is made when it is needed, none does.
 _OPTIONAL = {
     **dict.fromkeys((("Adam", "max_exp_avg_sq"), ("AdamW", "max_exp_avg_sq")), "amsgrad"),
     ("RMSprop", "grad_avg"): "centered",
     ("RMSprop", "momentum_buffer"): "momentum",
     **dict.fromkeys((("SGD", "momentum_buffer"), ("Muon", "momentum_buffer")), ""),
 }
-# Options that constructors don't look at, and what the steps can do with. The first take memory or
-# time by their size.
+# Options that constructors don't look at; the first take memory or time by their size.
 _BOUNDS: dict[str, tuple[type, float]] = {
     "history_size": (int, 10_000),
     "ns_steps": (int, 99),
@@ -165,18 +163,15 @@ def _is_group(group: object) -> bool:
     )
 
 
-# ---------------------------------------------------------------------- options
-
-
 def _options(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[str]:
     for index, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        before = index
+        fits = True
         for name in optimizer.defaults:
             if name not in group:
                 if name not in _ADDED_LATER:
                     yield f"group {index} has no {name!r}, so another kind of optimizer made it"
             elif name not in _HOW and not _can_stand_for(optimizer, name, group[name], own):
-                before = -1
+                fits = False
                 yield (
                     f"group {index} has {name}={describe(group[name])}, the optimizer "
                     f"{describe(own.get(name))}"
@@ -184,7 +179,7 @@ def _options(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
         for name in _NOTED_RATES:
             if name in group and not _is_number(group[name]):
                 yield f"group {index} has {name}={describe(group[name])}, which isn't a number"
-        if before == index:
+        if fits:
             yield from _refused_options(optimizer, index, group)
 
 
@@ -195,8 +190,10 @@ def _can_stand_for(
     own = group.get(name)
     if not _same_kind(found, own, optimizer.defaults[name]):
         return False
+    several = isinstance(found, (tuple, list))
+    same = list(found) == list(own) if several else found == own  # type: ignore[call-overload]
     # Rates are whatever schedulers made of them.
-    if _base(optimizer) is None or name == "lr" or not _has_changed(found, own):
+    if _base(optimizer) is None or name == "lr" or same:
         return True
     if name == "line_search_fn":
         return found in (None, "strong_wolfe")
@@ -204,10 +201,6 @@ def _can_stand_for(
     if kind is int and type(found) is not int:
         return False
     return _is_finite(found) and (name not in _BOUNDS or 0 <= found <= largest)
-
-
-def _has_changed(found: Any, own: Any) -> bool:
-    return list(found) != list(own) if isinstance(found, (tuple, list)) else found != own
 
 
 def _same_kind(found: object, own: object, default: object) -> bool:
@@ -271,9 +264,6 @@ def _base(optimizer: torch.optim.Optimizer) -> str | None:
     return kind.__name__ if ours and kind.__name__ in _ALIKE else None
 
 
-# ---------------------------------------------------------------------- what is kept
-
-
 def _entries(
     optimizer: torch.optim.Optimizer,
     identities: list[Any],
@@ -334,8 +324,7 @@ def _unusable(
     for name, check in checks.items():
         option = _OPTIONAL.get((base, name))
         if name in entry:
-            reason = check(entry[name])
-            if reason:
+            if reason := check(entry[name]):
                 yield name, reason
         elif base != "LBFGS" and (option is None or group.get(option)):
             yield name, "is missing"
@@ -373,7 +362,8 @@ def _kept(base: str, parameter: torch.Tensor) -> dict[Any, Callable[[Any], str]]
         checks = {"variance": alike(shape)}
     elif base == "SGD":
         # Before the first step with momentum, it is None.
-        checks = {"momentum_buffer": lambda value: _unless_none(value, alike(shape))}
+        like = alike(shape)
+        checks = {"momentum_buffer": lambda value: "" if value is None else like(value)}
     elif base == "SparseAdam":
         checks["step"] = lambda value: (
             "" if _is_count(value) else f"is {_shown(value)}, not a number from 0"
@@ -381,10 +371,6 @@ def _kept(base: str, parameter: torch.Tensor) -> dict[Any, Callable[[Any], str]]
     for name, largest in _SINGLE.get(base, _STEP).items():
         checks[name] = single(largest)
     return checks
-
-
-def _unless_none(value: object, check: Callable[[Any], str]) -> str:
-    return "" if value is None else check(value)
 
 
 def _unlike(value: object, parameter: torch.Tensor, shape: tuple[int, ...] | None = None) -> str:
@@ -437,10 +423,12 @@ def _lbfgs(total: int, group: Mapping[str, Any]) -> dict[Any, Callable[[Any], st
             and tuple(value.shape) == (total,)
         )
 
-    def room(value: object) -> bool:
-        """Whether it has a place for a number of each step kept."""
-        blank = each(lambda item: item is None or _is_number(item))(value)
-        return blank and isinstance(value, list) and len(value) == longest
+    def room(value: object) -> bool:  # for a number of each step that is kept
+        return (
+            isinstance(value, list)
+            and len(value) == longest
+            and all(item is None or _is_number(item) for item in value)
+        )
 
     return {
         **dict.fromkeys(("func_evals", "n_iter"), of(_is_count)),

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import fitkit.checkpoint as files
 from fitkit.arguments import describe
@@ -21,8 +20,12 @@ from fitkit.optimizers import held_by, load_state
 from fitkit.training.compilation import UNSET
 from fitkit.training.differences import differences, is_plain, plain_options
 from fitkit.training.progress import Progress, copy_lists
-from fitkit.training.stored import check_progress, check_scheduler_state, check_training
-from fitkit.trees import map_leaves
+from fitkit.training.stored import (
+    check_progress,
+    check_scheduler_state,
+    check_training,
+    try_scheduler_state,
+)
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -195,10 +198,9 @@ def load(
         check_training(training, name)
         progress = None if kept is None else Progress.from_dict(kept, name)
         if progress is not None:
-            check_progress(progress, name)
+            check_progress(progress, training, name)
         weights = files.fitting_weights(found.weights, name, model._weights_module())
         restore = checked_training(model, training, name)
-        _check_warm_up(training, progress, name)
         agree(progress)
         told = differences(model, name, found.state.get("compiled"), training)
         _assign(model, weights, restore, name)
@@ -212,19 +214,6 @@ def load(
         model.history.epoch = list(progress.history["epoch"])
         model.history.history = copy_lists(progress.history["history"])
     return progress
-
-
-def _check_warm_up(training: dict[str, Any], progress: Progress | None, path: str) -> None:
-    """Refuse rates to warm up to for another number of groups than the optimizers have."""
-    entries = training.get("optimizers", [])
-    groups = sum(len(entry["state"]["param_groups"]) for entry in entries)
-    if progress is not None and progress.warm_up is not None and groups:
-        targets = len(progress.warm_up["targets"])
-        if targets != groups:
-            raise CheckpointError(
-                f"{path} warms up the rates of {targets} groups, and its optimizers have {groups}: "
-                "another program made it. Use load_weights."
-            )
 
 
 def _assign(
@@ -344,48 +333,14 @@ def _check_schedulers(model: Model, training: dict[str, Any], path: str) -> None
         )
     entries = training.get("schedulers", [])
     schedulers = [plan.scheduler for plan in model._fitkit.fit_state.schedulers]
-    tried = _scheduler_to_try(choice, training)
+    groups = training["optimizers"][0]["state"]["param_groups"]
+    tried = None if choice is None else choice.trial([float(group["lr"]) for group in groups])
     if tried is not None:
         schedulers = [tried]
     for scheduler, entry in zip(schedulers, entries, strict=False):
         check_scheduler_state(scheduler, entry["state"], path)
     if tried is not None and entries:
-        _try_scheduler(tried, entries[0]["state"], path)
-
-
-def _scheduler_to_try(choice: Any, training: dict[str, Any]) -> Any:
-    """A scheduler as `compile` asks for, over an optimizer that nobody uses.
-
-    None where making it runs code of the user's, who then gets to know at the next fit.
-    """
-    if choice is None or not choice.is_of_torch:
-        return None
-    (entry, *_) = training["optimizers"]
-    rates = [float(group["lr"]) for group in entry["state"]["param_groups"]]
-    groups = [{"params": [torch.zeros(1)], "lr": rate, "momentum": 0.9} for rate in rates]
-    try:
-        return choice.build(torch.optim.SGD(groups, lr=1e-3), 2, 2)
-    except Exception:  # one that wants another optimizer than this one
-        return None
-
-
-def _try_scheduler(scheduler: Any, state: dict[str, Any], path: str) -> None:
-    """Refuse a state that a scheduler takes and can't move on from."""
-    try:
-        scheduler.load_state_dict(copy.deepcopy(state))
-        scheduler.optimizer._opt_called = True  # torch warns of a scheduler that moves first
-        total = getattr(scheduler, "total_steps", None)
-        if total is None or scheduler.last_epoch + 1 < total:
-            scheduler.step(*(1.0,) * isinstance(scheduler, ReduceLROnPlateau))
-        rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-        if not all(isinstance(rate, (int, float, torch.Tensor)) for rate in rates):
-            raise TypeError("it sets rates that aren't numbers")
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} has a state that {type(scheduler).__name__} can't go on from "
-            f"({type(error).__name__}: {error}). Nothing was loaded; use another file, or "
-            "load_weights."
-        ) from error
+        try_scheduler_state(tried, entries[0]["state"], path)
 
 
 def _check_order(model: Model, optimizer: Any, entry: dict[str, Any], path: str) -> None:
@@ -458,7 +413,8 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
         model.compile(**named)
     except FitkitError as error:
         raise CheckpointError(
-            f"{os.fspath(path)} was compiled with {describe(named)}, which this version refuses: {error}"
+            f"{os.fspath(path)} was compiled with {describe(named)}, which this version refuses: "
+            f"{error}"
         ) from error
     load(model, path)
     return model

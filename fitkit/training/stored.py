@@ -6,6 +6,7 @@ another form than fitkit writes is refused here, while the model is still as it 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -54,8 +55,11 @@ def check_training(training: dict[str, Any], path: str) -> None:
             raise ValueError(f"rate_factor={describe(factor)} isn't a positive number")
 
 
-def check_progress(progress: Progress, path: str) -> None:
+def check_progress(progress: Progress, training: dict[str, Any], path: str) -> None:
     """Refuse what `progress_of` never gives.
+
+    Args:
+        training: what `check_training` has passed.
 
     Raises:
         CheckpointError: with what is wrong.
@@ -84,12 +88,21 @@ def check_progress(progress: Progress, path: str) -> None:
             _check_count("done", progress.warm_up["done"])
             if not all(map(_is_single, progress.warm_up["targets"])):
                 raise ValueError("a rate to warm up to isn't a number")
+            groups = [
+                len(entry["state"].get("param_groups", ()))
+                for entry in training.get("optimizers", [])
+            ]
+            if groups and len(progress.warm_up["targets"]) != sum(groups):
+                raise ValueError("there are rates to warm up to for other groups than it has")
         if progress.data is not None and not isinstance(progress.data, dict):
             raise ValueError("data isn't a dict")
 
 
 class _Refusing:
-    """Turns the ValueErrors of its block into one kind of error, with the file's name."""
+    """Turns the errors of its block into one kind, with the file's name.
+
+    Not ValueErrors alone: what a check takes for a dict or a number may be anything.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -98,7 +111,7 @@ class _Refusing:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ValueError):
+        if isinstance(error, Exception):
             raise CheckpointError(
                 f"{self._path} is refused: of its training, {error}. This version of fitkit didn't "
                 "write that. Nothing was loaded; its weights can be read by load_weights."
@@ -121,6 +134,25 @@ def check_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> N
     with _Refusing(path):
         for problem in _differences(state, scheduler.state_dict(), type(scheduler).__name__):
             raise ValueError(problem)
+
+
+def try_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> None:
+    """Refuse a state that a scheduler takes and can't move on from."""
+    try:
+        scheduler.load_state_dict(copy.deepcopy(state))
+        scheduler.optimizer._opt_called = True  # torch warns of a scheduler that moves first
+        total = getattr(scheduler, "total_steps", None)
+        if total is None or scheduler.last_epoch + 1 < total:
+            scheduler.step(*(1.0,) * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+        rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+        if not all(isinstance(rate, (int, float, torch.Tensor)) for rate in rates):
+            raise TypeError("it sets rates that aren't numbers")
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has a state that {type(scheduler).__name__} can't go on from "
+            f"({type(error).__name__}: {error}). Nothing was loaded; use another file, or "
+            "load_weights."
+        ) from error
 
 
 def _differences(found: Any, own: Any, place: str) -> Iterator[str]:

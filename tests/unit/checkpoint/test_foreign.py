@@ -3,14 +3,17 @@
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
 
 from fitkit.checkpoint import load_weights, safetensors_file, save_weights
+from fitkit.checkpoint.conversion import convert
 from fitkit.errors import CheckpointError, ConfigurationError
 
 
@@ -352,3 +355,101 @@ def test_a_header_longer_than_the_file_takes_no_memory(tmp_path):
         path.write_bytes(length.to_bytes(8, "little") + b"{}")
         with pytest.raises(CheckpointError, match="its header is incomplete"):
             load_weights(path, net())
+
+
+def test_a_pt_file_is_opened_once_and_never_mapped(tmp_path, monkeypatch):
+    # A mapped file that another process cuts ends this one with SIGBUS.
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.arange(4.0)}, path)
+    seen, load = [], torch.load
+
+    def watched(file, **options):
+        seen.append((file, options))
+        path.write_bytes(b"")  # cut in place, as another process might
+        return load(file, **options)
+
+    monkeypatch.setattr(torch, "load", watched)
+    module = torch.nn.Linear(4, 1, bias=False)
+    before = module.weight.clone()
+    with pytest.raises(CheckpointError):
+        load_weights(path, module)
+    assert torch.equal(module.weight, before)
+    ((file, options),) = seen
+    assert not isinstance(file, (str, os.PathLike)) and not options.get("mmap")
+
+
+def test_a_pt_file_that_takes_the_path_meanwhile_is_of_no_consequence(tmp_path, monkeypatch):
+    path, other = tmp_path / "weights.pt", tmp_path / "other.pt"
+    torch.save({"weight": torch.ones(1, 4)}, path)
+    torch.save({"weight": torch.zeros(1, 4)}, other)
+    load = torch.load
+
+    def replaced(file, **options):
+        os.replace(other, path)
+        return load(file, **options)
+
+    monkeypatch.setattr(torch, "load", replaced)
+    module = torch.nn.Linear(4, 1, bias=False)
+    load_weights(path, module)
+    assert module.weight.tolist() == [[1.0] * 4]
+
+
+def with_attributes(**attributes):
+    made = OrderedDict(weight=torch.ones(1, 4))
+    vars(made).update(attributes)
+    return made
+
+
+def tensor_with_attributes():
+    made = torch.ones(1, 4)
+    made.detach = made.numel = 3
+    return {"weight": made}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+        lambda: {"weight": torch.zeros(1).expand(1 << 38)},
+        lambda: {str(number): torch.zeros(1).expand(1 << 10) for number in range(1000)},
+    ],
+)
+@pytest.mark.parametrize("convert_it", [False, True])
+def test_tensors_that_no_file_needs_are_refused_in_a_pt_file(tmp_path, make, convert_it):
+    path = tmp_path / "weights.pt"
+    torch.save(make(), path)
+    use = convert if convert_it else load_weights
+    target = tmp_path / "weights.h5" if convert_it else torch.nn.Linear(4, 1, bias=False)
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        use(path, target)
+    assert not (tmp_path / "weights.h5").exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_attributes(get=3, keys=4, values=5, _metadata=6),
+        tensor_with_attributes,
+    ],
+)
+def test_attributes_that_hide_methods_are_passed_over_in_a_pt_file(tmp_path, make):
+    torch.save(make(), tmp_path / "weights.pt")
+    module = torch.nn.Linear(4, 1, bias=False)
+    load_weights(tmp_path / "weights.pt", module)
+    assert module.weight.tolist() == [[1.0] * 4]
+
+
+def test_a_small_expanded_tensor_in_a_pt_file_is_read(tmp_path):
+    torch.save({"weight": torch.full((1,), 2.0).expand(1, 4)}, tmp_path / "weights.pt")
+    module = torch.nn.Linear(4, 1, bias=False)
+    load_weights(tmp_path / "weights.pt", module)
+    assert module.weight.tolist() == [[2.0] * 4]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_a_safetensors_header_in_another_encoding_is_refused(tmp_path, encoding):
+    text = "{}".encode(encoding)
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError):
+        load_weights(tmp_path / "a.safetensors", torch.nn.Identity())

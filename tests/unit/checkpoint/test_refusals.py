@@ -320,6 +320,8 @@ def test_booleans_other_than_0_and_1_are_refused(craft):
         (b"", "can't be read"),
         (b"\xff\xfe\xfd", "can't be read"),
         (b"{", "can't be read"),
+        ('{"arrays": [], "content": {}}'.encode("utf-16"), "can't be read"),
+        ('{"arrays": [], "content": {}}'.encode("utf-8-sig"), "can't be read"),
         (b"[" * 1_000_000, "nested too deeply|can't be read"),
         (b'{"arrays": [], "content": {"a": ' + b"9" * 5000 + b"}}", "can't be read"),
         (b'{"arrays": [], "content": {}, "content": {"a": 1}}', "twice"),
@@ -337,7 +339,7 @@ def test_booleans_other_than_0_and_1_are_refused(craft):
         (b'{"content": {}, "arrays": [{"dtype": "float32", "shape": [2.0]}]}', "impossible"),
         (b'{"content": {}, "arrays": [{"dtype": "float32", "shape": [NaN]}]}', "impossible"),
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_a_document_that_fitkit_never_writes_is_refused(craft, document, reason):
     path = craft(nothing, document=document)

@@ -20,7 +20,8 @@ from fitkit.checkpoint import (
 )
 from fitkit.checkpoint.container import read_container, write_container
 from fitkit.checkpoint.formats import Weights
-from fitkit.checkpoint.safetensors_file import write_tensors
+from fitkit.checkpoint.safetensors_file import SafeTensors, write_tensors
+from fitkit.checkpoint.shard_writer import write_shards
 from fitkit.checkpoint.sharded_folder import ShardedFolder
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -136,6 +137,30 @@ def test_two_numbers_of_a_state_never_stand_for_one_tensor(cut):
     write_container(folder / "index.h5", content, [])
     with pytest.raises(CheckpointError, match="two numbers"), open_checkpoint(folder):
         pass
+
+
+def test_one_chunk_under_several_names_is_refused(cut):
+    # Each name would be read into memory of its own.
+    folder, whole, content = cut
+    file, names = next(iter(content["files"])), ["w", *map(str, range(100))]
+    texts = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": [0, 0]} for name in names})}
+    tensors = Weights(dict.fromkeys(names, whole), {}, {})
+    content["files"] = {file: write_tensors(folder / file, tensors, texts)}
+    content["shards"] = {name: {"shape": [5, 6], "dtype": "float32"} for name in names}
+    write_container(folder / "index.h5", content, [])
+    with (
+        pytest.raises(CheckpointError, match="one chunk under several names"),
+        ShardedFolder().open(folder),
+    ):
+        pass
+
+
+def test_a_shard_has_each_name_in_memory_of_its_own(tmp_path):
+    tensor, done = torch.arange(6.0), {}
+    write_shards("x.dcp", tmp_path, {"a": tensor, "b": tensor}, 0, 1, done.update)
+    with SafeTensors().open(tmp_path / next(iter(done))) as shard:
+        assert not shard.aliases
+        assert torch.equal(shard.read("a"), tensor) and torch.equal(shard.read("b"), tensor)
 
 
 def test_damaged_missing_and_foreign_shards_are_refused_and_change_nothing(tmp_path):

@@ -350,6 +350,7 @@ HOSTILE = [
     {"Size": [1.5]},
     {"Size": [[1]]},
     {"Size": "abc"},
+    {"Size": [1 << 70]},
     {"timedelta": [10**30, 0, 0]},
     {"timedelta": [1]},
     {"deque": [1, [1, 2]]},
@@ -405,3 +406,17 @@ def test_a_state_nested_too_deeply_is_refused(craft):
     path = craft(lambda hdf5: None, arrays=[], content={"kind": "test", "state": state})
     with pytest.raises(CheckpointError, match="nested more than 100 deep"):
         read_state(path, "test")
+
+
+def test_an_array_of_foreign_byte_order_is_copied_once_however_often_it_is_named(craft):
+    numbers = np.arange(6, dtype="f4").reshape(2, 3)
+    path = craft(
+        lambda hdf5: hdf5["arrays"].create_dataset("0", data=numbers),
+        content={"kind": "test", "state": {"dict": {
+            "a": {"array": [">f4", 0]}, "b": {"array": [">f4", 0]},
+            "c": {"array": ["<f4", 0]}, "d": {"array": ["<f4", 0]},
+        }}},
+    )
+    state = read_state(path, "test")
+    assert state["a"] is state["b"] and np.shares_memory(state["c"], state["d"])
+    assert state["a"].dtype == ">f4" and state["a"].tolist() == numbers.tolist()
