@@ -29,9 +29,10 @@ import warnings
 import zipfile
 from pathlib import Path
 
-CASES = 20  # in one child
-SECONDS = 120  # for one child
-MEMORY = 1 << 30  # beyond what the child takes at the start; the files have some 20 KB
+COMMAND = [sys.executable, "-m", "tests.fuzz"]
+CASES = 40  # in one child
+SECONDS = 240  # for one child
+MEMORY = 1 << 30  # beyond what the child takes at the start; the files have some 100 KB
 
 LEAVES = [
     None,
@@ -84,7 +85,25 @@ LEAVES = [
     {"scalar": ["<f4", "AAAAAA=="]},
     {"scalar": ["|b1", "AQ=="]},
 ]
-SHAPES = [(), (1,), (0,), (2,), (1, 3), (2, 1), (3, 2), (5,), (624,), (16,), (5056,), (1, 1, 1)]
+OPTIMIZER = ("state", "dict", "training", "dict", "optimizers", 0, "dict", "state", "dict")
+SHAPES = [
+    (1000,),
+    (1, 1000),
+    (1000, 1),
+    (1000, 3),
+    (),
+    (1,),
+    (0,),
+    (2,),
+    (1, 3),
+    (2, 1),
+    (3, 2),
+    (5,),
+    (624,),
+    (16,),
+    (5056,),
+    (1, 1, 1),
+]
 
 
 # ---------------------------------------------------------------------- what is fuzzed
@@ -103,7 +122,7 @@ def models():
             torch.manual_seed(0)
             model = fitkit.Model(
                 torch.nn.Sequential(
-                    torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2)
+                    torch.nn.Linear(3, 1000), torch.nn.BatchNorm1d(1000), torch.nn.Linear(1000, 2)
                 )
             )
             model.compile(
@@ -191,28 +210,24 @@ def write_base(folder: Path, name: str, suffix: str) -> Path:
 # ---------------------------------------------------------------------- changes
 
 
-def places(part, place=()):
-    """All leaves and branches of a document, by the keys that lead to them."""
-    pairs = part.items() if isinstance(part, dict) else enumerate(part)
-    for key, inner in pairs:
-        yield (*place, key)
-        if isinstance(inner, (dict, list)):
-            yield from places(inner, (*place, key))
-
-
-def put(document, place, value):
-    *way, last = place
+def place_in(draw, part, way=()):
+    """The keys to some part; by steps, because most leaves are those of random states."""
     for key in way:
-        document = document[key]
-    document[last] = value
+        part = part[key]
+    while True:
+        key = draw.choice(list(part) if isinstance(part, dict) else range(len(part)))
+        way = (*way, key)
+        inner = part[key]
+        if not isinstance(inner, (dict, list)) or not inner or draw.random() < 0.03:
+            return way
+        part = inner
 
 
-def change_document(draw, document, count, only=None):
+def change_document(draw, document, count, only=()):
     """Replace, drop, double or swap some parts; says what was done."""
     done = []
     for _ in range(count):
-        found = [place for place in places(document) if only is None or place[: len(only)] == only]
-        place = draw.choice(found)
+        place = place_in(draw, document, only)
         *way, last = place
         part = document
         for key in way:
@@ -311,15 +326,17 @@ def make_state(draw, base, path):
     if not done or draw.random() < 0.5:
         only = draw.choice(
             [
-                None,
+                (),
                 ("state",),
                 ("state", "dict", "progress"),
                 ("state", "dict", "training"),
-                ("state", "dict", "training", "dict", "optimizers"),
+                (*OPTIMIZER, "param_groups"),
+                (*OPTIMIZER, "state"),
                 ("state", "dict", "training", "dict", "schedulers"),
+                ("state", "dict", "training", "dict", "schedulers", 0, "dict", "state"),
             ]
         )
-        with contextlib.suppress(IndexError):
+        with contextlib.suppress(IndexError, KeyError, TypeError):
             done += change_document(draw, document, draw.choice([1, 1, 1, 3]), only)
     write_container(path, document, arrays)
     return done
@@ -341,8 +358,8 @@ def make_dcp(draw, base, path):
         document["files"][shard.name] = change_safetensors(draw, shard, shard)
         done.append("shard")
     if not done or draw.random() < 0.3:
-        only = draw.choice([("shards",), ("numbers",), ("files",), ("weights",), ("state",), None])
-        with contextlib.suppress(IndexError):
+        only = draw.choice([("shards",), ("numbers",), ("files",), ("weights",), ("state",), ()])
+        with contextlib.suppress(IndexError, KeyError, TypeError):
             done += change_document(draw, document, draw.choice([1, 1, 3]), only)
     write_container(path / "index.h5", document, arrays)
     return done
@@ -554,7 +571,7 @@ def child(target: str, seeds: list[int], folder: Path, *, speak=False) -> None:
 
 def search(target: str, seeds: list[int], folder: Path) -> tuple[int, list[tuple[int, str]]]:
     """How many cases a child has run, and what it has found; it may end at any of them."""
-    command = [sys.executable, "-m", "tests.fuzz", target, "--child", str(folder)]
+    command = [*COMMAND, target, "--child", str(folder)]
     command += ["--seeds", ",".join(map(str, seeds))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -282,22 +282,22 @@ def _entries(
         parameter, group = known.get(identity, (None, {}))
         if parameter is None:
             if base is not None:
-                yield f"it keeps something for parameter {identity!r}, which is in no group"
+                yield f"it keeps something for parameter {describe(identity)}, which is in no group"
             continue
         if not isinstance(entry, dict):
-            yield f"what it keeps for parameter {identity!r} is a {type(entry).__name__}"
+            yield f"what it keeps for parameter {describe(identity)} is a {type(entry).__name__}"
             continue
         own = optimizer.state.get(parameter) or {}
         for name in sorted(own.keys() - entry.keys(), key=str):
             if isinstance(own[name], torch.Tensor):
-                yield f"parameter {identity!r}: {name!r} is missing"
+                yield f"parameter {describe(identity)}: {name!r} is missing"
         for name, value in entry.items():
             reason = _other_than_own(value, own.get(name))
             if reason:
-                yield f"parameter {identity!r}: {name!r} {reason}"
+                yield f"parameter {describe(identity)}: {name!r} {reason}"
         for name, reason in _unusable(base, entry, parameter, total, group):
             if not _other_than_own(entry.get(name), own.get(name)):
-                yield f"parameter {identity!r}: {name!r} {reason}"
+                yield f"parameter {describe(identity)}: {name!r} {reason}"
 
 
 def _other_than_own(value: object, own: object) -> str:

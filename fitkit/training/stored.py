@@ -68,7 +68,10 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
         for name in ("epoch", "steps", "number", "batches"):
             _check_count(name, getattr(progress, name))
         for name in ("seed", "shares"):
-            _check_count(name, getattr(progress, name) or 0)
+            value = getattr(progress, name)
+            _check_count(name, 0 if value is None else value)
+        if progress.shares == 0:
+            raise ValueError("shares=0 can't be")
         _has("history", progress.history, {"epoch": list, "history": dict})
         _lists("history", list(progress.history["history"].values()))
         for epoch in progress.history["epoch"]:
@@ -94,8 +97,9 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
             ]
             if groups and len(progress.warm_up["targets"]) != sum(groups):
                 raise ValueError("there are rates to warm up to for other groups than it has")
-        if progress.data is not None and not isinstance(progress.data, dict):
-            raise ValueError("data isn't a dict")
+        data = progress.data
+        if data is not None and not (isinstance(data, dict) and is_plain(data)):
+            raise ValueError("data isn't a dict of plain data")
 
 
 class _Refusing:

@@ -71,7 +71,7 @@ WRONG = [
     (("progress", "callbacks"), [3], "callbacks isn't a list of dicts"),
     (("progress", "warm_up"), 3, "warm_up isn't a dict"),
     (("progress", "loader"), 3, "loader isn't a dict"),
-    (("progress", "data"), 3, "data isn't a dict"),
+    (("progress", "data"), 3, "data isn't a dict of plain data"),
 ]
 
 
