@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -125,11 +126,12 @@ class SchedulerChoice:
             )
         return scheduler
 
-    def trial(self, rates: list[float]) -> Any:
+    def trial(self, optimizer: Optimizer, settings: list[dict[str, Any]]) -> Any:
         """A scheduler like that of `build`, over an optimizer that nobody uses.
 
         Args:
-            rates: of its groups.
+            optimizer: what it is like.
+            settings: of its groups.
 
         Returns:
             None where making or moving it would run code of the user's.
@@ -140,9 +142,9 @@ class SchedulerChoice:
         by_torch = isinstance(maker, type) and maker.__module__ == lr_scheduler.__name__
         if not by_torch or any(map(callable, arguments)):
             return None
-        groups = [{"params": [torch.zeros(1)], "lr": rate, "momentum": 0.9} for rate in rates]
+        groups = [{**copy.deepcopy(group), "params": [torch.zeros(1)]} for group in settings]
         try:
-            return self.build(torch.optim.SGD(groups, lr=1e-3), 2, 2)
+            return self.build(Optimizer(groups, dict(optimizer.defaults)), 2, 2)
         except Exception:  # it wants an optimizer of another kind
             return None
 

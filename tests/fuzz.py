@@ -484,7 +484,12 @@ def refused(work):
 
     try:
         work()
-    except (CheckpointError, FileNotFoundError):
+    except (CheckpointError, FileNotFoundError) as error:
+        reason: BaseException | None = error
+        while reason is not None:  # the refusal may have come from memory that wasn't there
+            if isinstance(reason, MemoryError) or "allocate memory" in str(reason):
+                raise MemoryError(f"{type(reason).__name__}: {reason}") from error
+            reason = reason.__cause__ or reason.__context__
         return True
     return False
 

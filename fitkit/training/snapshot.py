@@ -334,7 +334,7 @@ def _check_schedulers(model: Model, training: dict[str, Any], path: str) -> None
     entries = training.get("schedulers", [])
     schedulers = [plan.scheduler for plan in model._fitkit.fit_state.schedulers]
     groups = training["optimizers"][0]["state"]["param_groups"]
-    tried = None if choice is None else choice.trial([float(group["lr"]) for group in groups])
+    tried = None if choice is None else choice.trial(model.optimizer, groups)
     if tried is not None:
         schedulers = [tried]
     for scheduler, entry in zip(schedulers, entries, strict=False):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fitkit.checkpoint import read_state, write_state
+from fitkit.checkpoint import check_optimizer_state, read_state, write_state
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fitkit.training.stored import check_scheduler_state, try_scheduler_state
 
 
 @pytest.fixture
@@ -220,6 +221,9 @@ def test_the_state_of_every_scheduler_of_torch_comes_back_and_goes_on_alike(path
     found = there_and_back(path, {"o": optimizer.state_dict(), "s": scheduler.state_dict()})
     assert_same(found["s"], pickled(scheduler.state_dict()))
     other_optimizer, other = made()
+    check_optimizer_state(other_optimizer, found["o"])
+    check_scheduler_state(other, found["s"], "run.h5")
+    try_scheduler_state(made()[1], found["s"], "run.h5")
     other_optimizer.load_state_dict(found["o"])
     other.load_state_dict(found["s"])
     for _ in range(4):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fitkit
+from fitkit.errors import ConfigurationError
 from fitkit.optimizers import OPTIMIZERS
 from fitkit.training.runs import updaters_of
 
@@ -277,3 +278,21 @@ def test_groups_that_are_added_later_are_fused_like_the_others():
     added.grad = torch.ones(2)
     optimizer.step()
     assert added.detach().abs().sum() > 0
+
+
+@pytest.mark.parametrize("given", ["adam", functools.partial(torch.optim.AdamW, fused=True)])
+def test_state_of_another_size_that_the_user_has_set_is_refused_before_a_fused_step(given):
+    # The step would go through its memory by the parameter's size, and beyond its end.
+    model = compiled(given)
+    fit(model)
+    assert is_fused(model)
+    state = copy.deepcopy(model.optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"] = torch.ones(1)
+    model.optimizer.load_state_dict(state)
+    before = copy.deepcopy(model.net)
+    with pytest.raises(ConfigurationError, match=r"fused=True.*'exp_avg' is float32 \(1,\)"):
+        fit(model)
+    assert_same_weights(model.net, before)
+    model.optimizer.state.clear()
+    fit(model)
