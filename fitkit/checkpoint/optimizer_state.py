@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -187,11 +186,11 @@ def _can_stand_for(
     optimizer: torch.optim.Optimizer, name: str, found: Any, group: Mapping[str, Any]
 ) -> bool:
     """Whether a stored option can take the place of a group's."""
-    own = group.get(name)
+    own: Any = group.get(name)
     if not _same_kind(found, own, optimizer.defaults[name]):
         return False
     several = isinstance(found, (tuple, list))
-    same = list(found) == list(own) if several else found == own  # type: ignore[call-overload]
+    same = list(found) == list(own) if several else found == own
     # Rates are whatever schedulers made of them.
     if _base(optimizer) is None or name == "lr" or same:
         return True
@@ -218,7 +217,7 @@ def _same_kind(found: object, own: object, default: object) -> bool:
     if isinstance(own, torch.Tensor) or isinstance(found, torch.Tensor):
         return _is_number(found) and _is_number(own)
     if isinstance(own, bool) or isinstance(found, bool):
-        return isinstance(own, (bool, int)) and isinstance(found, (bool, int))
+        return isinstance(own, bool) and isinstance(found, bool)
     if isinstance(own, (int, float)):
         return isinstance(found, (int, float))
     return type(found) is type(own)
@@ -234,8 +233,9 @@ def _is_number(value: object) -> bool:
 def _is_finite(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_finite, value))
-    # An int may be too large for a float.
-    return not _is_number(value) or bool(abs(value) <= sys.float_info.max)  # type: ignore[arg-type]
+    if isinstance(value, int):
+        return abs(value) < 1 << 63  # torch takes no larger ones
+    return not _is_number(value) or math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _refused_options(
@@ -245,7 +245,7 @@ def _refused_options(
     if _base(optimizer) is None:
         return
     taken = inspect.signature(type(optimizer)).parameters.keys() - _HOW
-    options = {
+    options: dict[str, Any] = {
         # Schedulers bring rates down to 0, and an error of rounding below it.
         name: 1e-3 if name == "lr" else group[name]
         for name in optimizer.defaults

@@ -206,7 +206,7 @@ def check_callback_state(callback: Any, state: Any) -> None:
     if not type(callback).__module__.startswith("fitkit.") or not isinstance(state, dict):
         return
     for name, own in callback.state_dict().items():
-        kinds = {bool: bool, int: int, float: (int, float), str: str}.get(type(own))
+        kinds: Any = {bool: bool, int: int, float: (int, float), str: str}.get(type(own))
         found = state.get(name)
         wrong = kinds is not None and name in state and not isinstance(found, kinds)
         if wrong or (kinds is not None and type(found) is bool and type(own) is not bool):
@@ -219,7 +219,8 @@ def _check_scaler(scaler: dict[str, Any]) -> None:
         return
     names = ("scale", "growth_factor", "backoff_factor")
     for name in names:
-        if not _is_number(scaler.get(name)) or not 0 < scaler[name] < math.inf:
+        # After very many infinite losses the scale itself is 0.
+        if not _is_number(scaler.get(name)) or not 0 <= scaler[name] < math.inf:
             raise ValueError(f"a loss scaler's {name}={describe(scaler.get(name))} can't be")
     for name in ("growth_interval", "_growth_tracker"):
         value = scaler.get(name)

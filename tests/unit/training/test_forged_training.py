@@ -157,6 +157,7 @@ OPTIONS = [
     ("betas", {"tuple": [0.9, None]}), ("betas", {"tuple": [0.9, 1.0]}), ("eps", float("nan")),
     ("eps", {"tensor": 0}), ("betas", {"tuple": [0.9, {"tensor": 0}]}), ("lr", {"tensor": 0}),
     ("initial_lr", "x"), ("weight_decay", {"int": "0x" + "f" * 5_000}), ("amsgrad", True),
+    ("amsgrad", -1), ("weight_decay", 1 << 70),
 ]
 
 
