@@ -26,6 +26,7 @@ from fitkit.training.stored import (
     check_training,
     try_scheduler_state,
 )
+from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
     from fitkit.model import Model
