@@ -163,10 +163,41 @@ def training_state(model: Model, own: list[list[torch.Tensor]] | None = None) ->
             }
             for plan in state.schedulers
         ],
+        "losses": _losses_of(model),
         "scalings": [scaling.state_dict() for scaling in state.scalings],
         "updates": state.updates,
         "rate_factor": state.rate_factor,
     }
+
+
+def _losses_of(model: Model) -> list[dict[str, torch.Tensor]]:
+    """The numbers of each loss that learns, in use, by their names."""
+    modules = model._fitkit.compilation.loss_modules()
+    return [
+        {
+            name: value
+            for name, value in module.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor)
+        }
+        for module in modules
+        if any(True for _ in module.parameters())
+    ]
+
+
+def _check_losses(model: Model, training: dict[str, Any], path: str) -> None:
+    """Refuse numbers of other losses than the model's."""
+
+    def shapes(losses: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
+        return [
+            {name: (tuple(t.shape), t.is_complex()) for name, t in loss.items()} for loss in losses
+        ]
+
+    then, now = shapes(training.get("losses", [])), shapes(_losses_of(model))
+    if then and then != now:
+        raise CheckpointError(
+            f"{path} has losses with parameters {then}, but the model is compiled with {now}. "
+            "Compile it as it was, or use load_weights."
+        )
 
 
 def _names_of(model: Model) -> dict[int, str]:
@@ -231,7 +262,12 @@ def _assign(
     kept = [(each, each.state, each.param_groups) for each in state.optimizers]
     plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
 
+    losses = [(t, t.detach().clone()) for loss in _losses_of(model) for t in loss.values()]
+
     def undo() -> None:
+        with torch.no_grad():
+            for tensor, value in losses:
+                tensor.copy_(value)
         for optimizer, entries, groups in kept:
             optimizer.state, optimizer.param_groups = entries, groups
         for plan, its_state, passed in plans:
@@ -297,6 +333,7 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
             _check_order(model, optimizer, entry, path)
             _check_own_weights(optimizer, entry, path)
         _check_schedulers(model, training, path)
+        _check_losses(model, training, path)
     except BaseException:
         state.restore(before)
         raise
@@ -304,6 +341,10 @@ def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
     def restore() -> None:
         for optimizer, entry in zip(optimizers, stored, strict=True):
             load_state(optimizer, entry["state"])
+        with torch.no_grad():
+            for own, found in zip(_losses_of(model), training.get("losses", []), strict=False):
+                for name, value in found.items():
+                    own[name].copy_(value)
         state.stored_schedulers = list(training.get("schedulers", []))
         state.stored_groups = state.settings()
         state.stored_weights = [entry.get("weights", []) for entry in stored]

@@ -45,6 +45,9 @@ def check_training(training: dict[str, Any], path: str) -> None:
         for entry in _dicts("schedulers", training.get("schedulers", [])):
             _has("schedulers", entry, {"class": str, "state": dict})
             _check_count("passed", entry.get("passed", 0))
+        for entry in _dicts("losses", training.get("losses", [])):
+            if not all(isinstance(value, torch.Tensor) for value in entry.values()):
+                raise ValueError("a loss has something else than tensors")
         for entry in _dicts("scalings", training.get("scalings", [])):
             _has("scalings", entry, {"scaler": dict})
             _check_count("overcounted", entry.get("overcounted"))

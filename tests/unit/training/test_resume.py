@@ -277,3 +277,49 @@ def test_last_needs_somebody_who_saves():
         model_for({}).fit(X, Y, verbose=0, resume_from="last")
     with pytest.raises(FileNotFoundError):
         model_for({}).fit(X, Y, verbose=0, resume_from="nowhere.h5")
+
+
+class Scaled(torch.nn.Module):
+    """A loss that learns its scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, prediction, target):
+        loss = torch.nn.functional.mse_loss(prediction, target)
+        return loss * torch.exp(-self.a) + self.a
+
+
+def test_a_losss_own_parameters_are_saved_and_go_on(tmp_path):
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+
+    def made():
+        torch.manual_seed(0)
+        loss = Scaled()
+        model = fitkit.Model(torch.nn.Linear(4, 4))
+        model.compile("adam", loss, learning_rate=0.05)
+        return model, loss
+
+    def trained(model, epochs, **options):
+        model.fit(x, x, batch_size=6, epochs=epochs, shuffle=False, verbose=0, **options)
+
+    whole, its_loss = made()
+    trained(whole, 4)
+    half, half_loss = made()
+    trained(half, 2)
+    half.save(tmp_path / "half.h5")
+    rest, rest_loss = made()
+    rest.load(tmp_path / "half.h5")
+    assert torch.equal(rest_loss.a, half_loss.a)
+    resumed, resumed_loss = made()
+    trained(resumed, 4, resume_from=tmp_path / "half.h5")
+    assert torch.equal(resumed_loss.a, its_loss.a) and resumed_loss.a.item() != 0.0
+    assert torch.equal(resumed.net.weight, whole.net.weight)
+    other = fitkit.Model(torch.nn.Linear(4, 4))
+    loss = Scaled()
+    loss.b = torch.nn.Parameter(torch.ones(2))
+    other.compile("adam", loss)
+    with pytest.raises(fitkit.CheckpointError):
+        other.load(tmp_path / "half.h5")
+    assert loss.a.item() == 0.0
