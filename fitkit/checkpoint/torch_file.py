@@ -90,7 +90,7 @@ def _opened(name: str) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.stat(name).st_mode):  # to open a pipe would wait
             raise CheckpointError(f"{name} can't be read: it isn't a file. Give the path of one.")
         file = open(name, "rb")  # noqa: SIM115
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointError):
         raise
     except OSError as error:
         raise CheckpointError(
@@ -178,6 +178,8 @@ def _check(name: str, file: BinaryIO) -> None:
             raise damaged(name, "it is empty")
         if start == _ZIP:
             _check_archive(name, file)
+    except CheckpointError:  # which is an OSError
+        raise
     except OSError as error:
         raise CheckpointError(
             f"{name} can't be read: {error.strerror or error}. Check the path and its rights."

@@ -120,9 +120,10 @@ def test_a_stranger_finds_no_store_of_workers_and_disturbs_nothing(strategy):
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     callback = LambdaCallback(on_train_batch_end=look)
     assert train(callback, strategy=strategy) == undisturbed
-    # One of gloo's for each rank and group (fsdp has two), and nothing beside: no store.
+    # At most one of gloo's for each rank and group (fsdp has two; what an earlier test left is
+    # used again), and nothing beside: no store.
     groups = 2 if strategy == "fsdp" else 1
-    assert [address for address, _ in seen] == ["0100007F"] * 2 * groups, seen
+    assert {address for address, _ in seen} == {"0100007F"} and len(seen) <= 2 * groups, seen
     assert os.environ.get("GLOO_SOCKET_IFNAME") == before
 
 
