@@ -154,7 +154,6 @@ class Model(Hooks, Services, nn.Module):
         jit_compile: Any = UNSET,
         matmul_precision: Any = UNSET,
         memory_format: Any = UNSET,
-        cuda_graphs: Any = UNSET,
         steps_per_execution: Any = UNSET,
         gpus: Any = UNSET,
     ) -> None:
@@ -215,9 +214,6 @@ class Model(Hooks, Services, nn.Module):
                 call; None (default) leaves it.
             memory_format: `"channels_last"` lays out images and convolutions' weights so for the
                 length of each call, which tensor cores compute faster; None (default) leaves it.
-            cuda_graphs: whether `fit` captures its whole step (forward, backward, optimizer) in a
-                CUDA graph, which costs one launch a step. Where that can't be it says why, once,
-                and trains without. Default False.
             gpus: the older spelling: None or 0 for the CPU, else `accelerator="gpu",
                 devices=gpus`.
             scale_lr: `"linear"` or `"sqrt"`: multiply the rate by the number of ranks, or its

@@ -119,8 +119,9 @@ class Pending:
     """The predictions, targets and weights that no metric has seen yet.
 
     What waits is copied: a generator may refill its own buffers with the next batch (also
-    through NumPy, of which torch sees nothing), a net may give its input, and one replayed as a
-    CUDA graph overwrites its outputs. Large batches neither wait nor are copied.
+    through NumPy, of which torch sees nothing), a net may give its input, and one that is
+    compiled with `mode="reduce-overhead"` overwrites its outputs. Large batches neither wait
+    nor are copied.
 
     Args:
         keeps: whether what is taken stays with a metric, which then needs its own memory.

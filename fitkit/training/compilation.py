@@ -66,7 +66,6 @@ DEFAULTS: dict[str, Any] = {
     "jit_compile": False,
     "matmul_precision": None,
     "memory_format": None,
-    "cuda_graphs": False,
     "steps_per_execution": 1,
 }
 """Every argument of `compile` but `gpus` (another spelling of two of these). The optimizer is the
@@ -77,8 +76,6 @@ HARDWARE = ("devices", "accelerator", "strategy", "precision", "num_nodes", "aut
 
 MATMUL_PRECISIONS = (None, "highest", "high", "medium")
 MEMORY_FORMATS = (None, "channels_last")
-OWN_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of `torch.compile` that capture CUDA graphs by themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +234,6 @@ def _check_simple(given: dict[str, Any]) -> None:
         "jit_compile": _check_jit_compile,
         "matmul_precision": lambda name, value: check_choice(name, value, MATMUL_PRECISIONS),
         "memory_format": lambda name, value: check_choice(name, value, MEMORY_FORMATS),
-        "cuda_graphs": check_flag,
         "steps_per_execution": check_count,
     }
     for name, value in given.items():
@@ -282,14 +278,6 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
         raise ConfigurationError(
             "The lr_scheduler instance belongs to another optimizer than this model's. Give "
             "compile both instances, or the scheduler's class."
-        )
-    options = values["jit_compile"]
-    mode = options.get("mode") if isinstance(options, dict) else None
-    if values["cuda_graphs"] and mode in OWN_GRAPHS:
-        raise ConfigurationError(
-            f"jit_compile={{'mode': {mode!r}}} captures CUDA graphs by itself, which can't be "
-            "captured again by cuda_graphs=True. Give one of them (jit_compile=True and "
-            "cuda_graphs=True go together)."
         )
     if optimizer is None or isinstance(optimizer, bool):
         raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")

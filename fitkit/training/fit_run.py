@@ -123,7 +123,7 @@ class FitRun:
             if plan.interval == "epoch" and model.automatic_optimization
         ]
         updaters = updaters_of(model, compilation, after_update=self._after_update)
-        self.learn = learning_for(model, compilation, self.stage, self.step, updaters, repeats=True)
+        self.learn = learning_for(model, compilation, self.stage, self.step, updaters)
         self.joining = Joining(self, updaters[0]) if self.strategy.part[1] > 1 else None
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[Stage, Step] | None = None

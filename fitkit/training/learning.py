@@ -18,7 +18,6 @@ from fitkit.losses import Count
 from fitkit.notices import warn
 from fitkit.training.compilation import DEFAULTS, Compilation
 from fitkit.training.fit_state import FitState
-from fitkit.training.graphs import graphed, not_captured, why_not
 from fitkit.training.stage import Stage
 from fitkit.training.updates import Updater, nothing_if
 
@@ -256,8 +255,6 @@ def learning_for(
     stage: Stage,
     step: Any,
     updaters: list[Updater],
-    *,
-    repeats: bool = False,
 ) -> Learning:
     """What a batch leads to, by the model's optimizers.
 
@@ -265,7 +262,6 @@ def learning_for(
         stage: the training; manual optimization computes gradients by it.
         step: computes losses.
         updaters: one an optimizer.
-        repeats: whether there are many batches, so that a step is worth being recorded.
     """
     strategy, state = compilation.strategy, model._fitkit.fit_state
     if not model.automatic_optimization:
@@ -295,23 +291,8 @@ def learning_for(
             "or set automatic_optimization = False and step in it."
         )
     if len(updaters) == 1:
-        learn = Automatic(step, updaters[0], alone=alone)
-        if repeats and compilation.cuda_graphs:
-            return _graphed(model, compilation, learn, step, updaters)
-        return learn
+        return Automatic(step, updaters[0], alone=alone)
     return Alternating(step, updaters, state, alone=alone)
-
-
-def _graphed(
-    model: Model, compilation: Compilation, learn: Automatic, step: Any, updaters: list[Updater]
-) -> Learning:
-    """The same learning, with its step recorded where it can be."""
-    reason = why_not(compilation, overridden(model, "training_step"), updaters)
-    if reason is None:
-        return graphed(learn, step, updaters[0], compilation, model)
-    if compilation.strategy.world.rank == 0:
-        warn(not_captured(reason))
-    return learn
 
 
 def check_manual(model: Model, compilation: Compilation) -> None:

@@ -138,7 +138,16 @@ class CompiledStep:
             if share.count == 0:
                 self.count = None if self.count is None else 0
                 return loss
-        self.note(prediction, loss.detach(), parts, y, weight)
+        logbook, samples = self.logbook, self.samples
+        if self.terms is not None:
+            logbook.loss.last = loss.detach()
+            logbook.add_terms(self.terms, samples)
+        else:
+            logbook.loss.add(loss.detach(), samples if self.count is None else self.count)
+        if parts:
+            logbook.add_parts(parts, samples)
+        if self.meters is not None:
+            self.meters.update(prediction, y, weight)
         return loss
 
     def settled(self, first: Any, *, alone: bool) -> Callable[..., Any]:
@@ -191,26 +200,6 @@ class CompiledStep:
                 update(prediction, y, None)
 
         return step
-
-    def note(
-        self,
-        prediction: Any,
-        loss: torch.Tensor,
-        parts: dict[str, torch.Tensor],
-        y: Any,
-        weight: Any,
-    ) -> None:
-        """Note a batch of `samples` samples in the logbook, with the metrics."""
-        logbook, samples = self.logbook, self.samples
-        if self.terms is not None:
-            logbook.loss.last = loss
-            logbook.add_terms(self.terms, samples)
-        else:
-            logbook.loss.add(loss, samples if self.count is None else self.count)
-        if parts:
-            logbook.add_parts(parts, samples)
-        if self.meters is not None:
-            self.meters.update(prediction, y, weight)
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""

@@ -63,7 +63,6 @@ class Updater:
 
     Attributes:
         backward: computes the gradients of a loss.
-        is_scaled: whether losses are scaled.
         takes_closure: whether the optimizer computes the loss itself.
         accumulates: whether several batches make an update.
     """
@@ -94,7 +93,6 @@ class Updater:
         self._strategy = strategy
         self._ranks = strategy.shares.world_size
         self.backward = strategy.backward
-        self.is_scaled = scaling is not None
         self._scaling = scaling
         if scaling is not None:
             self.backward = partial(scaling.backward, through=strategy.backward)
@@ -345,11 +343,6 @@ class Updater:
         """Make an update whose gradients other replicas have computed."""
         self._update()
 
-    @property
-    def will_accumulate(self) -> bool:
-        """Whether the next batch is, or becomes, one of several for an update."""
-        return self._fit_state.accumulate > 1 or self._batches > 0
-
     def _update(self) -> None:
         if self._outside:
             self._strategy.shares.mean_gradients(self._outside)
@@ -359,19 +352,11 @@ class Updater:
         if self._scaling is not None:
             self._update_scaled(self._scaling)
             return
-        self.apply()
-        self.count()
-
-    def apply(self) -> None:
-        """Clip the gradients and make the optimizer's step."""
         self._clip()
         if self._engine_update is None:
             self.optimizer.step()
         else:
             self._engine_update(self.optimizer)
-
-    def count(self) -> None:
-        """Count an update that was made, and move what counts them."""
         self._tell_strategy()
         self._count_update()
 

@@ -36,7 +36,7 @@ def needs_products():
 
 
 @pytest.mark.parametrize("arguments", [
-    {}, {"jit_compile": True}, {"cuda_graphs": True}, {"accumulate_grad_batches": 2},
+    {}, {"jit_compile": True}, {"accumulate_grad_batches": 2},
 ], ids=str)  # fmt: skip
 def test_the_gpus_products_learn_what_emulated_ones_do(arguments):
     needs_products()

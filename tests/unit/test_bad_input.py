@@ -86,7 +86,6 @@ def test_a_model_of_nothing_says_so_when_it_is_called():
         ({"steps_per_execution": 0}, "steps_per_execution"),
         ({"matmul_precision": "tf32"}, "'high'"),
         ({"memory_format": "channels_first"}, "channels_last"),
-        ({"cuda_graphs": True, "jit_compile": {"mode": "reduce-overhead"}}, "captures"),
         ({"gpus": 1, "devices": 1}, "older spelling"),
     ],
 )

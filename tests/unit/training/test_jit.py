@@ -61,6 +61,42 @@ def test_a_net_is_compiled_whole_and_computes_the_same(kind):
     assert list(net.state_dict()) == names
 
 
+def test_compile_takes_torchs_modes_its_own_cuda_graphs_among_them():
+    backend, told = Counting(), []
+
+    def noting(graph, inputs, mode=None):
+        told.append(mode)
+        return backend(graph, inputs)
+
+    torch.manual_seed(1)
+    plain = trained(nn.Linear(4, 3))
+    torch.manual_seed(1)
+    options = {"mode": "reduce-overhead", "backend": noting}
+    assert trained(nn.Linear(4, 3), jit_compile=options) == plain
+    assert set(told) == {"reduce-overhead"}
+    fitkit.Model(nn.Linear(4, 3)).compile(jit_compile={"mode": "reduce-overhead"})
+    with pytest.raises(fitkit.ConfigurationError, match="no argument 'cuda_graphs'"):
+        fitkit.Model(nn.Linear(4, 3)).compile(cuda_graphs=True)
+
+
+@pytest.mark.parametrize("metrics", [None, ["accuracy"], ["f1", "auroc"]])
+def test_no_steps_graph_of_gradients_outlives_it(metrics):
+    """It would hold memory that the next step could use: a CUDA graph's, where one is replayed."""
+
+    class Look(fitkit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            bias = self.model.net.bias
+            (node, _), *_ = bias.view_as(bias).grad_fn.next_functions  # where its gradient goes
+            marks.append(node.metadata.get("batch"))
+            node.metadata["batch"] = batch
+
+    marks = []
+    model = fitkit.Model(nn.Linear(4, 3))
+    model.compile("adam", "cross_entropy", metrics=metrics, accelerator="cpu")
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Look()])
+    assert marks == [None] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_torchs_own_compiler_gives_the_same_up_to_rounding():
