@@ -131,7 +131,7 @@ def start(row: str, into: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
     launch += [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     started = [subprocess.Popen([*launch, f"--node-rank={node}", *own]) for node in range(nodes)]
     try:

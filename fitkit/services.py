@@ -198,16 +198,13 @@ class Services:
             Collective: call it on every rank, in a forward or a callback.
         """
         strategy = self._fitkit.compilation.strategy
-        # Under ddp2 the ranks of a node have the same rows, but inside the step.
-        is_apart = self._fitkit.stages.current is None or self._fitkit.stages.current.is_apart
-        ranks = strategy.collectives if is_apart else strategy.shares
 
         def join(leaf: Any) -> Any:
             if isinstance(leaf, (int, float)):
                 leaf = torch.tensor(leaf, device=strategy.device)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return ranks.join_rows(leaf if leaf.ndim else leaf.reshape(1))
+            return strategy.collectives.join_rows(leaf if leaf.ndim else leaf.reshape(1))
 
         return trees.map_leaves(join, value)
 

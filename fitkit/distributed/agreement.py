@@ -59,6 +59,21 @@ def check_one_process(cluster: Cluster, strategy: str) -> None:
         )
 
 
+def check_one_process_a_node(cluster: Cluster, strategy: str) -> None:
+    """Refuse several processes on a node for a strategy that has one on each.
+
+    Raises:
+        ConfigurationError: there are several on some node; on every rank alike.
+    """
+    if cluster.world_size > cluster.num_nodes:
+        nodes = cluster.num_nodes
+        restart = RESTART[cluster.launcher].format(nodes=nodes, devices=1, world=nodes)
+        raise ConfigurationError(
+            f"{_started(cluster)}, but strategy={strategy!r} has one process on each node, with "
+            f"all its devices. Start {restart}, or write strategy='ddp'."
+        )
+
+
 def _started(cluster: Cluster) -> str:
     return (
         f"{cluster.launcher} started {_count(cluster.world_size, 'process')} "

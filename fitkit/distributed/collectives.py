@@ -128,21 +128,17 @@ def agree_on_key(store: Store | None, rank: int) -> None:
 
 
 class Messages:
-    """Exchanges Python objects within a group of ranks, each with a digest (`packing.py`).
+    """Exchanges Python objects between all ranks, each with a digest (`packing.py`).
 
     Args:
-        rank, size: of this process within the group.
+        rank, size: of this process among all.
         device: from which tensors are exchanged.
-        group: None for all ranks.
     """
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, group: RankGroup | None = None
-    ) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self._rank = rank
         self._size = size
         self._device = device
-        self._group = group
         self._count = 0
 
     def _next(self, kind: str) -> str:
@@ -153,18 +149,17 @@ class Messages:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         exchange = self._next("gather")
-        handle = None if self._group is None else self._group.handle
         own = pack(value, _key, f"{exchange}{self._rank}").to(self._device)
         size = torch.tensor([len(own)], device=self._device)
         sizes = [torch.empty_like(size) for _ in range(self._size)]
-        dist.all_gather(sizes, size, group=handle)
+        dist.all_gather(sizes, size)
         longest = int(torch.cat(sizes).max())  # the exchange needs equal shapes
         parts = [own.new_empty(longest) for _ in sizes]
-        dist.all_gather(parts, _padded(own, longest), group=handle)
+        dist.all_gather(parts, _padded(own, longest))
         return [unpack(part, _key, f"{exchange}{r}", r) for r, part in enumerate(parts)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank of the world."""
+        """Rank 0's value, on every rank."""
         exchange = self._next("broadcast") + "0"
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         if self._rank == 0:
@@ -271,24 +266,24 @@ class ProcessGroup:
 
 
 class NodeShares:
-    """The collectives of nodes: each node's ranks see the same data and compute the same numbers.
+    """The collectives of groups whose ranks see the same data and compute the same numbers.
 
     Args:
         ranks: the collectives of all ranks.
-        nodes: each node's ranks, the nodes in the order of their first ranks.
+        groups: each group's ranks, the groups in the order of their first ranks.
     """
 
-    def __init__(self, ranks: Collectives, nodes: list[list[int]]) -> None:
-        self.rank = next(index for index, node in enumerate(nodes) if ranks.rank in node)
-        self.world_size = len(nodes)
+    def __init__(self, ranks: Collectives, groups: list[list[int]]) -> None:
+        self.rank = next(index for index, group in enumerate(groups) if ranks.rank in group)
+        self.world_size = len(groups)
         self._ranks = ranks
-        self._nodes = nodes
-        self._leads = ranks.rank == nodes[self.rank][0]
+        self._groups = groups
+        self._leads = ranks.rank == groups[self.rank][0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each node's first rank, on every rank."""
+        """The value of each group's first rank, on every rank."""
         everyone = self._ranks.gather(value if self._leads else None)
-        return [everyone[node[0]] for node in self._nodes]
+        return [everyone[group[0]] for group in self._groups]
 
     def broadcast(self, value: Any) -> Any:
         return self._ranks.broadcast(value)
@@ -297,13 +292,13 @@ class NodeShares:
         if values is None:
             return self._ranks.scatter(None)
         dealt: list[Any] = [None] * self._ranks.world_size
-        for node, value in zip(self._nodes, values, strict=True):
-            for rank in node:
+        for group, value in zip(self._groups, values, strict=True):
+            for rank in group:
                 dealt[rank] = value
         return self._ranks.scatter(dealt)
 
     def sums(self, numbers: list[float]) -> list[float]:
-        ranks = len(self._nodes[self.rank])
+        ranks = len(self._groups[self.rank])
         return [total / ranks for total in self._ranks.sums(numbers)]
 
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
@@ -350,24 +345,21 @@ class RankGroup:
             dist.destroy_process_group(handle)
 
 
-def join_rows(
-    tensor: torch.Tensor, sizes: list[int], rank: int, group: RankGroup | None = None
-) -> torch.Tensor:
-    """The rows of a group's ranks one below the other, with gradients.
+def join_rows(tensor: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
+    """The rows of all ranks one below the other, with gradients.
 
     Args:
         tensor: this rank's rows.
         sizes: every rank's number of rows.
-        rank: this one's place in the group.
-        group: None for all ranks.
+        rank: this one.
 
     Shapes: (N_r, ...) on rank r to (sum of N_r, ...).
 
     Ranks:
-        Collective within the group, and so is the backward pass, which sums the gradients that
-        the ranks have of the same rows.
+        Collective, and so is the backward pass, which sums the gradients that the ranks have of
+        the same rows.
     """
-    joined: torch.Tensor = _JoinRows.apply(tensor, sizes, rank, group)
+    joined: torch.Tensor = _JoinRows.apply(tensor, sizes, rank)
     return joined
 
 
@@ -383,20 +375,17 @@ class _JoinRows(torch.autograd.Function):
         tensor: torch.Tensor,
         sizes: list[int],
         rank: int,
-        group: RankGroup | None,
     ) -> torch.Tensor:
         context.rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        context.group = group
-        handle = None if group is None else group.handle
         most = max(sizes)
         padded = tensor.new_zeros(most, *tensor.shape[1:])  # the exchange needs equal shapes
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=handle)
+        dist.all_gather(parts, padded)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
         whole = gradients[0].contiguous().clone()
-        dist.all_reduce(whole, group=None if context.group is None else context.group.handle)
-        return whole[context.rows], None, None, None
+        dist.all_reduce(whole)
+        return whole[context.rows], None, None

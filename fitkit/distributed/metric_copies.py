@@ -61,10 +61,6 @@ class Counts:
     updates: int
     calls: Calls | None
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.updates or self.calls)  # wrappers of torchmetrics don't count updates
-
 
 def fresh(metric: Any, children: dict[str, nn.Module | None], device: torch.device) -> Any:
     """A copy of a metric or collection that has counted nothing.
@@ -100,17 +96,6 @@ def counts_of(metric: Any) -> Counts:
     recorded = vars(metric).get("_recorded")
     calls = None if recorded is None else list(recorded)
     return Counts(states, metric._update_count, calls)
-
-
-def restore(metric: Any, older: Any) -> None:
-    """Give a metric back what it had counted before `begin`, of which `older` is a copy."""
-    for name in metric._defaults:
-        setattr(metric, name, getattr(older, name))
-    metric._update_count, metric._computed = older._update_count, older._computed
-    recorded = vars(metric).pop("_recorded", None)
-    if recorded is not None:
-        vars(metric)["update"] = recorded.update
-        del vars(metric)["forward"]
 
 
 def take_up(metric: Any, counts: Counts) -> None:
@@ -149,9 +134,8 @@ def _can_merge(metric: Any) -> bool:
 class _Recorded(Calls):
     """Notes the calls of a metric's `update` and `forward`, which itself calls `update`."""
 
-    def __init__(self, update: Callable[..., Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.update = update
         self._is_within = False
 
     def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +155,7 @@ class _Recorded(Calls):
 
 
 def _record(metric: Any) -> None:
-    recorded = _Recorded(metric.update)
+    recorded = _Recorded()
     vars(metric).update(
         _recorded=recorded,
         update=recorded.noting(metric.update),

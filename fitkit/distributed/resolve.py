@@ -113,7 +113,7 @@ def _launched_devices(
     """The devices of this node's ranks, in rank order; "auto" is one for each that was started.
 
     Args:
-        replicates: whether one rank can have several devices: all where it is the node's only.
+        replicates: whether one rank has all devices of its node.
 
     Raises:
         ConfigurationError: words that mean nothing here, or fewer devices than ranks.
@@ -123,7 +123,7 @@ def _launched_devices(
     bound = kind == "cuda" and visible == 1 < ranks and cluster.launcher in BINDS_DEVICES
     if bound:
         machine = dataclasses.replace(machine, cuda_count=ranks)
-    if not _is_auto(devices) or (replicates and ranks == 1):
+    if not _is_auto(devices) or replicates:
         ids = parse_devices(devices, kind, machine)
     elif kind == "cpu" or machine.count(kind) >= ranks:
         ids = tuple(range(ranks))

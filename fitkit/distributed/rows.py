@@ -115,16 +115,7 @@ def gather(
         is_loss = weights is not None and path in LOSS and are_scalars(leaves)
         return mean_by(joined, weights or []) if is_loss else joined
 
-    return gather_by(join, outputs, of_a_net=weights is not None)
-
-
-def gather_by(join: Join, outputs: list[Any], *, of_a_net: bool) -> Any:
-    """`gather` with another way to join leaves.
-
-    Args:
-        of_a_net: whether an object with `loss` or `logits` is gathered by its attributes.
-    """
-    if of_a_net and _is_plain_object(outputs[0]):
+    if weights is not None and _is_plain_object(outputs[0]):
         attributes = _gather([vars(output) for output in outputs], join, "")
         whole = copy.copy(outputs[0])
         vars(whole).update(attributes)
@@ -215,16 +206,8 @@ def _is_plain_object(output: Any) -> bool:
 
 
 def _unlike(outputs: list[Any], path: str) -> ConfigurationError:
-    return unlike([described(tree) for tree in outputs], path)
-
-
-def unlike(texts: list[str], path: str = "") -> ConfigurationError:
-    """The error for outputs that can't be joined.
-
-    Args:
-        texts: what each replica returned.
-        path: where it is in the outputs.
-    """
+    """The error for outputs that can't be joined, with the place where."""
+    texts = [described(tree) for tree in outputs]
     first = texts[0]
     index, other = next(
         ((index, text) for index, text in enumerate(texts) if text != first),

@@ -239,8 +239,8 @@ class FitRun:
         if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
             raise ConfigurationError(
                 f"sync_batchnorm=True can't be kept under strategy={self.strategy.name!r} with "
-                f"{self.strategy.replicas} replicas in one process. Start one process a device "
-                "(strategy='ddp', or ddp2 with torchrun --nproc-per-node=<devices>)."
+                f"{self.strategy.replicas} replicas in one process. Write strategy='ddp', where "
+                "each device has a process of its own."
             )
         if not self.compilation.sync_batchnorm or self.collectives.world_size == 1:
             yield

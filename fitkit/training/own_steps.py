@@ -171,21 +171,16 @@ class OwnStep:
     def _run(self, batch: Any, index: int, optimizer_idx: int) -> Any:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         arguments = [values[name] for name in self._arguments]
-        door, stage = self.door, self.stage
-        stage.is_apart = True
-        try:
-            with self._around():
-                if self._moves:
-                    outputs = door("_step_on_device", batch, self._method, *arguments)
-                else:
-                    outputs = door(self._method, self.mover.transfer(batch), *arguments)
-                stage.is_apart = False
-                if self._has_end:
-                    outputs = self._end(outputs)
-                elif door.weights is not None:
-                    outputs = with_mean_loss(outputs, door.weights)
-        finally:
-            stage.is_apart = False
+        door = self.door
+        with self._around():
+            if self._moves:
+                outputs = door("_step_on_device", batch, self._method, *arguments)
+            else:
+                outputs = door(self._method, self.mover.transfer(batch), *arguments)
+            if self._has_end:
+                outputs = self._end(outputs)
+            elif door.weights is not None:
+                outputs = with_mean_loss(outputs, door.weights)
         if self._is_first:
             self.mover.transfer.settle()
         return outputs

@@ -31,8 +31,6 @@ class Stage:
         transferred: brings a batch to the device as fitkit itself does.
         samples: of the current batch, on this rank.
         seen: samples of the pass so far, on this rank.
-        is_apart: whether a step runs in which each rank has samples of its own; afterwards, in its
-            `_step_end`, ranks of one node may have the same (ddp2).
         is_over: whether the hook at the pass's end runs.
         is_filler: whether the current batch only fills a place and counts for nothing.
         is_opening: whether hooks run before a batch whose samples aren't known yet.
@@ -47,7 +45,6 @@ class Stage:
     transferred: Callable[[Any], Any] = lambda batch: batch
     samples: int = 0
     seen: int = 0
-    is_apart: bool = False
     is_over: bool = False
     is_filler: bool = False
     is_opening: bool = False

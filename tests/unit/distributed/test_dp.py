@@ -202,12 +202,12 @@ def test_without_a_launcher_one_process_has_all_devices(strategy):
     assert len(resolved(3, strategy).devices) == 3
 
 
-def test_ddp2_takes_one_process_a_node_or_one_a_device():
+def test_ddp2_takes_one_process_a_node():
     once = resolved("auto", "ddp2", machine=FOUR, environment=torchrun(1, 2, 2))
     assert (once.replicas, once.share_count, once.device) == (4, 2, torch.device("cuda", 0))
     assert type(once.launcher) is ExistingLauncher
-    each = resolved([2, 3], "ddp2", 2, FOUR, torchrun(3, 4, 2))
-    assert (each.replicas, each.share_count, each.device) == (1, 2, torch.device("cuda", 3))
+    some = resolved([2, 3], "ddp2", 2, FOUR, torchrun(1, 2, 2))
+    assert (some.replicas, some.share_count, some.device) == (2, 2, torch.device("cuda", 2))
     alone = resolved(2, "ddp2", machine=FOUR, environment=torchrun(0, 1, 1))
     assert (alone.replicas, type(alone.launcher)) == (2, InlineLauncher)
 
@@ -218,10 +218,11 @@ def test_ddp2_takes_one_process_a_node_or_one_a_device():
         ((2, "dp"), (2, 1), "started 2 processes.*'dp' is one process.*all its devices"),
         ((2, "dp"), (2, 2), "started 2 processes.*'dp' is one process"),
         ((1, "single"), (2, 2), "started 2 processes.*'single_device' is one process"),
-        ((2, "ddp2", 3), (4, 2), "started 4 processes.*devices=2 and num_nodes=3 ask for 6"),
+        ((2, "ddp2", 2), (4, 2), "started 4 processes.*one process on each node.*--nnodes=2 "
+                                 "--nproc-per-node=1, or write strategy='ddp'"),
+        (("auto", "ddp2"), (4, 1), "started 4 processes.*--nnodes=1 --nproc-per-node=1"),
+        ((2, "ddp2", 3), (2, 2), "started 2 processes.*num_nodes=3"),
         ((2, "ddp2", 1), (2, 2), "started 2 processes.*num_nodes=1"),
-        ((3, "ddp2"), (4, 2), "started 4 processes.*devices=3 and num_nodes=2 ask for 6"),
-        (("auto", "ddp2", 4), (4, 2), "started 4 processes.*num_nodes=4"),
     ],
 )
 @pytest.mark.parametrize("last", [False, True])
