@@ -121,6 +121,9 @@ class CompiledLoss:
         self, prediction: Any, target: Any, weight: Any, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
         """The loss of a net with one loss, and what its mean was taken over: None for samples."""
+        if self._direct is not None and self._plan is not None and weight is None:
+            (part,) = self._plan.parts
+            return part.loss.counted(prediction, target, None, part.classes, is_part=is_part)
         plan = self._plan_of(prediction)
         ((part, its_prediction, its_target),) = _pairs(plan, prediction, target)
         its_weight = _weights(plan, weight).get(part.output)

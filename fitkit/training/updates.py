@@ -110,6 +110,8 @@ class Updater:
         self._totals: list[float] | None = None  # of the group and each output, on all ranks
         self._first = 1  # samples of the group's first step, on all ranks
         self._exchanges = exchanges
+        # What takes a count along with the gradients; those that go past the wrapper have none.
+        self._carrier = None if exchanges else strategy.count_carrier
         self._outside = [] if self._ranks == 1 else outside or []
         self.takes_closure = needs_closure(optimizer)
         if self.takes_closure and scaling is not None:
@@ -149,11 +151,6 @@ class Updater:
             return self._strategy.accumulating()
         self._exchanged = not self._exchanges
         return contextlib.nullcontext()
-
-    @property
-    def _carrier(self) -> torch.nn.Parameter | None:
-        """What takes a count along with the gradients; those that go past the wrapper have none."""
-        return None if self._exchanges else self._strategy.count_carrier
 
     @property
     def sees_parts(self) -> bool:
@@ -250,14 +247,16 @@ class Updater:
         self, loss: torch.Tensor, count: float | torch.Tensor, share: float | torch.Tensor
     ) -> None:
         """Compute the gradients of a part of a group, and let what counts in it go with them."""
-        loss = nothing_if(loss, count) * share
-        carrier = self._carrier
+        loss, carrier = nothing_if(loss, count), self._carrier
         if carrier is None:
-            self.backward(loss)
+            self.backward(loss * share)
             return
         if self._scaling is not None:
             loss = self._scaling.scaler.scale(loss)
-        self._strategy.backward(loss + carrier * count)
+        # The same as a backward of loss * share + carrier * count, without the operations.
+        weighs = torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
+        torch.autograd.backward((loss, carrier), (weighs, counts))
 
     def finish(self) -> None:
         """Make the update of a group that is complete, or that the epoch's end cuts short."""
@@ -289,11 +288,13 @@ class Updater:
         if carrier is None:
             return self._strategy.shares.sums([float(self._counted)])[0]
         assert carrier.grad is not None  # a mean over the ranks
-        whole = carrier.grad.double() * self._ranks
         # Whole numbers are that again; what else counts (classes' weights) stays as it is.
+        if carrier.is_cpu:
+            number = carrier.grad.item() * self._ranks
+            return round(number) if abs(number - round(number)) < 1e-6 * number else number
+        whole = carrier.grad.double() * self._ranks
         rounded = whole.round()
-        whole = torch.where((whole - rounded).abs() < 1e-6 * rounded.abs(), rounded, whole)
-        return whole.item() if whole.is_cpu else whole
+        return torch.where((whole - rounded).abs() < 1e-6 * rounded, rounded, whole)
 
     def step_with_closure(
         self,
