@@ -22,7 +22,6 @@ Ends with status 1 where anything else happened. A crash or a hang of the interp
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from fitkit.checkpoint import (
@@ -48,7 +48,6 @@ from fitkit.checkpoint import (
     save_weights,
     write_container,
 )
-from fitkit.checkpoint.digest import blocks_digest
 from fitkit.checkpoint.header import HEADER_SIZE, seal
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -246,16 +245,14 @@ def _reseal_safetensors(path: Path, content: bytes, other: bytes, generator: ran
         text, numbers = damaged(content[8:start], other[8:start], generator), content[start:]
     else:
         text, numbers = content[8:start], damaged(content[start:], other[start:], generator)
-    key = b'"fitkit.sums":"'
+    key = b'"fitkit.xxh3-128":"'
     place = text.find(key) + len(key)
-    if key in text and len(text) >= place + 64:
-        text = text[:place] + b"0" * 64 + text[place + 64 :]
-        path.write_bytes(numbers)
-        with open(path, "rb", buffering=0) as file:
-            of_numbers = blocks_digest(file, 0, len(numbers))
-        digest = hashlib.sha256(text + of_numbers.encode()).hexdigest().encode()
-        text = text[:place] + digest + text[place + 64 :]
-    path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
+    length = len(text).to_bytes(8, "little")
+    if key in text and len(text) >= place + 32:
+        text = text[:place] + b"0" * 32 + text[place + 32 :]
+        digest = xxhash.xxh3_128_hexdigest(length + text + numbers).encode()
+        text = text[:place] + digest + text[place + 32 :]
+    path.write_bytes(length + text + numbers)
 
 
 def _outcome(path: Path, module: nn.Module) -> str:

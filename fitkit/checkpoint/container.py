@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.body_writer import BodyWriter
 from fitkit.checkpoint.document import (
     LARGEST_DOCUMENT,
     ArrayDescription,
@@ -32,11 +31,10 @@ from fitkit.checkpoint.dtypes import (
     file_dtype,
     storable,
     stored_shape,
-    to_stored,
 )
 from fitkit.checkpoint.header import HEADER_SIZE, Verified, open_verified, seal, unreadable
 from fitkit.checkpoint.interrupts import HeldInterrupts
-from fitkit.checkpoint.stored_arrays import StoredArrays
+from fitkit.checkpoint.stored_arrays import StoredArrays, write_array
 from fitkit.checkpoint.structure import check_count, check_numbers, open_dataset, open_group
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 # One form of HDF5, whatever the installed library's default is; readable since HDF5 1.8 (2008).
 _LIBRARY_VERSIONS = ("v108", "v108")
 _BYTE = np.dtype("u1")
-# Larger arrays begin at multiples of a cache line, so that a mapped file can be used as it is.
+# Larger arrays begin at multiples of a cache line, as a processor likes to read them.
 _ALIGNED_BYTES = 1024
 _ALIGNMENT = 64
 
@@ -78,12 +76,10 @@ def write_container(
     size_bytes = len(text) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
         offsets = _lay_out(file, text, tensors)
-        file.flush()
-        with BodyWriter(file, HEADER_SIZE, size_bytes) as body:
-            for index in sorted(offsets, key=lambda index: offsets[index]):
-                body.add(offsets[index], to_stored(tensors[index]))
-                interrupts.deliver()
-            seal(file, body)
+        for index, offset in offsets.items():
+            write_array(file, offset, tensors[index])
+            interrupts.deliver()
+        seal(file)
         interrupts.deliver()
 
 
@@ -97,8 +93,7 @@ def _storable(index: int, array: object) -> torch.Tensor:
 def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[int, int]:
     """Write a file that lacks nothing but the arrays' numbers; says where those belong.
 
-    libhdf5 only makes the structure. Written past it, numbers are hashed and written at once, on
-    all cores.
+    libhdf5 only makes the structure. The numbers are written past it, one array after the other.
 
     Returns:
         The place in the file of each array that has any numbers.
@@ -156,13 +151,11 @@ class Reader:
 
     Attributes:
         document: what was given to `write_container`.
-        version: the version of the file's format.
         digest: the digest of the file's content, in hexadecimal digits.
     """
 
     def __init__(self, path: str, verified: Verified, structure: _Structure) -> None:
         self.document = structure.document
-        self.version = verified.version
         self.digest = verified.digest
         self._path = path
         self._arrays = StoredArrays(verified.file, verified.state)

@@ -1,4 +1,4 @@
-"""The first 512 bytes of a file of ours: what it is, how long it is, and its digest.
+"""The first 512 bytes of a file of ours: what it is, how long it is, and the digest of all after.
 
 They lie in HDF5's user block, which libhdf5 skips. All of a file is checked against them in plain
 Python before libhdf5 sees a byte, because libhdf5 crashes or loops for ever on damaged files
@@ -15,22 +15,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from fitkit.checkpoint.body_writer import BodyWriter
-from fitkit.checkpoint.digest import blocks_digest, plain_digest, sha256, sums
-from fitkit.checkpoint.file_parts import state_of
+import xxhash
+
+from fitkit.checkpoint.stored_arrays import state_of
 from fitkit.errors import CheckpointError
 
 HEADER_SIZE = 512
-FORMAT_VERSION = 3
+FORMAT_VERSION = 1
 
-_MAGIC = b"fitkit container "
-_VERSION = re.compile(rb"fitkit container ([1-9][0-9]{0,8})\n")
-_HEADER = re.compile(
-    rb"fitkit container ([1-9][0-9]{0,8})\nbody ([0-9]{20})\n([a-z0-9-]+) ([0-9a-f]{64})\n\0*",
-    re.DOTALL,
-)
-# What the third line is called: version 1 hashes the body in one piece, the others in blocks.
-_DIGESTS = {1: b"sha256", 2: b"blocks-sha256", 3: b"blocks-sums"}
+_MAGIC = b"fitkit file "
+_VERSION = re.compile(rb"fitkit file ([1-9][0-9]{0,8})\n")
+_HEADER = re.compile(rb"fitkit file 1\nbody ([0-9]{20})\nxxh3-128 ([0-9a-f]{32})\n\0*")
+# How files began that were written before the first release.
+_FORMER_MAGIC = b"fitkit container "
+_BLOCK_BYTES = 1 << 20
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
@@ -40,33 +38,41 @@ class Verified:
 
     Attributes:
         file: the file, unbuffered. Whatever takes its name meanwhile, this is what was checked.
-        version: the version of its format.
         digest: the digest that its header states, in hexadecimal digits.
         size_bytes: the size of all of it.
         state: its `state_of` before it was checked.
     """
 
     file: BinaryIO
-    version: int
     digest: str
     size_bytes: int
     state: tuple[int, int]
 
 
-def seal(file: BinaryIO, body: BodyWriter | None = None) -> None:
+def digest_of(file: BinaryIO, start: int, before: bytes = b"") -> str:
+    """The XXH3-128, in hexadecimal digits, of `before` and of what a file has from `start` on."""
+    digest = xxhash.xxh3_128(before)
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    file.seek(start)
+    while count := file.readinto(block):  # type: ignore[attr-defined]
+        digest.update(block[:count])
+    return digest.hexdigest()
+
+
+def seal(file: BinaryIO) -> None:
     """Write the header of a file whose body (all after the first 512 bytes) is complete.
+
+    The digest is of what is read back from the file: whatever changed an array while it was
+    written, the two agree.
 
     Args:
         file: open to read and to write.
-        body: what is still writing the body.
     """
-    file.flush()
-    end = file.seek(0, os.SEEK_END)
-    digest = blocks_digest(file, HEADER_SIZE, end) if body is None else body.finish(end)
-    hexadecimal = digest.encode("ascii")
-    fields = (FORMAT_VERSION, end - HEADER_SIZE, _DIGESTS[FORMAT_VERSION], hexadecimal)
+    size_bytes = file.seek(0, os.SEEK_END) - HEADER_SIZE
+    digest = digest_of(file, HEADER_SIZE)
+    lines = f"fitkit file {FORMAT_VERSION}\nbody {size_bytes:020d}\nxxh3-128 {digest}\n"
     file.seek(0)
-    file.write((b"fitkit container %d\nbody %020d\n%s %s\n" % fields).ljust(HEADER_SIZE, b"\0"))
+    file.write(lines.encode("ascii").ljust(HEADER_SIZE, b"\0"))
 
 
 @contextlib.contextmanager
@@ -97,6 +103,8 @@ def open_verified(path: str | os.PathLike[str]) -> Iterator[Verified]:
 
 def _verify(name: str, file: BinaryIO) -> Verified:
     header = file.read(HEADER_SIZE)
+    if header.startswith(_FORMER_MAGIC):
+        raise former(name)
     if not header.startswith(_MAGIC):
         raise CheckpointError(_foreign(name, header, file.read(len(_HDF5_SIGNATURE))))
     found = _VERSION.match(header)
@@ -107,26 +115,27 @@ def _verify(name: str, file: BinaryIO) -> Verified:
             f"reads versions up to {FORMAT_VERSION}. Upgrade fitkit."
         )
     fields = _HEADER.fullmatch(header)
-    if len(header) < HEADER_SIZE or fields is None or fields[3] != _DIGESTS[version]:
+    if len(header) < HEADER_SIZE or fields is None:
         raise damaged(name, "its header is incomplete or was changed")
-    size_bytes = HEADER_SIZE + int(fields[2])
+    size_bytes = HEADER_SIZE + int(fields[1])
     state = state_of(file)
     there = state[0]
     if there < size_bytes:
         raise damaged(name, f"only {there} of its {size_bytes} bytes are there")
     if there > size_bytes:
         raise damaged(name, f"it has {there - size_bytes} bytes too many")
-    digest = fields[4].decode("ascii")
-    if _digest(file, version, size_bytes) != digest:
+    digest = fields[2].decode("ascii")
+    if digest_of(file, HEADER_SIZE) != digest:
         raise damaged(name, "its content doesn't match its digest, so it was changed")
-    return Verified(file, version, digest, size_bytes, state)
+    return Verified(file, digest, size_bytes, state)
 
 
-def _digest(file: BinaryIO, version: int, size_bytes: int) -> str:
-    if version == 1:
-        return plain_digest(file, HEADER_SIZE)
-    checksum = sha256 if version == 2 else sums
-    return blocks_digest(file, HEADER_SIZE, size_bytes, checksum)
+def former(name: str) -> CheckpointError:
+    """The error for a file in a format that was left before the first release."""
+    return CheckpointError(
+        f"{name} can't be read: it was made by a version of fitkit before 0.1. Save it again with "
+        "this one."
+    )
 
 
 def damaged(name: str, what: str) -> CheckpointError:

@@ -14,6 +14,7 @@ from fitkit.checkpoint.container import Reader, read_container
 from fitkit.checkpoint.dtypes import dtype_name
 from fitkit.checkpoint.formats import WeightSource, format_of
 from fitkit.checkpoint.hdf5 import SUFFIXES, HDF5Weights
+from fitkit.checkpoint.header import FORMAT_VERSION
 from fitkit.checkpoint.sharded_folder import is_folder_name, opened_folder
 from fitkit.checkpoint.shards import FolderWeights, Numbers
 
@@ -90,7 +91,7 @@ def _facts(reader: Reader, size: str) -> dict[str, str]:
     return {
         "kind": str(document.get("kind")),
         "size": size,
-        "format": f"version {reader.version}",
+        "format": f"version {FORMAT_VERSION}",
         **{key: str(item) for key, item in software.items()},
         "digest": reader.digest,
     }

@@ -9,7 +9,6 @@ Tied tensors are stored once; as in files of `safetensors.torch.save_model`, the
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -20,21 +19,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.body_writer import BodyWriter
-from fitkit.checkpoint.digest import Checksum, blocks_digest, sha256, sums
 from fitkit.checkpoint.document import without_repetition
 from fitkit.checkpoint.dtypes import (
     LARGEST_RANK,
     dtype_name,
     file_dtype,
     stored_shape,
-    to_stored,
 )
-from fitkit.checkpoint.file_parts import state_of
-from fitkit.checkpoint.header import damaged, unreadable
+from fitkit.checkpoint.header import damaged, digest_of, former, unreadable
 from fitkit.checkpoint.interrupts import HeldInterrupts
 from fitkit.checkpoint.numbering import Numbering
-from fitkit.checkpoint.stored_arrays import StoredArrays
+from fitkit.checkpoint.stored_arrays import StoredArrays, state_of, write_array
 from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -63,10 +58,10 @@ _LARGEST_HEADER = 32 << 20
 _METADATA = "__metadata__"
 _OURS = "fitkit."
 _VERSIONS = "fitkit.versions"
-_DIGEST = "fitkit.sums"
-_DIGEST_DIGITS = 64
-# What a file may have instead: those of fitkit's before format version 3.
-_CHECKSUMS: dict[str, Checksum] = {_DIGEST: sums, "fitkit.sha256": sha256}
+_DIGEST = "fitkit.xxh3-128"
+_NO_DIGEST = "0" * 32
+# What files have instead that were written before the first release.
+_FORMER_DIGESTS = ("fitkit.sums", "fitkit.sha256")
 
 
 class SafeTensors:
@@ -119,21 +114,17 @@ def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping
     header[_METADATA].update(texts)
     size_bytes = sum(item.numel() * item.element_size() for item in numbering.arrays)
     with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
-        file.write(_encode(header))
-        file.flush()
-        start = end = file.tell()
-        with BodyWriter(file, start, size_bytes) as body:
-            for number in _in_file_order(numbering.arrays):
-                tensor = numbering.arrays[number]
-                body.add(end, to_stored(tensor))
-                end += tensor.nbytes
-                interrupts.deliver()
-            found = _whole_digest(_encode(header)[8:], body.finish(end))
-        header[_METADATA][_DIGEST] = found
+        end = file.write(_encode(header))
+        for number in _in_file_order(numbering.arrays):
+            tensor = numbering.arrays[number]
+            write_array(file, end, tensor)
+            end += tensor.nbytes
+            interrupts.deliver()
+        header[_METADATA][_DIGEST] = digest_of(file, 0)
         file.seek(0)
         file.write(_encode(header))
         interrupts.deliver()
-    return found
+    return str(header[_METADATA][_DIGEST])
 
 
 def has_dtype(tensor: torch.Tensor) -> bool:
@@ -162,7 +153,7 @@ def _header(
     for number in _in_file_order(arrays):
         begin, end = end, end + arrays[number].nbytes
         places[number] = [begin, end]
-    metadata = {"format": "pt", _VERSIONS: json.dumps(versions), _DIGEST: "0" * _DIGEST_DIGITS}
+    metadata = {"format": "pt", _VERSIONS: json.dumps(versions), _DIGEST: _NO_DIGEST}
     header: dict[str, Any] = {_METADATA: metadata}
     stored: dict[int, str] = {}
     for name, number in numbers.items():
@@ -213,7 +204,7 @@ class SafeTensorsWeights:
         self._path = path
         self._entries = {name: _entry(name, entry, start) for name, entry in header.items()}
         _check_places(self._entries, start, end)
-        self.digest = _checked_digest(self.metadata, text, file, end)
+        self.digest = _checked_digest(path, self.metadata, text, file)
         self.aliases = {
             name: kept
             for name, kept in self.metadata.items()
@@ -243,22 +234,21 @@ class SafeTensorsWeights:
 _Entry = tuple[int, tuple[int, ...], torch.dtype]
 
 
-def _whole_digest(text: bytes, numbers: str) -> str:
-    """The digest that a file states: of its header, with zeros for it, and of its numbers'."""
-    return hashlib.sha256(text + numbers.encode("ascii")).hexdigest()
-
-
 def _checked_digest(
-    metadata: Mapping[str, str], text: bytes, file: BinaryIO, end: int
+    path: str, metadata: Mapping[str, str], text: bytes, file: BinaryIO
 ) -> str | None:
-    """The digest of a file that we wrote, if it is right; others have none."""
+    """The digest of a file that we wrote, if it is right; others have none.
+
+    It is that of the whole file with zeros in the digest's place.
+    """
     if not any(key.startswith(_OURS) for key in metadata):
         return None
-    key = next((key for key in _CHECKSUMS if key in metadata), _DIGEST)
-    stated = metadata.get(key, "")
-    blank = text.replace(stated.encode("ascii", "replace"), b"0" * _DIGEST_DIGITS, 1)
-    found = _whole_digest(blank, blocks_digest(file, 8 + len(text), end, _CHECKSUMS[key]))
-    if len(stated) != _DIGEST_DIGITS or found != stated:
+    stated = metadata.get(_DIGEST, "")
+    if not stated and any(key in metadata for key in _FORMER_DIGESTS):
+        raise former(path)
+    blank = text.replace(stated.encode("ascii", "replace"), _NO_DIGEST.encode("ascii"), 1)
+    before = len(text).to_bytes(8, "little") + blank
+    if len(stated) != len(_NO_DIGEST) or digest_of(file, len(before), before) != stated:
         raise ValueError(
             "its content doesn't match its digest, so it was changed (a program that writes "
             f"other tensors has to leave out the metadata that begin with {_OURS!r})"

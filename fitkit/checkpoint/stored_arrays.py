@@ -1,4 +1,4 @@
-"""The numbers of arrays at known places in a checked file, copied to where they are wanted.
+"""The numbers of arrays at known places in an open file, copied to and from tensors.
 
 The file is read and never mapped: where another process cuts a mapped file, or the disk fails, the
 system ends the process that looks at it.
@@ -6,13 +6,25 @@ system ends the process that looks at it.
 
 from __future__ import annotations
 
+import os
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from fitkit.checkpoint.dtypes import empty_stored, from_stored, to_stored
-from fitkit.checkpoint.file_parts import read_at, state_of
+
+
+def write_array(file: BinaryIO, offset: int, tensor: torch.Tensor) -> None:
+    """Write a tensor's numbers at a place in a file that is open to write."""
+    file.seek(offset)
+    file.write(_bytes_of(to_stored(tensor)))
+
+
+def state_of(file: BinaryIO) -> tuple[int, int]:
+    """What differs after somebody has written to the file: its size, when it was written to."""
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
 class StoredArrays:
@@ -22,7 +34,7 @@ class StoredArrays:
     they can't be read.
 
     Args:
-        file: open to read.
+        file: open to read, unbuffered.
         state: its `state_of` before it was checked; what was written to it since is refused.
     """
 
@@ -51,12 +63,19 @@ class StoredArrays:
             tensor.copy_(numbers)
 
     def _fill(self, offset: int, numbers: np.ndarray[Any, Any]) -> None:
-        target = memoryview(numbers.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        count = read_at(self._file, offset, target)
-        if count < len(target):
-            raise ValueError("became shorter while it was read")
+        target = _bytes_of(numbers)
+        self._file.seek(offset)
+        while target:  # the system reads at most 2 GiB at once
+            count = self._file.readinto(target)  # type: ignore[attr-defined]
+            if not count:
+                raise ValueError("became shorter while it was read")
+            target = target[count:]
         if state_of(self._file) != self._state:
             raise ValueError("was written to while it was read")
+
+
+def _bytes_of(numbers: np.ndarray[Any, Any]) -> memoryview:
+    return memoryview(numbers.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def takes_bytes(tensor: torch.Tensor) -> bool:

@@ -21,9 +21,9 @@ import torch
 
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.dtypes import storable
-from fitkit.checkpoint.file_parts import state_of
 from fitkit.checkpoint.header import damaged
 from fitkit.checkpoint.interrupts import HeldInterrupts
+from fitkit.checkpoint.stored_arrays import state_of
 from fitkit.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:

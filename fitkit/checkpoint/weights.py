@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections import OrderedDict
@@ -22,7 +21,6 @@ from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
 from fitkit.checkpoint.stored_arrays import takes_bytes
 from fitkit.checkpoint.targets import plain_targets
-from fitkit.checkpoint.workers import Workers
 from fitkit.checkpoint.wrappers import without_wrapper
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
@@ -274,18 +272,16 @@ def _fill(
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Read what the file has for these tensors into them."""
-    # Tied ones once: two threads would mix two arrays.
-    names = {id(tensor): name for name, tensor in targets.items()}
+    # Tied ones once.
+    once = {id(tensor): name for name, tensor in targets.items()}
     try:
-        with Workers[None](sum(targets[name].nbytes for name in names.values())) as workers:
-            for name in names.values():
-                tensor = targets[name]
-                if tensor.dtype == dtypes[name] and takes_bytes(tensor):
-                    workers.submit(functools.partial(source.read_into, name, tensor))
-                else:  # one after the other, so that one array is in memory at a time
-                    with torch.no_grad():
-                        tensor.copy_(source.read(name))
-            workers.results()
+        for name in once.values():
+            tensor = targets[name]
+            if tensor.dtype == dtypes[name] and takes_bytes(tensor):
+                source.read_into(name, tensor)
+            else:
+                with torch.no_grad():
+                    tensor.copy_(source.read(name))
     except Exception as error:
         raise CheckpointError(
             f"{error} It was whole when it was checked, so some weights may have been replaced: "

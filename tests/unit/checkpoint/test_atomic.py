@@ -349,15 +349,15 @@ def at_array_1(monkeypatch):
 
     def install(function):
         written = []
-        to_stored = container.to_stored
+        write_array = container.write_array
 
-        def wrapped(tensor):
+        def wrapped(file, offset, tensor):
             written.append(tensor)
             if len(written) == 2:
                 function()
-            return to_stored(tensor)
+            write_array(file, offset, tensor)
 
-        monkeypatch.setattr(container, "to_stored", wrapped)
+        monkeypatch.setattr(container, "write_array", wrapped)
         return written
 
     return install

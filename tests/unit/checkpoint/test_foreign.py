@@ -275,7 +275,7 @@ def test_ctrl_c_during_a_save_keeps_the_old_file(tmp_path, suffix, monkeypatch):
     path = tmp_path / f"w{suffix}"
     save_weights(path, {"a": torch.ones(3)})
     old, handler = path.read_bytes(), signal.getsignal(signal.SIGINT)
-    owner, name = (torch, "save") if suffix == ".pt" else (safetensors_file, "to_stored")
+    owner, name = (torch, "save") if suffix == ".pt" else (safetensors_file, "write_array")
     function = getattr(owner, name)
 
     def interrupted(*arguments):
@@ -331,8 +331,8 @@ def test_a_safetensors_file_crafted_as_the_format_says_is_read(tmp_path):
         ({"a": entry(), "b": entry()}, "overlap or have gaps"),
         ({"a": entry(), "__metadata__": {"x": 1}}, "metadata aren't texts"),
         ({"a": entry(), "__metadata__": {"fitkit.versions": "{}"}}, "match its digest"),
-        ({"a": entry(), "__metadata__": {"fitkit.sha256": "0"}}, "match its digest"),
-        ({"a": entry(), "__metadata__": {"fitkit.sums": "0" * 64}}, "match its digest"),
+        ({"a": entry(), "__metadata__": {"fitkit.xxh3-128": "0" * 32}}, "match its digest"),
+        ({"a": entry(), "__metadata__": {"fitkit.xxh3-128": "0"}}, "match its digest"),
         ({"a": entry("BOOL", (24,))}, "booleans other than 0 and 1"),
     ],
     ids=range(24),
@@ -347,6 +347,14 @@ def test_a_safetensors_file_that_breaks_the_formats_rules_is_refused(tmp_path, h
     with pytest.raises(CheckpointError, match=f"(?s)is damaged.*{reason}"):
         load_weights(path, module)
     assert module.a.all()
+
+
+@pytest.mark.parametrize("key", ["fitkit.sha256", "fitkit.sums"])
+def test_a_safetensors_file_of_before_the_first_release_is_refused_by_name(tmp_path, key):
+    header = {"a": entry(), "__metadata__": {key: "0" * 64, "fitkit.versions": "{}"}}
+    reason = "made by a version of fitkit before 0.1. Save it again"
+    with pytest.raises(CheckpointError, match=reason):
+        load_weights(crafted(tmp_path / "w.safetensors", header), net())
 
 
 def test_a_header_longer_than_the_file_takes_no_memory(tmp_path):

@@ -50,7 +50,7 @@ def test_a_checkpoint_is_listed_with_versions_and_its_state_in_short(tmp_path, m
     save_checkpoint(path, module.state_dict(), state)
     text = shown(path)
     assert "kind checkpoint" in text
-    assert "format version 3" in text
+    assert "format version 1" in text
     assert f"torch {torch.__version__}" in text
     assert "exp_avg: tensor float32 (40, 30)" in text
     assert "betas: [0.9, 0.999]" in text

@@ -438,5 +438,5 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, make):
 def test_a_newer_format_version_asks_for_an_upgrade(tmp_path):
     path = tmp_path / "newer.h5"
     write_container(path, {}, [])
-    path.write_bytes(path.read_bytes().replace(b"fitkit container 3", b"fitkit container 4"))
-    assert "version 4, and this fitkit reads versions up to 3. Upgrade" in refusal(path)
+    path.write_bytes(path.read_bytes().replace(b"fitkit file 1", b"fitkit file 2"))
+    assert "version 2, and this fitkit reads versions up to 1. Upgrade" in refusal(path)

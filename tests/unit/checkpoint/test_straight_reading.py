@@ -1,12 +1,11 @@
 """Large files are read straight into the module; here all are taken for large."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
 
 from fitkit.checkpoint import load_weights, save_weights
+from fitkit.checkpoint.stored_arrays import StoredArrays
 from fitkit.checkpoint.targets import plain_targets
 from fitkit.errors import CheckpointError
 
@@ -109,14 +108,14 @@ def test_a_disk_that_fails_after_the_check_is_said_to_have_left_a_mixture(
     path = tmp_path / f"w{suffix}"
     save_weights(path, net().state_dict())
     target = net()
-    real = os.preadv
+    real = StoredArrays._fill
 
-    def failing(descriptor, buffers, offset):
-        if len(buffers[0]) == 300 * 200 * 4:  # the check reads blocks
+    def failing(arrays, offset, numbers):
+        if numbers.nbytes == 300 * 200 * 4:
             raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
+        real(arrays, offset, numbers)
 
-    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(StoredArrays, "_fill", failing)
     with pytest.raises(CheckpointError, match="(?s)Input/output error.*may have been replaced"):
         load_weights(path, target)
 
@@ -127,15 +126,15 @@ def test_a_small_files_weights_are_held_before_any_is_assigned(tmp_path, monkeyp
     save_weights(path, net().state_dict())
     target = net()
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    real, reads = os.preadv, []
+    real, reads = StoredArrays._fill, []
 
-    def failing(descriptor, buffers, offset):
-        reads.append(len(buffers[0]))
-        if len(buffers[0]) == 4 * 5 * 5 * 4:  # the LSTM's, after many others
+    def failing(arrays, offset, numbers):
+        reads.append(numbers.nbytes)
+        if numbers.nbytes == 4 * 5 * 5 * 4:  # the LSTM's, after many others
             raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
+        real(arrays, offset, numbers)
 
-    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(StoredArrays, "_fill", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
         load_weights(path, target)
     assert 300 * 200 * 4 in reads
