@@ -14,11 +14,16 @@ import torch
 
 from fitkit.checkpoint.dtypes import empty_stored, from_stored, to_stored
 
+# What is written at once: Linux now and then stalls for long over writes of many megabytes.
+_WRITTEN_BYTES = 1 << 20
+
 
 def write_array(file: BinaryIO, offset: int, tensor: torch.Tensor) -> None:
     """Write a tensor's numbers at a place in a file that is open to write."""
     file.seek(offset)
-    file.write(_bytes_of(to_stored(tensor)))
+    content = _bytes_of(to_stored(tensor))
+    for start in range(0, len(content), _WRITTEN_BYTES):
+        file.write(content[start : start + _WRITTEN_BYTES])
 
 
 def state_of(file: BinaryIO) -> tuple[int, int]:
