@@ -12,7 +12,7 @@ from fitkit.errors import (
 )
 from fitkit.model import Model, load_model
 from fitkit.planning import plan
-from fitkit.seeding import set_seed
+from fitkit.random_states import set_seed
 
 __version__ = "0.1.0.dev0"
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fitkit.callbacks.base import HOOKS, Callback
-from fitkit.errors import ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ConfigurationError, warn
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fitkit.arguments import check_count
+from fitkit.errors import ConfigurationError
+
 _NUMBERS = 624
 """How many numbers the state of a Mersenne Twister has, which Python, NumPy and torch use."""
 
@@ -117,3 +120,36 @@ def _check_torch(state: Any) -> None:
         raise ValueError(f"torch's place in it is {place}, with {left - 1} numbers left")
     start = _SEED_BYTES + 16
     _check_twister(np.frombuffer(raw[start : start + 8 * _NUMBERS], np.uint64))
+
+
+def set_seed(seed: int) -> int:
+    """Seed Python's, NumPy's and torch's random numbers (on all devices).
+
+    The same seed before the same calls gives the same bits on a CPU: weights, shuffling,
+    dropout.
+
+    Args:
+        seed: from 0 to 2**32 - 1 (NumPy takes no more).
+
+    Returns:
+        The seed.
+
+    Raises:
+        ArgumentTypeError: not an int.
+        ConfigurationError: out of range.
+
+    Example:
+        >>> import torch, fitkit
+        >>> first = fitkit.set_seed(0), torch.randn(3)
+        >>> again = fitkit.set_seed(0), torch.randn(3)
+        >>> torch.equal(first[1], again[1])
+        True
+    """
+    check_count("seed", seed, minimum=0)
+    if seed >= 2**32:
+        raise ConfigurationError(f"seed={seed} must be below 2**32 = {2**32}.")
+    seed = int(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed

@@ -13,11 +13,8 @@ LAYERS = {
     "trees": 1,
     "arguments": 1,
     "outputs": 1,
-    "seeding": 1,
     "random_states": 1,
-    "notices": 1,
     "modes": 1,
-    "naming": 1,
     "logging_options": 1,
     "callables": 1,
     "torch_errors": 1,
@@ -33,7 +30,6 @@ LAYERS = {
     "pictures": 4,
     "plain_settings": 1,
     "hooks": 5,
-    "hyperparameters": 1,
     "services": 5,
     "training": 6,
     "example_batch": 2,
@@ -47,7 +43,6 @@ LAYERS = {
     "sklearn": 8,
     "tune": 8,
     "planning": 9,
-    "saved_tensors": 1,
     "__init__": 10,
     "__main__": 11,
 }
@@ -56,9 +51,8 @@ LAYERS = {
 WITHIN_A_LAYER = {
     ("arguments", "registry"),
     ("hooks", "callbacks"),
-    ("hyperparameters", "arguments"),
     ("logging_options", "arguments"),
-    ("seeding", "arguments"),
+    ("random_states", "arguments"),
     ("summary", "summary_table"),
     ("summary_table", "summary"),
 }

@@ -18,8 +18,7 @@ from fitkit.checkpoint import (
     save_folder,
     save_weights,
 )
-from fitkit.errors import CheckpointError, ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import CheckpointError, ConfigurationError, warn
 
 if TYPE_CHECKING:
     from fitkit.model import Model

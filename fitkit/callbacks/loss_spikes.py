@@ -11,8 +11,7 @@ from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.batch_losses import BatchLosses
 from fitkit.callbacks.ranks import from_all_ranks, say
 from fitkit.callbacks.terminate_on_nan import NonFiniteError
-from fitkit.errors import FitkitError
-from fitkit.notices import warn
+from fitkit.errors import FitkitError, warn
 
 NORMAL = 1.4826
 """A normal distribution's standard deviation, in median absolute deviations."""

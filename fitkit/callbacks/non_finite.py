@@ -16,7 +16,7 @@ from fitkit.callbacks.loss_spikes import DetectLossSpike
 from fitkit.callbacks.ranks import from_all_ranks, say
 from fitkit.callbacks.terminate_on_nan import NonFiniteError, TerminateOnNaN
 from fitkit.distributed.sharding.whole import whole
-from fitkit.notices import warn
+from fitkit.errors import warn
 
 
 @dataclasses.dataclass(frozen=True)

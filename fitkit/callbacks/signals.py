@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from fitkit.notices import warn
+from fitkit.errors import warn
 
 CHILD_GRACE_S = 10
 """How long a forked child lives on after SIGTERM."""

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 from fitkit.checkpoint import open_checkpoint, remove_checkpoint
 from fitkit.checkpoint.folders import INDEX
-from fitkit.errors import CheckpointError
-from fitkit.notices import warn
+from fitkit.errors import CheckpointError, warn
 
 
 def remove_unwanted(path: str | os.PathLike[str]) -> None:

@@ -23,8 +23,7 @@ from fitkit.checkpoint.stored_arrays import takes_bytes
 from fitkit.checkpoint.targets import plain_targets
 from fitkit.checkpoint.wrappers import without_wrapper
 from fitkit.distributed.meta_tensors import fill_meta
-from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 
 # What is held in memory before anything is assigned, where that is all that is to be loaded.
 _HELD_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fitkit.notices import warn
+from fitkit.errors import warn
 
 if TYPE_CHECKING:
     from fitkit.checkpoint.formats import WeightSource

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from fitkit import trees
-from fitkit.errors import ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ConfigurationError, warn
 
 COLLATE_ERRORS = {
     r"can't convert np\.ndarray of type numpy\.c?longdouble": (

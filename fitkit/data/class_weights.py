@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fitkit.arguments import check_number, describe
-from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 
 LARGEST_CLASS = 10**6
 """A table has an entry for each class up to the largest one."""

@@ -30,8 +30,7 @@ from fitkit.data.sources import (
     LoaderSource,
     Source,
 )
-from fitkit.errors import ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ConfigurationError, warn
 
 SHARDS_ITSELF = "shards_itself"
 """An IterableDataset with this attribute set to True gives each rank its own part already."""

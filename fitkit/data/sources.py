@@ -49,8 +49,7 @@ from fitkit.data.samplers import (
     tell_epoch,
     with_sampler,
 )
-from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 
 DEFAULT_BATCH_SIZE = 32
 

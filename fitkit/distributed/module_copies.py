@@ -17,8 +17,7 @@ from fitkit.distributed.metric_copies import (
     metrics_in,
     take_up,
 )
-from fitkit.errors import ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ConfigurationError, warn
 
 ABSENT = object()
 PLAIN_COPY = nn.Module._replicate_for_data_parallel

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.arguments import describe
-from fitkit.callables import check_takes_pair, is_torchs
-from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError
+from fitkit.callables import callable_name, check_takes_pair, is_torchs, snake_case
+from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
 from fitkit.losses.broadcasting import check_broadcast
 from fitkit.losses.definitions import Definition
@@ -26,8 +26,6 @@ from fitkit.losses.modules import known_module, unreduced
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS
 from fitkit.losses.targets import HALF_TYPES, classes
 from fitkit.losses.weights import weighted_mean
-from fitkit.naming import callable_name, snake_case
-from fitkit.notices import warn
 from fitkit.outputs import SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import leaves
 

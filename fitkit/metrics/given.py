@@ -7,11 +7,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.callables import check_takes_pair
+from fitkit.callables import callable_name, check_takes_pair, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics.catalogue import NAMES, weightable_names
 from fitkit.metrics.wrapped import is_torchmetric, refuse_aggregation
-from fitkit.naming import callable_name, snake_case
 from fitkit.outputs import SINGLE
 
 

@@ -16,8 +16,7 @@ from torch import nn
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
-from fitkit.random_states import random_state, set_random_state
-from fitkit.seeding import set_seed
+from fitkit.random_states import random_state, set_random_state, set_seed
 
 NET_PREFIX = "net__"
 """How names of the net's own parameters begin, as in `set_params(net__hidden=64)`."""

@@ -16,9 +16,8 @@ from fitkit.callbacks.display import chosen_verbose
 from fitkit.callbacks.non_finite import non_finite_losses
 from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
-from fitkit.notices import warn
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.backend_flags import backend_flags
 from fitkit.training.fit_state import warn_of_flags

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from fitkit.distributed.precision import Scaling, scaled_steps
 from fitkit.distributed.sharding.whole import as_parts
 from fitkit.distributed.strategies import Strategy
-from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.errors import CheckpointError, ConfigurationError, warn
 from fitkit.hooks import overridden
-from fitkit.notices import warn
 from fitkit.optimizers import (
     OptimizerChoice,
     check_trainable,

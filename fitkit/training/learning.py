@@ -12,10 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.data.batches import NoRows
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count
-from fitkit.notices import warn
 from fitkit.training.compilation import DEFAULTS, Compilation
 from fitkit.training.fit_state import FitState
 from fitkit.training.stage import Stage

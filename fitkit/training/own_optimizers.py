@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
-from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.schedulers import own_interval
 
 SHAPES = (

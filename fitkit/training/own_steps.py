@@ -16,11 +16,10 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.logging_options import is_metric
 from fitkit.losses import Count, Term, checked_count
-from fitkit.notices import warn
 from fitkit.training.logbook import Logbook
 from fitkit.training.moving import Mover
 from fitkit.training.stage import Stage

@@ -16,10 +16,9 @@ from fitkit.data.batches import NoRows
 from fitkit.data.sources import Source
 from fitkit.data.stream import limited
 from fitkit.distributed.collectives import Collectives
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use
-from fitkit.notices import warn
 from fitkit.training.backend_flags import backend_flags
 from fitkit.training.in_step import InStep
 from fitkit.training.inferring import inference_for

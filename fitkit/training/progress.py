@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from fitkit.data.sharding import whole_of
-from fitkit.errors import CheckpointError
-from fitkit.notices import warn
+from fitkit.errors import CheckpointError, warn
 
 
 @dataclasses.dataclass

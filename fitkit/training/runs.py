@@ -19,8 +19,8 @@ from fitkit.data.sources import Source, drawn_from
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy
+from fitkit.errors import warn
 from fitkit.hooks import has_own_steps, overridden
-from fitkit.notices import warn
 from fitkit.optimizers import check_trainable, fuse, held_by
 from fitkit.training.fit_state import configures_its_own
 from fitkit.training.jobs import PassJob

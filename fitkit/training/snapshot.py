@@ -14,8 +14,7 @@ import torch
 import fitkit.checkpoint as files
 from fitkit.arguments import describe
 from fitkit.callbacks import History
-from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, FitkitError
-from fitkit.notices import warn
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, FitkitError, warn
 from fitkit.optimizers import held_by, load_state
 from fitkit.training.compilation import UNSET
 from fitkit.training.differences import differences, is_plain, plain_options

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _NormBase
 
-from fitkit.errors import missing_package
-from fitkit.notices import warn
+from fitkit.errors import missing_package, warn
 
 RETRIES = 50
 """Updates in a row that may fail before a replica gives up."""

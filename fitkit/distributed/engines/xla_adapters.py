@@ -17,8 +17,7 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.distributed.world import World
-from fitkit.errors import ArgumentTypeError, MissingPackageError, missing_package
-from fitkit.notices import warn
+from fitkit.errors import ArgumentTypeError, MissingPackageError, missing_package, warn
 from fitkit.registry import unknown_name
 
 

@@ -28,8 +28,7 @@ from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.router import Door, StepRouter
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave
-from fitkit.errors import ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ConfigurationError, warn
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")

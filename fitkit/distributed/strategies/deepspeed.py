@@ -21,8 +21,7 @@ from fitkit.distributed.router import Door
 from fitkit.distributed.sharding.refusals import check_trains
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
-from fitkit.errors import ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ConfigurationError, warn
 
 WHOLE = ("muon", "lamb", "lars")
 """Names of optimizers whose update of a number depends on the others of its parameter."""

@@ -41,8 +41,7 @@ from fitkit.distributed.sharding.whole import whole_for_file
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.world import enter
-from fitkit.errors import ConfigurationError
-from fitkit.notices import warn
+from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
 
 

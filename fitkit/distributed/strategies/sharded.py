@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fitkit.distributed.costs import Costs, Sizes, all_gather
 from fitkit.distributed.sharding.optimizer_shards import OptimizerShards
 from fitkit.distributed.strategies.ddp import DDP
-from fitkit.notices import warn
+from fitkit.errors import warn
 
 
 class DDPSharded(DDP):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fitkit.distributed import free_devices, gpu_probe
+from fitkit.distributed import free_devices
 from fitkit.distributed.free_devices import GIB, find_usable_cuda_devices, select_free, why_occupied
 from fitkit.distributed.gpu_probe import GPU, MARK, Holder, examine, probe_gpus, run_child
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -197,17 +197,17 @@ def test_what_the_child_reports_arrives_as_it_was(monkeypatch, capsys):
     cuda.device_count = lambda: 2
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr(gpu_probe, "load_nvml", PretendedNVML)
-    gpu_probe.report()
+    monkeypatch.setattr(free_devices, "load_nvml", PretendedNVML)
+    free_devices.report()
     lines = [line.removeprefix(MARK) for line in capsys.readouterr().out.splitlines()]
-    monkeypatch.setattr(gpu_probe, "run_child", lambda code, timeout_s: (lines, ""))
+    monkeypatch.setattr(free_devices, "run_child", lambda code, timeout_s: (lines, ""))
     assert probe_gpus() == [examine(i, cuda, zeros, PretendedNVML()) for i in (0, 1)]
 
 
 def test_a_gpu_that_never_answers_is_given_up_and_named(monkeypatch):
     first = json.dumps(dataclasses.asdict(gpu(0)))
     code = f"import time; print('{MARK}2'); print('{MARK}' + {first!r}, flush=True); time.sleep(60)"
-    monkeypatch.setattr(gpu_probe, "run_child", lambda _, timeout_s: run_child(code, timeout_s))
+    monkeypatch.setattr(free_devices, "run_child", lambda _, timeout_s: run_child(code, timeout_s))
     start = time.monotonic()
     found = probe_gpus(timeout_s=0.5)
     assert time.monotonic() - start < 5
@@ -217,7 +217,7 @@ def test_a_gpu_that_never_answers_is_given_up_and_named(monkeypatch):
 
 def test_a_child_that_dies_says_why(monkeypatch):
     code = "import sys; sys.exit('the driver is too old')"
-    monkeypatch.setattr(gpu_probe, "run_child", lambda _, timeout_s: run_child(code, timeout_s))
+    monkeypatch.setattr(free_devices, "run_child", lambda _, timeout_s: run_child(code, timeout_s))
     with pytest.raises(ConfigurationError, match="exit status 1; the driver is too old"):
         probe_gpus()
 

@@ -8,7 +8,7 @@ import torch
 import torchmetrics
 from torchmetrics import classification, regression
 
-from fitkit.metrics import CompiledMetrics, joinable
+from fitkit.metrics import CompiledMetrics, wrapped
 from fitkit.metrics import pending as waiting
 from fitkit.metrics.wrapped import update_owner
 from fitkit.outputs import LossHint
@@ -192,14 +192,14 @@ def test_a_metric_that_keeps_a_row_a_batch_sees_each_by_itself():
 def test_every_update_of_both_packages_was_looked_at():
     names = [*CLASSIFICATION, *REGRESSION]
     owners = {update_owner(built(name)).__name__ for name in names}
-    assert owners == joinable.COUNTS | joinable.ROWS | joinable.SUMS | joinable.MOMENTS
+    assert owners == wrapped.COUNTS | wrapped.ROWS | wrapped.SUMS | wrapped.MOMENTS
 
 
 @pytest.mark.parametrize(
     ("name", "hint"), [("BinaryF1Score", LABELS), ("MulticlassAUROC", CLASSES)]
 )
 def test_a_class_that_a_later_torchmetrics_adds_sees_each_batch_by_itself(monkeypatch, name, hint):
-    monkeypatch.setattr(joinable, "_ALL", frozenset())
+    monkeypatch.setattr(wrapped, "_ALL", frozenset())
     prediction, target, _ = data_for(name)
     logits = torch.logit(prediction) if hint is LABELS else prediction.log()
     found, gauge = summed(built(name), logits, target, LossHint("logits", hint.task))

@@ -7,10 +7,10 @@ import torch
 import torchmetrics
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
 
+from fitkit.callables import snake_case
 from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
-from fitkit.naming import snake_case
 from fitkit.outputs import LossHint
 
 A = torch.rand(6, 3)
