@@ -4,29 +4,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fitkit.callbacks.accumulation import GradientAccumulationScheduler
+from fitkit.callbacks.averages import EMA, StochasticWeightAveraging, SwapEMAWeights
 from fitkit.callbacks.backbone_finetuning import BackboneFinetuning
 from fitkit.callbacks.backup import BackupAndRestore
-from fitkit.callbacks.base import Callback
+from fitkit.callbacks.base import Callback, LambdaCallback
 from fitkit.callbacks.collection import CallbackList
 from fitkit.callbacks.device_stats import DeviceStatsMonitor
 from fitkit.callbacks.early_stopping import EarlyStopping
 from fitkit.callbacks.epoch_files import CSVLogger, JSONLogger
 from fitkit.callbacks.evaluate_every import EvaluateEvery, MetricCallback
 from fitkit.callbacks.history import History
-from fitkit.callbacks.lambda_callback import LambdaCallback
-from fitkit.callbacks.learning_rates import LearningRateMonitor, LearningRateScheduler
-from fitkit.callbacks.loss_spikes import DetectLossSpike
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
-from fitkit.callbacks.moving_average import EMA, SwapEMAWeights
-from fitkit.callbacks.non_finite import DetectNonFinite
 from fitkit.callbacks.optuna_pruning import OptunaPruning
 from fitkit.callbacks.profiler import Profiler
 from fitkit.callbacks.progress import ProgressBar
-from fitkit.callbacks.reduce_on_plateau import ReduceLROnPlateau
-from fitkit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-from fitkit.callbacks.terminate_on_nan import TerminateOnNaN
+from fitkit.callbacks.rates import LearningRateMonitor, LearningRateScheduler, ReduceLROnPlateau
 from fitkit.callbacks.throughput import ThroughputMonitor
 from fitkit.callbacks.timer import Timer
+from fitkit.callbacks.watches import DetectLossSpike, DetectNonFinite, TerminateOnNaN
 
 if TYPE_CHECKING:
     from fitkit.loggers import TensorBoard

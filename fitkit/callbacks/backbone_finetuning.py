@@ -11,8 +11,8 @@ from torch import nn
 
 from fitkit.arguments import check_count, check_flag, check_number, describe
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.learner import optimizers_of, refuse_scheduler
 from fitkit.callbacks.ranks import say
+from fitkit.callbacks.rates import optimizers_of, refuse_scheduler
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.optimizers import put_rate
 from fitkit.registry import nearest

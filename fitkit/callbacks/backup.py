@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
-from fitkit.callbacks.agreement import Wishes
-from fitkit.callbacks.asynchronous import CheckpointWriter
 from fitkit.callbacks.base import Callback, Logs, WeakModel
 from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
-from fitkit.callbacks.signals import Preempted, SignalNotes, requeue
-from fitkit.callbacks.whole_files import newest_whole, remove_unwanted
+from fitkit.callbacks.writing import (
+    CheckpointWriter,
+    Preempted,
+    SignalNotes,
+    Wishes,
+    newest_whole,
+    remove_unwanted,
+    requeue,
+)
 from fitkit.checkpoint import remove_abandoned
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 

@@ -6,8 +6,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError
+from fitkit.registry import nearest
+
 if TYPE_CHECKING:
     from fitkit.model import Model
+
 
 Logs = Mapping[str, Any]
 
@@ -183,3 +188,40 @@ def may_add_logs(callback: Callback) -> bool:
     """Whether a callback may add to an epoch's logs what it hasn't announced: others' code may."""
     is_ours = type(callback).__module__.startswith("fitkit.")
     return not is_ours or any(hook in vars(callback) for hook in HOOKS)
+
+
+class LambdaCallback(Callback):
+    """Calls the functions that it was given, each at the hook of its name.
+
+    Args:
+        **hooks: functions by the hook's name, with that hook's arguments.
+
+    Raises:
+        ArgumentTypeError: a name that is no hook, or a value that can't be called.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(2, 1))
+        >>> model.compile("sgd", "mse")
+        >>> told = fitkit.callbacks.LambdaCallback(
+        ...     on_epoch_end=lambda epoch, logs: print(epoch, sorted(logs))
+        ... )
+        >>> x, y = torch.ones(32, 2), torch.ones(32, 1)
+        >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=told)
+        0 ['loss']
+        1 ['loss']
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                close = nearest(name, HOOKS)
+                suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
+                raise ArgumentTypeError(
+                    f"LambdaCallback() has no hook {name!r}.{suggestion} Hooks: {', '.join(HOOKS)}."
+                )
+            if function is None:
+                continue
+            if not callable(function):
+                raise ArgumentTypeError(f"{name}={describe(function)} must be callable.")
+            setattr(self, name, function)

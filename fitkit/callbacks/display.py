@@ -2,29 +2,298 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from fitkit.arguments import check_choice
-from fitkit.callbacks.progress_line import (
-    Moment,
-    ResultLines,
-    Span,
-    bar_line,
-    moment_line,
-    plain,
-    result_line,
-)
 from fitkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
     from rich.segment import Segments
+
+
+Span = tuple[str, str]
+
+BAR_WIDTHS = (30, 20, 10)
+"""Few sizes, so that the bar doesn't tremble when a number beside it gets a digit more."""
+
+TITLE, NAME, BAR, REST, BAD = "bold", "cyan", "green", "bright_black", "bold red"
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Where a running epoch, evaluation or prediction is.
+
+    Attributes:
+        title: what runs (`"Epoch 3/10"`).
+        done: batches done.
+        total: batches that there are; None where unknown.
+        phase: what it does beside the obvious (`"validating"`).
+        metrics: names with their values as text.
+        steps_per_s: batches a second; None where not known yet.
+        samples_per_s: samples a second; None where not known.
+        elapsed_s: time since the beginning, in seconds.
+    """
+
+    title: str
+    done: int
+    total: int | None = None
+    phase: str = ""
+    metrics: Sequence[tuple[str, str]] = ()
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    elapsed_s: float = 0.0
+
+    @property
+    def time(self) -> str:
+        """The time left where it can be told, else the time that passed."""
+        if self.total is None or not self.steps_per_s:
+            return f"{clock_time(self.elapsed_s)} elapsed"
+        return f"{clock_time((self.total - self.done) / self.steps_per_s)} left"
+
+    @property
+    def count(self) -> str:
+        """The batches done, of how many, and what is being done with them."""
+        if self.total is None:
+            count = f"{self.done} steps"
+        else:
+            count = f"{self.done:>{len(str(self.total))}}/{self.total}"
+        return f"{self.phase} {count}" if self.phase else count
+
+
+def number(value: float) -> str:
+    """A number with four significant digits: `0.3021`, `1e-05`, `12346`, `nan`."""
+    size = abs(value)
+    if isinstance(value, int) and size < 10**7:
+        return str(int(value))
+    if not math.isfinite(value) or 0 < size < 0.01 or size >= 10**7:
+        return f"{value:.4g}"
+    if size >= 1000:
+        return f"{value:.0f}"
+    return f"{value:#.4g}".rstrip(".")
+
+
+def shown_metrics(logs: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """The names and values of logs that fit into a line: numbers and short words."""
+    shown = []
+    for name, value in logs:
+        if isinstance(value, str):
+            text = value if len(value) <= 20 and value.isprintable() else ""
+        elif isinstance(value, int):
+            text = number(value)
+        else:
+            try:
+                text = number(float(value))
+            except (TypeError, ValueError, RuntimeError):  # a list, a tensor of several numbers
+                text = ""
+        if text:
+            shown.append((str(name), text))
+    return shown
+
+
+def short_count(value: float) -> str:
+    """A count in three digits or so: `7.5`, `812`, `1.3k`, `26k`, `4.1M`."""
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5 or unit == "G":
+            digits = 1 if value < 9.95 and (unit or value % 1) else 0
+            return f"{value:.{digits}f}{unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def speed(steps_per_s: float) -> str:
+    """The speed in steps a second, or seconds a step where they are slow."""
+    if steps_per_s >= 1:
+        return f"{short_count(steps_per_s)} steps/s"
+    return f"{short_count(1 / steps_per_s)} s/step"
+
+
+def clock_time(seconds: float) -> str:
+    """A time as on a clock: `0:07`, `1:02:03`, `2d 03:04:05`."""
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """How long something took, mostly in five characters: `667ms`, `2.10s`, `59.9s`, `1:02`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 9.995:
+        return f"{seconds:.2f}s"
+    return f"{seconds:.1f}s" if seconds < 59.95 else clock_time(seconds)
+
+
+def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> list[Span]:
+    """The line of a bar, at most `width` columns wide; what matters less is left out first.
+
+    Kept longest are the title and the count, then the first metric (the loss), the time, the
+    bar, the other metrics in their order, and the speeds.
+    """
+    gap = len(_dot(ascii_only))
+    room = width - _columns(moment.title) - 1 - _columns(moment.count)
+    metrics = [_metric(name, text) for name, text in moment.metrics]
+    time: list[Span] = [(moment.time, "")]
+    speeds: list[list[Span]] = []
+    if moment.steps_per_s:
+        speeds.append([(speed(moment.steps_per_s), "")])
+    if moment.samples_per_s:
+        speeds.append([(f"{short_count(moment.samples_per_s)} samples/s", "")])
+    bar: list[Span] = [(" " * BAR_WIDTHS[-1], "")] if moment.total else []
+
+    kept: list[list[Span]] = []
+    for field in (*metrics[:1], time, bar, *metrics[1:], *speeds):
+        needed = _length(field) + (1 if field is bar else gap)
+        if needed > room:
+            break
+        room -= needed
+        kept.append(field)
+
+    line: list[Span] = [(moment.title, TITLE), (" ", "")]
+    if bar and any(field is bar for field in kept):
+        size = next(size for size in BAR_WIDTHS if size - BAR_WIDTHS[-1] <= room)
+        fraction = min(1.0, moment.done / (moment.total or 1))
+        line += [*_bar(fraction, size, ascii_only=ascii_only), (" ", "")]
+    line.append((moment.count, ""))
+    shown = [field for field in (*metrics, *speeds, time) if any(field is k for k in kept)]
+    return _cropped(_joined([line, *shown], _dot(ascii_only)), width)
+
+
+def result_line(
+    title: str, elapsed_s: float, metrics: Sequence[tuple[str, str]], *, ascii_only: bool = False
+) -> list[Span]:
+    """What stays when an epoch or an evaluation is over, as one line however long."""
+    fields = [_metric(name, text) for name, text in metrics]
+    return _joined([_head(title, elapsed_s, ascii_only), *fields], _dot(ascii_only))
+
+
+class ResultLines:
+    """The results of one run's epochs in a width; nothing is left out.
+
+    From the first line that is too long on, validation's values stand beside the training's;
+    what is still too long goes on in a further line.
+    """
+
+    def __init__(self) -> None:
+        self._beside = False
+
+    def lines(
+        self,
+        title: str,
+        elapsed_s: float,
+        metrics: Sequence[tuple[str, str]],
+        width: int,
+        *,
+        ascii_only: bool = False,
+    ) -> list[list[Span]]:
+        """What stays when an epoch or an evaluation is over."""
+        line = result_line(title, elapsed_s, metrics, ascii_only=ascii_only)
+        self._beside = self._beside or _length(line) > width
+        if not self._beside:
+            return [line]
+        dot = _dot(ascii_only)
+        lines = [_head(title, elapsed_s, ascii_only)]
+        for field in _with_validation_beside(metrics):
+            if _length(lines[-1]) + len(dot) + _length(field) <= width:
+                lines[-1] = _joined([lines[-1], field], dot)
+            else:
+                lines.append([("    ", ""), *field])
+        return [_cropped(line, width) for line in lines]
+
+
+def _head(title: str, elapsed_s: float, ascii_only: bool) -> list[Span]:
+    return [(title, TITLE), (_dot(ascii_only), REST), (duration(elapsed_s), "")]
+
+
+def _with_validation_beside(metrics: Sequence[tuple[str, str]]) -> list[list[Span]]:
+    """The fields with `loss 0.30 (val 0.32)` for a loss and its `val_loss`."""
+    values = dict(metrics)
+    fields = []
+    for name, text in metrics:
+        beside = values.get(f"val_{name}")
+        if beside is not None:
+            value = _value(beside)
+            fields.append([*_metric(name, text), (" (", ""), ("val ", NAME), value, (")", "")])
+        elif not (name.startswith("val_") and name[4:] in values):
+            fields.append(_metric(name, text))
+    return fields
+
+
+def moment_line(moment: Moment) -> list[Span]:
+    """A moment without a bar, for a file that gets a line now and then."""
+    fields = [moment.count, *(f"{name} {text}" for name, text in moment.metrics)]
+    if moment.steps_per_s:
+        fields.append(speed(moment.steps_per_s))
+    return [(" - ".join([moment.title, *fields, moment.time]), "")]
+
+
+def plain(line: Iterable[Span]) -> str:
+    """A line's text without its styles."""
+    return "".join(text for text, _ in line)
+
+
+def _dot(ascii_only: bool) -> str:
+    return " - " if ascii_only else " • "
+
+
+def _metric(name: str, text: str) -> list[Span]:
+    return [(name, NAME), (" ", ""), _value(text)]
+
+
+def _value(text: str) -> Span:
+    return text, BAD if text in ("nan", "inf", "-inf") else ""
+
+
+def _joined(fields: Sequence[list[Span]], dot: str) -> list[Span]:
+    line = list(fields[0])
+    for field in fields[1:]:
+        line += [(dot, REST), *field]
+    return line
+
+
+def _bar(fraction: float, width: int, *, ascii_only: bool) -> list[Span]:
+    full, tip, rest = ("=", ">", ".") if ascii_only else ("━", "╸", "─")
+    halves = int(fraction * width * 2)
+    filled, half = divmod(halves, 2)
+    done = full * filled + tip * half
+    return [(done, BAR), (rest * (width - len(done)), REST)]
+
+
+def _length(line: Iterable[Span]) -> int:
+    return sum(_columns(text) for text, _ in line)
+
+
+def _columns(text: str) -> int:
+    """How many columns a text takes; Chinese characters, for one, take two each."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _cropped(line: list[Span], width: int) -> list[Span]:
+    cropped = []
+    for text, style in line:
+        while _columns(text) > width:
+            text = text[:-1]
+        cropped.append((text, style))
+        width -= _columns(text)
+        if width <= 0:
+            break
+    return cropped
+
 
 Metrics = Sequence[tuple[str, str]]
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import check_number
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.display import Display, chosen_verbose, display_for
-from fitkit.callbacks.progress_line import Moment, shown_metrics
+from fitkit.callbacks.display import Display, Moment, chosen_verbose, display_for, shown_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console

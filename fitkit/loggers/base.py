@@ -9,9 +9,9 @@ import torch
 
 from fitkit.arguments import check_count, describe
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.batch_losses import BatchLosses
 from fitkit.callbacks.epoch_files import plain_value, writable
-from fitkit.callbacks.learner import rate_of
+from fitkit.callbacks.rates import rate_of
+from fitkit.callbacks.watches import BatchLosses
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.loggers.hyperparameters import hyperparameters_of
 

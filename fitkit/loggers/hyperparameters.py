@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
-from fitkit.callbacks.learner import optimizers_of, rate_of
+from fitkit.callbacks.rates import optimizers_of, rate_of
 from fitkit.plain_settings import plain_settings
 
 if TYPE_CHECKING:

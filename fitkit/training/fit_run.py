@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
-from fitkit.callbacks.non_finite import non_finite_losses
+from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn

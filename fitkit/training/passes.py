@@ -11,7 +11,7 @@ import torch
 
 from fitkit import trees
 from fitkit.callbacks import CallbackList
-from fitkit.callbacks.non_finite import non_finite_losses
+from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.batches import NoRows
 from fitkit.data.sources import Source
 from fitkit.data.stream import limited

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.batch_losses import BatchLosses
-from fitkit.callbacks.learner import set_rate, updates_of
 from fitkit.callbacks.ranks import from_all_ranks
+from fitkit.callbacks.rates import set_rate, updates_of
+from fitkit.callbacks.watches import BatchLosses
 from fitkit.errors import ConfigurationError
 from fitkit.model import Model
 from fitkit.modes import in_use

@@ -13,7 +13,7 @@ from fitkit.callbacks import (
     StochasticWeightAveraging,
     SwapEMAWeights,
 )
-from fitkit.callbacks.stochastic_weight_averaging import renew_statistics
+from fitkit.callbacks.averages import renew_statistics
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 X = torch.randn(8, 1, generator=torch.Generator().manual_seed(0))
@@ -138,7 +138,7 @@ def test_buffers_are_averaged_too_unless_told_otherwise():
 def test_averages_of_half_precision_weights_move_by_less_than_their_last_bit():
     from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-    from fitkit.callbacks.averaged_weights import AveragedWeights
+    from fitkit.callbacks.averages import AveragedWeights
 
     model = fitkit.Model(torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16))
     with torch.no_grad():

@@ -19,7 +19,7 @@ from fitkit.callbacks import (
     ModelCheckpoint,
     writing,
 )
-from fitkit.callbacks.signals import Preempted, SignalNotes
+from fitkit.callbacks.writing import Preempted, SignalNotes
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.folders import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError

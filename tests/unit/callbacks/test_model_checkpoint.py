@@ -10,7 +10,7 @@ import torch
 
 import fitkit
 from fitkit.callbacks import Callback, ModelCheckpoint, writing
-from fitkit.callbacks.file_names import FileNames
+from fitkit.callbacks.model_checkpoint import FileNames
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))

@@ -14,8 +14,7 @@ from torchmetrics import Metric
 import fitkit
 from fitkit.callbacks import Callback, Profiler
 from fitkit.callbacks import profiler as profiler_module
-from fitkit.callbacks.part_clock import PartClock
-from fitkit.callbacks.profiler_table import Facts, advice, slowest_of, table, with_waits
+from fitkit.callbacks.profiler import Facts, PartClock, advice, slowest_of, table, with_waits
 from fitkit.data.transfer import Transfer
 from fitkit.errors import ConfigurationError
 from fitkit.training import runs

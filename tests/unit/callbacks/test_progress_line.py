@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitkit.callbacks.progress_line import (
+from fitkit.callbacks.display import (
     Moment,
     ResultLines,
     bar_line,

@@ -12,7 +12,7 @@ from fitkit.callbacks import (
     LearningRateMonitor,
     LearningRateScheduler,
 )
-from fitkit.callbacks.learner import rate_of, set_rate
+from fitkit.callbacks.rates import rate_of, set_rate
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.training.fit_state import FitState
 

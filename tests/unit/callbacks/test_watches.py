@@ -17,8 +17,8 @@ from fitkit.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from fitkit.callbacks.terminate_on_nan import NonFiniteError
 from fitkit.callbacks.timer import seconds_of
+from fitkit.callbacks.watches import NonFiniteError
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 X = torch.randn(32, 2, generator=torch.Generator().manual_seed(0))

@@ -99,9 +99,9 @@ def test_between_epochs_it_is_told_the_mean_loss_of_the_last_batches(every):
 def test_each_batchs_loss_costs_no_look_at_the_device(monkeypatch):
     """All losses of an epoch are read at once."""
     looks = []
-    take = callbacks.loss_spikes.BatchLosses.take
+    take = callbacks.watches.BatchLosses.take
     monkeypatch.setattr(
-        callbacks.loss_spikes.BatchLosses, "take", lambda self: looks.append(1) or take(self)
+        callbacks.watches.BatchLosses, "take", lambda self: looks.append(1) or take(self)
     )
     fit(compiled(), Keeps("batch"), epochs=2)
     assert len(looks) == 2

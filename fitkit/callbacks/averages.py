@@ -1,0 +1,437 @@
+"""Averages of weights over a training: a moving average, and stochastic weight averaging."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from fitkit import trees
+from fitkit.arguments import check_choice, check_count, check_flag, check_number
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.ranks import share_buffers
+from fitkit.callbacks.rates import groups_of, updates_of
+from fitkit.distributed.sharding.whole import as_parts
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.modes import kept_in_evaluation, modes_restored, to_training
+from fitkit.optimizers import put_rate
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+
+
+Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], Any]
+"""Moves averages towards current values, given how many were averaged before."""
+
+HALF = (torch.float16, torch.bfloat16)
+"""Averages of these are kept in float32: small steps would be rounded away."""
+
+
+class AveragedWeights:
+    """Averages of a model's floating-point parameters and buffers, beside the model.
+
+    Args:
+        model: whose weights are averaged; it starts from those that it has now.
+        average: in place: (averages, values, number before).
+        buffers: whether buffers (running statistics) are averaged too.
+
+    Attributes:
+        count: how many were averaged.
+    """
+
+    def __init__(self, model: Model, average: Average, *, buffers: bool) -> None:
+        named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+        found = {name: tensor for name, tensor in named if tensor.is_floating_point()}
+        self.names = list(found)
+        self._tensors = list(found.values())
+        self._averages = [_widened(tensor).clone() for tensor in self._tensors]
+        self._average = average
+        self._own: list[torch.Tensor] | None = None
+        self.count = 0
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the model has the averages at present."""
+        return self._own is not None
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the model's present weights into the average."""
+        assert self._own is None, "the model has the averages themselves"
+        by_kind: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for mean, tensor in zip(self._averages, self._tensors, strict=True):
+            means, values = by_kind.setdefault((mean.dtype, type(mean)), ([], []))
+            means.append(mean)
+            values.append(_widened(tensor))
+        for means, values in by_kind.values():
+            self._average(means, values, self.count)
+        self.count += 1
+
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Give the model the averages, in place; does nothing where it has them."""
+        if self._own is None:
+            self._own = [tensor.detach().clone() for tensor in self._tensors]
+            for tensor, mean in zip(self._tensors, self._averages, strict=True):
+                tensor.copy_(mean)
+
+    @torch.no_grad()
+    def take_out(self) -> None:
+        """Give the model its own weights back; does nothing where it has them."""
+        if self._own is not None:
+            for tensor, own in zip(self._tensors, self._own, strict=True):
+                tensor.copy_(own)
+            self._own = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by name, how many were averaged, and the model's own weights meanwhile."""
+        own = None if self._own is None else dict(zip(self.names, self._own, strict=True))
+        averages = dict(zip(self.names, self._averages, strict=True))
+        return {"count": self.count, "averages": averages, "own": own}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave; the model has the weights that it had then."""
+        self.count = int(state["count"])
+        for name, mean in zip(self.names, self._averages, strict=True):
+            mean.copy_(as_parts(state["averages"][name], mean))
+        self._own = None
+        if state["own"] is not None:
+            self._own = [tensor.detach().clone() for tensor in self._tensors]
+            for name, own in zip(self.names, self._own, strict=True):
+                own.copy_(as_parts(state["own"][name], own))
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.float() if detached.dtype in HALF else detached
+
+
+class EMA(Callback):
+    """Averages the weights over the updates; validation and the finished model use the average.
+
+    After each update `average = decay · average + (1 - decay) · weights`, from the weights that
+    `fit` begins with. The average stands in the model during each validation, and from the end
+    of `fit` on: `evaluate`, `predict` and `save` have it then.
+
+    Args:
+        decay: how slowly the average follows, from 0 to below 1. Default 0.999.
+        update_every_n_steps: updates of the weights for each of the average. Default 1.
+        update_starting_at_epoch: until the end of the epoch before (from 0) the average is the
+            weights themselves. Default 0.
+        use_buffers: whether floating-point buffers (running statistics) are averaged as well.
+            Default True.
+        swap_on_epoch: whether the average stays in the model from the validation until the next
+            epoch begins, so that callbacks after this one in the list save it, or copy it, at
+            an epoch's end. Default False.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be.
+
+    Ranks:
+        Each rank keeps the average; equal weights give equal averages.
+
+    Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_epoch: int = 0,
+        use_buffers: bool = True,
+        swap_on_epoch: bool = False,
+    ) -> None:
+        check_number("decay", decay, minimum=0, below=1)
+        check_count("update_every_n_steps", update_every_n_steps)
+        check_count("update_starting_at_epoch", update_starting_at_epoch, minimum=0)
+        check_flag("use_buffers", use_buffers)
+        check_flag("swap_on_epoch", swap_on_epoch)
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_epoch = update_starting_at_epoch
+        self.use_buffers = use_buffers
+        self.swap_on_epoch = swap_on_epoch
+        self._weights: AveragedWeights | None = None
+        self._seen = 0
+        self._epoch = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_weights": None}
+
+    @property
+    def weights(self) -> AveragedWeights:
+        """The average; made when fit begins."""
+        assert self._weights is not None, "fit has not begun"
+        return self._weights
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._begin_average()
+        self._seen = updates_of(self.model)
+
+    def _begin_average(self) -> None:
+        average = get_ema_multi_avg_fn(self.decay)
+        self._weights = AveragedWeights(self.model, average, buffers=self.use_buffers)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self.weights.take_out()
+        if epoch == self.update_starting_at_epoch and self.weights.count == 0:
+            self._begin_average()
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        # With accumulated gradients not every batch makes an update.
+        updates = updates_of(self.model)
+        if updates - self._seen >= self.update_every_n_steps:
+            self._seen = updates
+            if self._epoch >= self.update_starting_at_epoch:
+                self.weights.update()
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        if self.params.get("stage") == "fit":
+            self._finish_epoch()
+            self._put_in()
+
+    def on_test_end(self, logs: Logs) -> None:
+        if self.params.get("stage") == "fit" and not self.swap_on_epoch:
+            self.weights.take_out()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._finish_epoch()
+        if self.swap_on_epoch:
+            self._put_in()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._put_in()
+        self._weights = None
+
+    def _finish_epoch(self) -> None:
+        """Take an update that the epoch's end made of a group of batches cut short."""
+        if not self.weights.is_in_use:
+            self.on_train_batch_end(0, {})
+
+    def _put_in(self) -> None:
+        if self._weights is None or self.weights.is_in_use or self._is_early():
+            return
+        self.weights.put_in()
+        share_buffers(self.model)
+
+    def _is_early(self) -> bool:
+        """Whether the average is still the weights themselves."""
+        return self._epoch < self.update_starting_at_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._weights is None else self._weights.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.weights.load_state_dict(state)
+
+
+class SwapEMAWeights(EMA):
+    """Keras's name for `EMA`; `swap_on_epoch` comes first.
+
+    Args:
+        swap_on_epoch: as in `EMA`. Default False.
+        decay: as in `EMA`; Keras keeps it in the optimizer (`ema_momentum`). Default 0.99.
+        **options: `EMA`'s other arguments.
+    """
+
+    def __init__(self, swap_on_epoch: bool = False, decay: float = 0.99, **options: Any) -> None:
+        super().__init__(decay, swap_on_epoch=swap_on_epoch, **options)
+
+
+CURVES = {"cos": lambda part: (1 - math.cos(math.pi * part)) / 2, "linear": lambda part: part}
+"""How far the rate has come when a part of the annealing is over, both from 0 to 1."""
+
+
+class StochasticWeightAveraging(Callback):
+    """Averages the weights at the ends of the last epochs, at a rate that stays high.
+
+    From the epoch `swa_epoch_start` on the rates go to `swa_lrs` over `annealing_epochs`
+    epochs, and the weights at each epoch's end enter a plain mean. When `fit` ends, the model
+    gets the mean; validations before that see the weights themselves.
+
+    Batch normalization's running statistics don't belong to averaged weights. They are computed
+    anew from `bn_data`, or, without it, averaged like the weights, which is often close.
+
+    Args:
+        swa_lrs: the rate of the averaged epochs, above 0; a list for several parameter groups.
+        swa_epoch_start: the first such epoch: its number (from 0), or a fraction of `epochs`.
+            Default 0.8.
+        annealing_epochs: how long the rates take to get there. Default 10.
+        annealing_strategy: `"cos"` (default) or `"linear"`.
+        bn_data: batches of inputs (or `(inputs, …)`), such as a DataLoader, that can be
+            iterated, on every rank. Default None.
+
+    Attributes:
+        averaged: how many epochs' weights are in the mean.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a
+            scheduler that sets the rates at each step.
+
+    Reference: Izmailov et al., Averaging Weights Leads to Wider Optima and Better
+    Generalization, 2018, arXiv:1803.05407.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: str = "cos",
+        bn_data: Iterable[Any] | None = None,
+    ) -> None:
+        for rate in swa_lrs if isinstance(swa_lrs, (list, tuple)) else [swa_lrs]:
+            check_number("swa_lrs", rate, above=0)
+        if isinstance(swa_epoch_start, float):
+            check_number("swa_epoch_start", swa_epoch_start, minimum=0, below=1)
+        else:
+            check_count("swa_epoch_start", swa_epoch_start, minimum=0)
+        check_count("annealing_epochs", annealing_epochs, minimum=0)
+        check_choice("annealing_strategy", annealing_strategy, tuple(CURVES))
+        # Not `iter(bn_data)`: a DataLoader would draw from the training's random numbers there.
+        is_spent = hasattr(bn_data, "__next__")
+        if bn_data is not None and (is_spent or not isinstance(bn_data, Iterable)):
+            raise ArgumentTypeError(
+                "bn_data must be batches that can be iterated more than once, like a DataLoader "
+                "or a list of tensors."
+            )
+        self.swa_lrs = swa_lrs
+        self.swa_epoch_start = swa_epoch_start
+        self.annealing_epochs = annealing_epochs
+        self.annealing_strategy = annealing_strategy
+        self.bn_data = bn_data
+        self._reset()
+
+    def _reset(self) -> None:
+        self.averaged = 0
+        self._weights: AveragedWeights | None = None
+        self._rates: list[float] = []
+        self._first = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_weights": None}
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._reset()
+        if any(plan.interval == "step" for plan in self.model._fitkit.fit_state.schedulers):
+            raise ConfigurationError(
+                "StochasticWeightAveraging sets the rates of its epochs, but an lr_scheduler "
+                "sets them at each step. Use one with interval='epoch', or none."
+            )
+        start = self.swa_epoch_start
+        epochs = int(self.params["epochs"])
+        self._first = int(epochs * start) if isinstance(start, float) else start
+        if self._first >= epochs:
+            raise ConfigurationError(
+                f"swa_epoch_start={start} is after the last epoch: fit has epochs={epochs}."
+            )
+        self._targets()
+
+    def _targets(self) -> list[float]:
+        groups = len(list(groups_of(self.model)))
+        if not isinstance(self.swa_lrs, (list, tuple)):
+            return [float(self.swa_lrs)] * groups
+        if len(self.swa_lrs) != groups:
+            raise ConfigurationError(
+                f"swa_lrs has {len(self.swa_lrs)} rates, but the optimizer has {groups} "
+                "parameter groups."
+            )
+        return [float(rate) for rate in self.swa_lrs]
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch < self._first:
+            return
+        if not self._rates:
+            self._rates = [float(group["lr"]) for group in groups_of(self.model)]
+        passed = epoch - self._first
+        part = min(passed / self.annealing_epochs, 1.0) if self.annealing_epochs else 1.0
+        done = CURVES[self.annealing_strategy](part)
+        changes = zip(groups_of(self.model), self._rates, self._targets(), strict=True)
+        for group, begin, target in changes:
+            put_rate(group, target if done == 1.0 else begin + (target - begin) * done)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if epoch < self._first:
+            return
+        if self._weights is None:
+            self._begin_average()
+        assert self._weights is not None
+        self._weights.update()
+        self.averaged = self._weights.count
+
+    def _begin_average(self) -> None:
+        self._weights = AveragedWeights(self.model, get_swa_multi_avg_fn(), buffers=True)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        weights, self._weights = self._weights, None
+        if weights is None:
+            return
+        weights.put_in()
+        if self.bn_data is not None:
+            renew_statistics(self.model, self.bn_data, self.model.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = None if self._weights is None else self._weights.state_dict()
+        return {"averaged": self.averaged, "rates": self._rates, "weights": weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.averaged = int(state["averaged"])
+        self._rates = list(state["rates"])
+        if state["weights"] is not None:
+            self._begin_average()
+            assert self._weights is not None
+            self._weights.load_state_dict(state["weights"])
+
+
+@torch.no_grad()
+def renew_statistics(model: torch.nn.Module, data: Iterable[Any], device: torch.device) -> None:
+    """Compute batch normalization's running statistics anew: plain means over batches.
+
+    Layers that stay in evaluation mode in training keep theirs.
+    """
+    kept = kept_in_evaluation(model)
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        and module.track_running_stats
+        and module not in kept
+    ]
+    if not layers:
+        return
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # torch: a plain mean instead of a moving one
+    try:
+        with modes_restored(model):
+            to_training(model, kept)
+            for batch in data:
+                inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+                _forward(model, trees.map_leaves(lambda leaf: _moved(leaf, device), inputs))
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+
+
+def _forward(model: torch.nn.Module, inputs: Any) -> None:
+    if isinstance(inputs, dict):
+        model(**inputs)
+    elif isinstance(inputs, tuple):
+        model(*inputs)
+    else:
+        model(inputs)
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf

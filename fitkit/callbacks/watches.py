@@ -1,0 +1,431 @@
+"""Callbacks that watch for losses and numbers that can't be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fitkit import trees
+from fitkit.arguments import check_choice, check_count, check_flag, check_number
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.ranks import any_rank, from_all_ranks, say
+from fitkit.distributed.sharding.whole import whole
+from fitkit.errors import FitkitError, warn
+
+
+class NonFiniteError(FitkitError, FloatingPointError):
+    """A value that should be a number is NaN or infinite."""
+
+
+class TerminateOnNaN(Callback):
+    """Ends `fit` when the loss is NaN or infinite, on whichever rank.
+
+    The device isn't asked after every batch: the running mean stays non-finite once a batch's
+    loss was, so it is read every `check_every` batches and at each epoch's end.
+
+    Args:
+        raise_error: whether to raise instead of stopping. Default False.
+        check_every: batches between two looks. Default 10.
+
+    Raises:
+        NonFiniteError: from `fit`, with `raise_error`; a `FloatingPointError`.
+    """
+
+    stops_alike = True
+
+    def __init__(self, raise_error: bool = False, check_every: int = 10) -> None:
+        check_flag("raise_error", raise_error)
+        check_count("check_every", check_every)
+        self.raise_error = raise_error
+        self.check_every = check_every
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        if (batch + 1) % self.check_every == 0:
+            self._check(logs, f"by batch {batch}")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._check(logs, "at its end")
+
+    def _check(self, logs: Logs, when: str) -> None:
+        loss = logs.get("loss")
+        if not any_rank(self.model, loss is not None and not math.isfinite(loss)):
+            return
+        if self.raise_error:
+            raise NonFiniteError(
+                f"The loss became NaN or infinite in epoch {self._epoch + 1} ({when}). "
+                "fitkit.callbacks.DetectNonFinite() names the module where that begins."
+            )
+        self.model.stop_training = True
+
+
+class BatchLosses:
+    """Collects the losses of batches without asking the device for each.
+
+    A batch's logs carry the step's own loss as a tensor (`logs.batch_loss`). Where they don't,
+    it follows from two running means, which takes batches to be equally long.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, torch.Tensor]] = []
+        self._sum = 0.0
+
+    def reset(self) -> None:
+        """An epoch begins."""
+        self._kept = []
+        self._sum = 0.0
+
+    def add(self, batch: int, logs: Logs) -> None:
+        """Take a batch's loss."""
+        loss = getattr(logs, "batch_loss", None)
+        if isinstance(loss, torch.Tensor):
+            self._kept.append((batch, loss.detach()))
+            return
+        if "loss" not in logs:
+            return
+        total = float(logs["loss"]) * (batch + 1)
+        self._kept.append((batch, torch.tensor(total - self._sum)))
+        self._sum = total
+
+    def take(self) -> list[tuple[int, float]]:
+        """Batches and their losses since the last time, with one look at the device."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return []
+        losses = torch.stack([loss.float() for _, loss in kept]).tolist()
+        return [(batch, loss) for (batch, _), loss in zip(kept, losses, strict=True)]
+
+
+NORMAL = 1.4826
+"""A normal distribution's standard deviation, in median absolute deviations."""
+
+LEAST_SPREAD = 0.01
+"""Losses that hardly vary are taken to spread by this part of their median."""
+
+
+class LossSpikeError(FitkitError, RuntimeError):
+    """The loss of a batch is far above those before it."""
+
+
+class DetectLossSpike(Callback):
+    """Notices batches whose loss is far above the median of those before.
+
+    A batch spikes where its loss exceeds the window's median by more than `threshold` times the
+    window's spread (1.4826 median absolute deviations, the standard deviation of normal
+    numbers), or isn't finite. Spikes don't enter the window. The device is asked every
+    `check_every` batches only.
+
+    Args:
+        threshold: how many spreads. Default 10.
+        window: batches to compare with; nothing is noticed before half of them. Default 50.
+        patience: spikes in a row before the action. Default 1.
+        action: `"warn"` (default; once a fit), `"stop"` the training or `"raise"`.
+        check_every: batches between two looks. Default 10.
+
+    Attributes:
+        spikes: (epoch, batch, loss) of each, epochs and batches from 0.
+
+    Ranks:
+        Each rank looks at its own batches; they act together.
+
+    Raises:
+        LossSpikeError, NonFiniteError: from `fit`, with `"raise"`.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        threshold: float = 10.0,
+        window: int = 50,
+        patience: int = 1,
+        action: str = "warn",
+        check_every: int = 10,
+    ) -> None:
+        check_number("threshold", threshold, above=0)
+        check_count("window", window, minimum=4)
+        check_count("patience", patience)
+        check_choice("action", action, ("warn", "stop", "raise"))
+        check_count("check_every", check_every)
+        self.threshold = threshold
+        self.window = window
+        self.patience = patience
+        self.action = action
+        self.check_every = check_every
+        self._reset()
+
+    def _reset(self) -> None:
+        self.spikes: list[tuple[int, int, float]] = []
+        self._losses = BatchLosses()
+        self._before: deque[float] = deque(maxlen=self.window)
+        self._in_a_row = 0
+        self._warned = False
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._reset()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._losses.reset()
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._losses.add(batch, logs)
+        if (batch + 1) % self.check_every == 0:
+            self._check()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        found = None
+        for batch, loss in self._losses.take():
+            if not self._is_spike(loss):
+                self._in_a_row = 0
+                self._before.append(loss)
+                continue
+            self.spikes.append((self._epoch, batch, loss))
+            self._in_a_row += 1
+            if self._in_a_row >= self.patience and found is None:
+                found = batch, loss
+        for rank, finding in enumerate(from_all_ranks(self.model, found)):
+            if finding is not None:
+                self._act(rank, *finding)
+                return
+
+    def _is_spike(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return True
+        if len(self._before) < self.window // 2:
+            return False
+        median = _median(self._before)
+        deviation = _median(abs(value - median) for value in self._before)
+        spread = max(NORMAL * deviation, LEAST_SPREAD * abs(median))
+        return loss - median > self.threshold * spread
+
+    def _act(self, rank: int, batch: int, loss: float) -> None:
+        usual = _median(self._before) if self._before else math.nan
+        where = f"epoch {self._epoch + 1}, batch {batch}, rank {rank}"
+        finding = f"The loss jumped to {loss:.4g} ({where}); around {usual:.4g} was usual."
+        if self.action == "raise":
+            raise (LossSpikeError if math.isfinite(loss) else NonFiniteError)(finding)
+        if self.action == "stop":
+            say(self.model, f"{finding} Training stops.")
+            self.model.stop_training = True
+        elif not self._warned and self.model.is_global_zero:
+            self._warned = True
+            warn(finding)
+
+
+def _median(values: Iterable[float]) -> float:
+    from statistics import median  # with decimal and fractions: not for whoever only imports fitkit
+
+    return median(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sighting:
+    """One place looked at in one batch.
+
+    Attributes:
+        batch: its index.
+        what: the place, in words.
+        flag: a 0-d tensor, True where some value isn't finite; read later.
+    """
+
+    batch: int
+    what: str
+    flag: torch.Tensor
+
+
+class DetectNonFinite(Callback):
+    """Names the first module whose output (or parameter whose gradient) is NaN or infinite.
+
+    For debugging: each module's output is looked at in each training batch, which costs an
+    operation a tensor. The device is asked every `check_every` batches only, and the first
+    place in the order of computation is named: the input, the modules' outputs, the gradients.
+
+    Args:
+        action: `"raise"` (default) a NonFiniteError, `"stop"` the training, or `"warn"`, once.
+        check_every: batches between two looks. Default 10.
+        gradients: whether to look at gradients too. Default True; under `"16-mixed"` precision
+            they aren't, since its loss scale lets some of them overflow on purpose.
+
+    Attributes:
+        found: what was found, in words; None where nothing was.
+
+    Ranks:
+        Each rank looks at its own batches; a finding on any of them counts for all.
+
+    Raises:
+        NonFiniteError: from `fit`; a `FloatingPointError`.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self, action: str = "raise", check_every: int = 10, gradients: bool = True
+    ) -> None:
+        check_choice("action", action, ("raise", "stop", "warn"))
+        check_count("check_every", check_every)
+        check_flag("gradients", gradients)
+        self.action = action
+        self.check_every = check_every
+        self.gradients = gradients
+        self.found: str | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._handles: list[Any] = []
+        self._sightings: list[Sighting] = []
+        self._epoch = 0
+        self._batch = 0
+        self._looks = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.update(_handles=[], _sightings=[])
+        return state
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._remove()
+        self._reset()
+        self.found = None
+        for name, parameter in self._net().named_parameters():
+            self._look(f"the parameter {name}, before the first batch", parameter)
+        self._check()
+        if self.found is None:
+            self._handles = list(self._hooks())
+
+    def _hooks(self) -> Iterator[Any]:
+        """Hooks on every module, in the order in which they will fire."""
+        net = self._net()
+        yield net.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        for name, module in net.named_modules():
+            kind = type(module).__name__
+            label = f"the output of {name} ({kind})" if name else f"the net's output ({kind})"
+            yield module.register_forward_hook(self._output_hook(label))
+        scaled = str(self.model._fitkit.compilation.precision).lower() in ("16", "16-mixed")
+        if scaled or not self.gradients:
+            return
+        for name, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                yield parameter.register_hook(self._gradient_hook(f"the gradient of {name}"))
+
+    def _net(self) -> torch.nn.Module:
+        """The module whose names users know."""
+        net: torch.nn.Module | None = self.model.net
+        return self.model if net is None else net
+
+    def _see_input(self, module: Any, args: Any, kwargs: Any) -> None:
+        if self._looks:
+            self._look("the net's input", (args, kwargs))
+
+    def _output_hook(self, label: str) -> Callable[..., None]:
+        def see(module: Any, inputs: Any, output: Any) -> None:
+            if self._looks:
+                self._look(label, output)
+
+        return see
+
+    def _gradient_hook(self, label: str) -> Callable[[torch.Tensor], None]:
+        def see(gradient: torch.Tensor) -> None:
+            if self._looks:
+                self._look(label, gradient)
+
+        return see
+
+    @torch.no_grad()
+    def _look(self, what: str, tree: Any) -> None:
+        """Note, on the device, whether all floating numbers of a tree are finite."""
+        tree = dict(tree) if hasattr(tree, "items") else tree
+        for leaf in trees.leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                flag = ~torch.isfinite(leaf.detach()).all()
+                self._sightings.append(Sighting(self._batch, what, flag))
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._batch = batch
+        self._looks = bool(self._handles)
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._looks = False
+        if (batch + 1) % self.check_every == 0:
+            self._check()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._check()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._remove()
+
+    def _check(self) -> None:
+        """Read the flags, with one look at the device; the same on every rank."""
+        sightings, self._sightings = self._sightings, []
+        if self.found is not None:
+            return
+        told = from_all_ranks(self.model, self._first(sightings))
+        for rank, finding in enumerate(told):
+            if finding is not None:
+                where = f" (rank {rank})" if len(told) > 1 else ""
+                self.found = finding + where
+                self._act(self.found)
+                return
+
+    def _first(self, sightings: list[Sighting]) -> str | None:
+        if not sightings:
+            return None
+        device = sightings[0].flag.device
+        flags = torch.stack([whole(sighting.flag).to(device) for sighting in sightings]).tolist()
+        for flag, sighting in zip(flags, sightings, strict=True):
+            if flag:
+                when = f"in epoch {self._epoch + 1}, batch {sighting.batch}"
+                return f"{sighting.what} is NaN or infinite first, {when}"
+        return None
+
+    def _act(self, finding: str) -> None:
+        self._remove()
+        if self.action == "raise":
+            raise NonFiniteError(f"{finding[0].upper()}{finding[1:]}.")
+        if self.action == "stop":
+            say(self.model, f"Training stops: {finding}.")
+            self.model.stop_training = True
+        elif self.model.is_global_zero:
+            warn(f"{finding[0].upper()}{finding[1:]}.")
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._looks = False
+
+
+def non_finite_losses(logs: Logs, callbacks: Iterable[Callback]) -> str | None:
+    """What to say of an epoch's or an evaluation's losses that are NaN or infinite.
+
+    Returns:
+        A sentence, or None: there is none, or a callback looks after them.
+    """
+    told = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
+    found = [f"{name} is {loss}" for name, loss in told.items() if not math.isfinite(loss)]
+    if not found or any(isinstance(callback, WATCHES) for callback in callbacks):
+        return None
+    return (
+        f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names the "
+        "first module in training whose output or gradient is NaN or infinite."
+    )
+
+
+WATCHES = (DetectNonFinite, TerminateOnNaN, DetectLossSpike)
+"""Who says or does something about such losses by itself."""

@@ -1,0 +1,453 @@
+"""What the callbacks that save have in common: whole files, threads, signals, agreement."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
+from fitkit.checkpoint import (
+    is_folder_name,
+    open_checkpoint,
+    remove_abandoned,
+    remove_checkpoint,
+    save_checkpoint,
+    save_folder,
+    save_weights,
+)
+from fitkit.checkpoint.folders import INDEX
+from fitkit.errors import CheckpointError, ConfigurationError, warn
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+    from fitkit.training.fit_run import FitRun
+
+
+PERIOD_S = 0.05
+"""About how long a wish may wait."""
+MOST_STEPS = 100
+"""Between two questions, however short the steps are: they may become longer."""
+
+
+class Wishes:
+    """Wishes that come to single ranks (a signal, a clock) and need a step of all.
+
+    To ask after every step would cost an exchange each time; so several steps pass between two
+    questions, as many as rank 0 makes in a twentieth of a second.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A fit begins."""
+        self._pause = self._left = 1
+        self._asked_at = time.monotonic()
+
+    def after_step(self, model: Model, wish: bool) -> bool:
+        """Whether some rank had a wish when the ranks asked each other; False in between.
+
+        Ranks:
+            Collective: after each step on each rank.
+        """
+        if not several_ranks(model):
+            return wish
+        self._left -= 1
+        if self._left:
+            return False
+        answers = from_all_ranks(model, (wish, self._next_pause()))
+        self._pause = self._left = answers[0][1]
+        return any(wanted for wanted, _ in answers)
+
+    def _next_pause(self) -> int:
+        """How many steps to wait until the next question."""
+        now = time.monotonic()
+        step_s = max(now - self._asked_at, 1e-9) / self._pause
+        self._asked_at = now
+        return max(1, min(int(PERIOD_S / step_s), 2 * self._pause, MOST_STEPS))
+
+
+def remove_unwanted(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint, where it is there; a warning where it can't be."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            remove_checkpoint(path)
+    except OSError as error:
+        reason = error.strerror or error
+        warn(f"{os.fspath(path)} is no longer wanted, but can't be deleted: {reason}.")
+
+
+def written_at(path: str | os.PathLike[str]) -> int | None:
+    """When a checkpoint was written, in ns, which tells it from a later one; None: not there."""
+    index = os.path.join(path, INDEX)
+    try:
+        return os.stat(index if os.path.isdir(path) else path).st_mtime_ns
+    except OSError:
+        return None
+
+
+def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str | None:
+    """The first of `paths` that can be gone on from, with a warning for each before it; None: none.
+
+    Args:
+        paths: checkpoints, the newest first.
+        refused: gets those that can't be used.
+
+    Raises:
+        CheckpointError: there are some, and none can be used.
+    """
+    errors: list[CheckpointError] = []
+    for path in paths:
+        try:
+            with open_checkpoint(path):
+                pass
+        except FileNotFoundError:  # another process has deleted it
+            continue
+        except CheckpointError as error:
+            errors.append(error)
+            if refused is not None:
+                refused.append(path)
+            continue
+        for problem in errors:
+            warn(f"{problem} The training goes on from {path}, which is older.")
+        return path
+    if len(errors) > 1:
+        raise CheckpointError(f"None of {len(errors)} checkpoints can be used. {errors[0]}")
+    if errors:
+        raise errors[0]
+    return None
+
+
+CHILD_GRACE_S = 10
+"""How long a forked child lives on after SIGTERM."""
+
+
+class Preempted(SystemExit):
+    """The training was cut by a signal; all of it is in a file.
+
+    Attributes:
+        code: the status that a shell gives to a process ended by this signal: 143 for SIGTERM.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
+class SignalNotes:
+    """Takes note of SIGTERM, and of SIGUSR1 in a SLURM batch job, until `restore`.
+
+    Only the main thread can have handlers; elsewhere nothing is noted. A signal that is ignored
+    stays ignored.
+
+    Attributes:
+        arrived: the first signal that came; None before.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: int | None = None
+        self._came: tuple[int, FrameType | None] | None = None
+        self._previous: dict[int, Any] = {}  # handlers that ours stand for now
+        self._handlers: dict[int, Any] = {}  # those that are back
+        self._childrens: Any = None  # torch's handler for the end of children
+        self._owner = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other ranks: nothing; each has handlers of its own."""
+        return vars(SignalNotes())
+
+    def begin(self) -> None:
+        """Put the handlers in."""
+        self.restore()
+        self.arrived, self._came = None, None
+        self._owner = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in noted_signals():
+            previous = signal.getsignal(number)
+            # None: a handler that Python can't put back.
+            if previous is not None and previous != signal.SIG_IGN:
+                signal.signal(number, self._note)
+                self._previous[number] = previous
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            # A forked child, which the step that is still made may need; but nobody may wait for
+            # ever for a child that was told to end.
+            if number == signal.SIGTERM:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(CHILD_GRACE_S)
+            return
+        if self.arrived is None:
+            self.arrived, self._came = number, (number, frame)
+            self._let_workers_go()
+
+    def _let_workers_go(self) -> None:
+        """Let the step be finished although a DataLoader's workers got the signal, too, and ended.
+
+        torch raises in the midst of a step when one has; their next batch fails anyway.
+        """
+        if hasattr(signal, "SIGCHLD") and callable(signal.getsignal(signal.SIGCHLD)):
+            self._childrens = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def restore(self, *, leaving: bool = False) -> None:
+        """Put the handlers back that were there before.
+
+        Args:
+            leaving: whether the process ends now. torch's handler would raise in its last moments
+                because a DataLoader's workers have ended before it.
+        """
+        previous, self._previous = self._previous, {}
+        if not previous or self._owner != os.getpid():
+            return
+        for number, handler in previous.items():
+            if signal.getsignal(number) == self._note:  # else somebody has set another since
+                signal.signal(number, handler)
+        self._handlers = previous
+        if self._childrens is not None and not leaving:
+            signal.signal(signal.SIGCHLD, self._childrens)
+            self._childrens = None
+
+    def pass_on(self) -> None:
+        """After `restore`: call the handler that was there before, where that was a function."""
+        came, self._came = self._came, None
+        if came is None:
+            return
+        handler = self._handlers.get(came[0])
+        if callable(handler):
+            handler(*came)
+
+
+def noted_signals() -> list[int]:
+    """The signals that mean that a job is to end."""
+    numbers = [signal.SIGTERM]
+    if slurm_job() is not None and hasattr(signal, "SIGUSR1"):
+        numbers.append(signal.SIGUSR1)
+    return [int(number) for number in numbers]
+
+
+def slurm_job() -> str | None:
+    """This SLURM batch job's number as `scontrol` takes it; None in none, or in a shell of one."""
+    if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return None
+    array, task = (os.environ.get(f"SLURM_ARRAY_{what}_ID") for what in ("JOB", "TASK"))
+    if array and task:
+        return f"{array}_{task}"
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def requeue() -> None:
+    """Put this SLURM job into the queue again, where there is a `scontrol`; else warn."""
+    job, program = slurm_job(), shutil.which("scontrol")
+    if job is None or program is None:
+        warn("There is no scontrol here to requeue the job; submit it again to go on.")
+        return
+    done = subprocess.run([program, "requeue", job], capture_output=True, text=True, check=False)
+    if done.returncode:
+        warn(f"scontrol requeue {job} failed ({done.stderr.strip()}); submit it again to go on.")
+
+
+class CheckpointWriter:
+    """Writes a model's checkpoints: rank 0 does, to a folder every rank; all share a failure.
+
+    Args:
+        weights_only: whether the files get the weights alone.
+        asynchronous: whether a thread writes them, from copies in main memory. One is written at
+            a time: the next save waits for it. Its error comes at the next save, or at `finish`.
+    """
+
+    def __init__(self, *, weights_only: bool = False, asynchronous: bool = False) -> None:
+        self.weights_only = weights_only
+        self.asynchronous = asynchronous
+        self._copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other ranks: how to write, and nothing that is being written."""
+        fresh = CheckpointWriter(weights_only=self.weights_only, asynchronous=self.asynchronous)
+        return vars(fresh)
+
+    def save(self, model: Model, path: str, then: Callable[[], None] = lambda: None) -> None:
+        """Write a file; its folder is made where it lacks.
+
+        Args:
+            then: called on rank 0 when the file is there.
+
+        Ranks:
+            Collective.
+
+        Raises:
+            CheckpointError: this file or, asynchronously, the one before can't be written.
+        """
+        self.finish(model)
+        if is_folder_name(path):
+            self._save_folder(model, path, then)
+            return
+        contents = self._contents(model)
+        if model.is_global_zero:
+            if self.asynchronous:
+                contents = self._copies.of(contents)
+                self._start(lambda: self._write(path, contents, then))
+                return
+            self._attempt(lambda: self._write(path, contents, then))
+        if not self.asynchronous:
+            self._share(model)
+
+    def _save_folder(self, model: Model, path: str, then: Callable[[], None]) -> None:
+        """Let every rank write its part; what follows is rank 0's."""
+        strategy, run = model._fitkit.compilation.strategy, _run_of(model)
+        state: dict[str, Any] | None = None
+        if self.weights_only:
+            weights = run.weights(spread=True)
+        else:
+            weights, state = run.contents(spread=True)
+        if model.is_global_zero:
+            self._attempt(lambda: _make_folder(path))
+        self._share(model)
+        save_folder(path, weights, state, strategy.collectives)
+        if model.is_global_zero:
+            self._attempt(then)
+        self._share(model)
+
+    def finish(self, model: Model) -> None:
+        """Wait for what is being written.
+
+        Ranks:
+            Collective.
+
+        Raises:
+            CheckpointError: it couldn't be.
+        """
+        if self.asynchronous:
+            self.wait()
+            self._share(model)
+
+    def wait(self) -> None:
+        """Wait on this rank alone; an error stays for the next save or `finish`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def give_up(self) -> None:
+        """The run has failed: wait on this rank; an error is a warning."""
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            warn(f"The last checkpoint wasn't written: {error}")
+
+    def _contents(self, model: Model) -> Any:
+        run = _run_of(model)
+        return run.weights() if self.weights_only else run.contents()
+
+    def _write(self, path: str, contents: Any, then: Callable[[], None]) -> None:
+        _make_folder(path)
+        if self.weights_only:
+            save_weights(path, contents)
+        else:
+            save_checkpoint(path, *contents)
+        then()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        # No daemon: the interpreter waits for a file that is half written.
+        self._thread = threading.Thread(
+            target=self._attempt, args=(work,), name="fitkit-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._error = error
+
+    def _share(self, model: Model) -> None:
+        """Raise rank 0's error on all ranks."""
+        error, self._error = self._error, None
+        if several_ranks(model):
+            error = from_rank_zero(model, error)
+        if error is not None:
+            raise error
+
+
+def _run_of(model: Model) -> FitRun:
+    run = model._fitkit.fit_state.run
+    if run is None:
+        raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")
+    return run
+
+
+def _make_folder(path: str) -> None:
+    """Make the folder that a checkpoint goes into, without what killed writers left there."""
+    folder = os.path.dirname(path) or "."
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be written: the folder {folder} can't be made ({error.strerror}). "
+            "Choose another."
+        ) from error
+    remove_abandoned(folder)
+
+
+class HostCopies:
+    """Copies of tensors in main memory, which is used again for the next copies."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+
+    def of(self, value: Any) -> Any:
+        """A copy of nested dicts, lists and tuples; the one before must no longer be in use.
+
+        Tensors that share memory share it in the copy, too.
+        """
+        used: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+        made: dict[int, torch.UntypedStorage] = {}
+
+        def copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+            if storage.data_ptr() not in made:
+                kind = (storage.nbytes(), storage.device.type == "cuda")
+                waiting = self._free.get(kind)
+                host = waiting.pop() if waiting else _host_memory(*kind)
+                host.copy_(storage)
+                used.setdefault(kind, []).append(host)
+                made[storage.data_ptr()] = host
+            return made[storage.data_ptr()]
+
+        def copied(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                if item.layout != torch.strided or not item.numel() or item.is_quantized:
+                    return item.detach().to("cpu", copy=True)
+                host = torch.empty(0, dtype=item.dtype)
+                return host.set_(
+                    copied_storage(item.detach().untyped_storage()),
+                    item.storage_offset(), item.shape, item.stride(),
+                )  # fmt: skip
+            if isinstance(item, dict):
+                twin = copy.copy(item)  # A state dict has attributes, too.
+                twin.update((key, copied(entry)) for key, entry in item.items())
+                return twin
+            if type(item) in (list, tuple):
+                return type(item)(copied(entry) for entry in item)
+            return copy.deepcopy(item)
+
+        try:
+            return copied(value)
+        finally:
+            self._free = used
+
+
+def _host_memory(size_bytes: int, for_cuda: bool) -> torch.UntypedStorage:
+    """New memory; pinned, where it is filled from a GPU."""
+    made = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=for_cuda)
+    return made.untyped_storage()
