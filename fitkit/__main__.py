@@ -48,7 +48,7 @@ def inspect(file: str) -> int:
 
 def convert(source: str, target: str) -> int:
     """Write a file's content in another format, or say why it can't be; the exit status."""
-    from fitkit.checkpoint.conversion import convert as write_as
+    from fitkit.checkpoint.inspection import convert as write_as
 
     return told(
         lambda: print(f"Wrote {target} ({write_as(source, target)})."), f"There is no {source}."

@@ -501,7 +501,7 @@ def drawn(target: str, seed: int, folder: Path):
 
 def run_case(target: str, seed: int, folder: Path, *, speak=False) -> str:
     """Make a file and read it; a finding, or ""."""
-    from fitkit.checkpoint.conversion import convert
+    from fitkit.checkpoint.inspection import convert
     from fitkit.errors import ConfigurationError
 
     make, suffix = TARGETS[target]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fitkit.checkpoint.codec import Numbering
 from fitkit.checkpoint.container import Reader, read_container, write_container
-from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError
 

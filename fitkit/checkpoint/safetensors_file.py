@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from fitkit.checkpoint.atomic import replacing
+from fitkit.checkpoint.codec import Numbering
 from fitkit.checkpoint.document import without_repetition
 from fitkit.checkpoint.dtypes import (
     LARGEST_RANK,
@@ -28,7 +29,6 @@ from fitkit.checkpoint.dtypes import (
 )
 from fitkit.checkpoint.header import damaged, digest_of, former, unreadable
 from fitkit.checkpoint.interrupts import HeldInterrupts
-from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.stored_arrays import StoredArrays, state_of, write_array
 from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError, ConfigurationError

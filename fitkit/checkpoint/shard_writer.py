@@ -17,9 +17,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
+from fitkit.checkpoint.codec import Numbering
 from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights
-from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.safetensors_file import write_tensors
 from fitkit.checkpoint.shards import SHARDING
 from fitkit.distributed.collectives import Collectives, together

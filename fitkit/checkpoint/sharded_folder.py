@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fitkit.checkpoint.codec import Numbering, encode_state
 from fitkit.checkpoint.container import write_container
 from fitkit.checkpoint.dtypes import dtype_name
-from fitkit.checkpoint.encoding import encode_state
 from fitkit.checkpoint.folders import INDEX, UnfinishedFolder
 from fitkit.checkpoint.formats import FORMATS, Weights
 from fitkit.checkpoint.hdf5 import software
-from fitkit.checkpoint.numbering import Numbering
 from fitkit.checkpoint.safetensors_file import has_dtype
 from fitkit.checkpoint.shards import FolderWeights, Shards, read_index
 from fitkit.checkpoint.weights import collect_weights

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit.arguments import check_flag, describe
 from fitkit.checkpoint.comparison import Comparison, LoadedWeights, compare
@@ -20,10 +22,12 @@ from fitkit.checkpoint.document import check_plain_data
 from fitkit.checkpoint.dtypes import storable
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
 from fitkit.checkpoint.stored_arrays import takes_bytes
-from fitkit.checkpoint.targets import plain_targets
-from fitkit.checkpoint.wrappers import without_wrapper
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
+
+if TYPE_CHECKING:
+    from fitkit.checkpoint.formats import WeightSource
+
 
 # What is held in memory before anything is assigned, where that is all that is to be loaded.
 _HELD_BYTES = 64 << 20
@@ -298,3 +302,111 @@ def _assign(path: str, module: torch.nn.Module, state: OrderedDict[str, Any]) ->
             f"loading failed ({type(error).__name__}: {error}). Some of its weights may have been "
             "replaced: build it anew before you go on."
         ) from error
+
+
+# The code that only copies; batch norm's adds a counter that older files lack.
+_COPYING = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+
+
+def plain_targets(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that torch's own loading overwrites, by name.
+
+    Left out are those at or below a submodule that has loading code or hooks of its own, tensors
+    of other classes than torch's, and those that share memory with another tensor.
+    """
+    loading = getattr(module.load_state_dict, "__func__", None)
+    if loading is not nn.Module.load_state_dict:
+        return {}
+    found = {name: tensor for name, tensor in _copied(module, "") if _is_plain(tensor)}
+    # Of one memory's numbers, one writer: several at once would mix them.
+    users: dict[int, set[int]] = {}
+    for tensor in found.values():
+        if not tensor.is_meta:
+            users.setdefault(_memory(tensor), set()).add(id(tensor))
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if tensor.is_meta or len(users[_memory(tensor)]) == 1
+    }
+
+
+def _copied(part: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    loading = getattr(part._load_from_state_dict, "__func__", None)
+    if loading not in _COPYING or part._load_state_dict_pre_hooks:
+        return
+    for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        if tensor is not None and name not in part._non_persistent_buffers_set:
+            yield prefix + name, tensor
+    for name, inner in part._modules.items():
+        if inner is not None:
+            yield from _copied(inner, f"{prefix}{name}.")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# DataParallel and DDP; torch.compile; what models that hold a net mostly call it.
+_PREFIXES = ("module.", "_orig_mod.", "net.", "model.")
+
+
+def without_wrapper(source: WeightSource, expected: Mapping[str, Any], path: str) -> WeightSource:
+    """`source`, without a wrapper's prefix where all names have one and fit without it.
+
+    Says so with a warning. Where the names fit as they are, or don't fit either way, `source`
+    itself is returned.
+    """
+    names = [*source.describe(), *source.extra]
+    if not names or set(names) & expected.keys():
+        return source
+    prefix = ""
+    while shared := _shared_prefix(names, len(prefix)):
+        prefix += shared
+        if {name[len(prefix) :] for name in names} == expected.keys():
+            warn(f"{path}: all names begin with {prefix!r}, as a wrapper's do; it was left out.")
+            return _Unwrapped(source, prefix)
+    return source
+
+
+def _shared_prefix(names: list[str], start: int) -> str:
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix, start) for name in names):
+            return prefix
+    return ""
+
+
+class _Unwrapped:
+    """A source of weights whose names lack a prefix."""
+
+    foreign = True
+
+    def __init__(self, source: WeightSource, prefix: str) -> None:
+        self._source = source
+        self._prefix = prefix
+        self.extra = self._renamed(source.extra)
+        # A submodule's name has no dot at its end; the wrapper itself has no place here.
+        versions = {f"{name}.": value for name, value in source.versions.items()}
+        self.versions = {
+            name[len(prefix) : -1]: value
+            for name, value in versions.items()
+            if name.startswith(prefix)
+        }
+
+    def _renamed(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
+        return {name[len(self._prefix) :]: value for name, value in mapping.items()}
+
+    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each tensor, by name."""
+        return self._renamed(self._source.describe())
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name, on the CPU."""
+        return self._source.read(self._prefix + name)
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        self._source.read_into(self._prefix + name, tensor)

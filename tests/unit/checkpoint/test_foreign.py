@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fitkit.checkpoint import load_weights, safetensors_file, save_weights
-from fitkit.checkpoint.conversion import convert
+from fitkit.checkpoint.inspection import convert
 from fitkit.errors import CheckpointError, ConfigurationError
 
 

@@ -47,4 +47,4 @@ def test_h5py_is_imported_only_when_a_file_is_read_or_written(file):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_datasets_are_opened_in_one_place(file):
     opens = {"h5o.open", "h5d.open"} & {name for name, _ in calls(ast.parse(file.read_text()))}
-    assert not opens or file.stem == "structure"
+    assert not opens or file.stem == "container"

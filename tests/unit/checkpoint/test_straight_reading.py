@@ -6,7 +6,7 @@ from torch import nn
 
 from fitkit.checkpoint import load_weights, save_weights
 from fitkit.checkpoint.stored_arrays import StoredArrays
-from fitkit.checkpoint.targets import plain_targets
+from fitkit.checkpoint.weights import plain_targets
 from fitkit.errors import CheckpointError
 
 SUFFIXES = [".h5", ".safetensors", ".pt", ".dcp"]
