@@ -16,7 +16,7 @@ from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.monitor import announce_prefix
 from fitkit.callbacks.ranks import from_all_ranks, say
 from fitkit.data.arrays import ArraySource
-from fitkit.data.by_index import reads_by_index
+from fitkit.data.loaders import reads_by_index
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import FUSED, class_of
 

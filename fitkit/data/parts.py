@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, marked
-from fitkit.data.samplers import Once, draw_as_iterating_does, tell_epoch, with_sampler
+from fitkit.data.loaders import Once, draw_as_iterating_does, tell_epoch, with_sampler
 from fitkit.data.sharding import Share, count_of, deal, filled, shared
 from fitkit.data.sources import LoaderSource, Source
 from fitkit.random_states import random_state, set_random_state

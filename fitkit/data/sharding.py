@@ -22,9 +22,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, marked, samples_of
-from fitkit.data.by_index import batches_by_index, reads_by_index
 from fitkit.data.fingerprints import check_same_on_all_ranks
-from fitkit.data.samplers import draw_as_iterating_does, tell_epoch, with_sampler
+from fitkit.data.loaders import (
+    batches_by_index,
+    draw_as_iterating_does,
+    reads_by_index,
+    tell_epoch,
+    with_sampler,
+)
 from fitkit.data.sources import (
     IterableSource,
     LoaderSource,

@@ -34,18 +34,16 @@ from fitkit.data.arrays import (
     wide_dtype,
 )
 from fitkit.data.batches import check_weights, marked, warn_of_second_target
-from fitkit.data.by_index import (
-    batches_by_index,
-    index_batches,
-    reads_by_index,
-    targets_by_index,
-)
-from fitkit.data.own_state import own_state_of
-from fitkit.data.samplers import (
+from fitkit.data.loaders import (
     Once,
+    batches_by_index,
     draw_as_iterating_does,
+    index_batches,
     iterate,
+    own_state_of,
+    reads_by_index,
     sampler_name,
+    targets_by_index,
     tell_epoch,
     with_sampler,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fitkit.data.batches import NoRows
-from fitkit.data.own_state import OwnState
+from fitkit.data.loaders import OwnState
 from fitkit.data.sharding import whole_of
 from fitkit.data.sources import Source
 from fitkit.errors import ConfigurationError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fitkit import trees
-from fitkit.data.streams import CudaStreams, tensors_in
+from fitkit.data.to_device import CudaStreams, tensors_in
 
 
 class HostCopies:

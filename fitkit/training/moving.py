@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from fitkit.data.feeding import fed, keep_on_device
-from fitkit.data.streams import CudaStreams
-from fitkit.data.transfer import Transfer
+from fitkit.data.to_device import CudaStreams, Transfer, fed, keep_on_device
 
 
 def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fitkit.data.transfer import Transfer
+from fitkit.data.to_device import Transfer
 from fitkit.distributed.strategies import Strategy
 from fitkit.hooks import overridden
 from fitkit.training.calling import Caller, parameters_of

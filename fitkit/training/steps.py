@@ -15,7 +15,7 @@ from fitkit import trees
 from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_second_target
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
-from fitkit.data.transfer import LABEL_KEYS
+from fitkit.data.to_device import LABEL_KEYS
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Door

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.data import feeding
+from fitkit.data import to_device as feeding
 
 
 def model_on(accelerator, **arguments):

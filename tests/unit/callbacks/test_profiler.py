@@ -15,7 +15,7 @@ import fitkit
 from fitkit.callbacks import Callback, Profiler
 from fitkit.callbacks import profiler as profiler_module
 from fitkit.callbacks.profiler import Facts, PartClock, advice, slowest_of, table, with_waits
-from fitkit.data.transfer import Transfer
+from fitkit.data.to_device import Transfer
 from fitkit.errors import ConfigurationError
 from fitkit.training import runs
 from fitkit.training.moving import Mover

@@ -17,7 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fitkit.data.by_index import reads_by_index
+from fitkit.data.loaders import reads_by_index
 from fitkit.data.sources import make_source
 from fitkit.data.stream import Stream
 

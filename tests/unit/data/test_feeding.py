@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.data.arrays import ArraySource
-from fitkit.data.feeding import LEAD, fed, goes_aside, keep_on_device
 from fitkit.data.sharding import Share
-from fitkit.data.transfer import Transfer
+from fitkit.data.to_device import LEAD, Transfer, fed, goes_aside, keep_on_device
 from fitkit.training import moving, session
 
 

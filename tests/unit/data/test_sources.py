@@ -10,7 +10,7 @@ from fitkit.data.batches import unpack
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import make_source, split_tail, validation_parts
 from fitkit.data.stream import Stream, check_readable, limited
-from fitkit.data.transfer import Transfer
+from fitkit.data.to_device import Transfer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 

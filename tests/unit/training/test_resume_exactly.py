@@ -119,7 +119,7 @@ def test_workers_that_live_on_give_the_order_of_those_that_begin_anew():
 
 
 def test_workers_begun_before_the_training_do_not_decide_on_a_ranks_batches():
-    from fitkit.data.samplers import Once, with_sampler
+    from fitkit.data.loaders import Once, with_sampler
 
     loader = DataLoader(TensorDataset(X, Y), 8, num_workers=1, persistent_workers=True)
     next(iter(loader))

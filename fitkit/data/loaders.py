@@ -1,13 +1,8 @@
-"""Loaders over tensors in memory: their batches taken by index instead of sample by sample.
-
-A `DataLoader` over a `TensorDataset` takes each sample apart and stacks them again: 200 µs for a
-batch of 32 where selecting its rows takes 5. What is read here is what the loader would have
-given: the same numbers in the same order, with the same draws of random numbers at the same
-moments.
-"""
+"""A DataLoader's parts: its samplers, its rows by index, and a state of its own."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +20,58 @@ from torch.utils.data import (
 )
 
 from fitkit.data.arrays import select_rows
+from fitkit.random_states import random_state, set_random_state
+
+
+def tell_epoch(loader: DataLoader[Any], number: int) -> None:
+    """Call `set_epoch` of a loader's samplers that have it."""
+    for sampler in (loader.sampler, loader.batch_sampler):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
+
+
+def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
+    """Draw the workers' seed, as iterating a loader does once it has begun to iterate its sampler,
+    before the first index is asked for."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Begin a pass, with the same draws of random numbers whether workers are new or live on.
+
+    torch draws a seed for workers where it starts them, and none where `persistent_workers=True`
+    keeps them: the order would hang on which process has begun them, and when.
+    """
+    if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
+        iter(getattr(loader, sampler_name(loader)))  # torch begins twice there
+        draw_as_iterating_does(loader)
+    return iter(loader)
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """Which of a loader's samplers decides on its batches."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """The loader with another sampler in the deciding one's place."""
+    # A shallow copy keeps the user's subclass and attributes; a DataLoader refuses new samplers by
+    # its own __setattr__.
+    other = copy.copy(loader)
+    object.__setattr__(other, sampler_name(loader), sampler)
+    object.__setattr__(other, "_iterator", None)  # workers that live on follow the old sampler
+    return other
+
+
+class Once:
+    """A sampler that gives what an iterator still has."""
+
+    def __init__(self, remaining: Iterator[Any]) -> None:
+        self._remaining = remaining
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._remaining
 
 
 def reads_by_index(loader: DataLoader[Any]) -> bool:
@@ -188,3 +235,69 @@ def _sample_by_sample(loader: DataLoader[Any], indices: Any) -> Any:
     if hasattr(dataset, "__getitems__"):
         return default_collate(dataset.__getitems__(indices))
     return default_collate([dataset[index] for index in indices])
+
+
+def own_state_of(loader: Any) -> OwnState | None:
+    """What follows a loader's own state; None for a loader that keeps none."""
+    methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
+    return OwnState(loader) if all(callable(method) for method in methods) else None
+
+
+class OwnState:
+    """The state that a loader keeps by itself, asked for and given back at the right moments.
+
+    Args:
+        loader: an iterable with `state_dict()` and `load_state_dict(state)`.
+
+    Attributes:
+        waits: whether a state was taken that the next pass goes on from.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._taken: Any = None
+        self._begun = False
+        self._at_end = False
+        self.waits = False
+
+    def batches(self, generators: Sequence[torch.Generator] = ()) -> Iterator[Any]:
+        """A new pass's batches; after `take` those that its pass still has.
+
+        Args:
+            generators: the loader's own, which are where the cut training had them.
+        """
+        if self.waits:
+            self._load(self._taken["state"], generators)
+        self._begun, self._at_end = True, False
+        return self._until_end(iter(self._loader))
+
+    def _load(self, state: Any, generators: Sequence[torch.Generator]) -> None:
+        """Give the loader its state, without a draw that the training didn't make that was cut."""
+        now = random_state(generators)
+        self._loader.load_state_dict(state)
+        self._loader.state_dict()  # torchdata's loader loads at the next use: let it be this one
+        set_random_state(now, generators)
+        self.waits = False
+
+    def _until_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        self._at_end = True
+
+    def state(self, *, ends_pass: bool) -> dict[str, Any] | None:
+        """The loader's state, to go on from; None where a new pass begins as the first one does.
+
+        Args:
+            ends_pass: whether the next batch is a new pass's. A state from the middle of a pass
+                that was broken off would go on with its rest instead.
+        """
+        if self.waits:
+            taken: dict[str, Any] = self._taken
+            return taken
+        # A loader that is asked before its first pass begins one: workers start, numbers are drawn.
+        if not self._begun or (ends_pass and not self._at_end):
+            return None
+        return {"state": self._loader.state_dict()}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on from what `state` gave."""
+        self._taken, self.waits = state, True

@@ -1,15 +1,18 @@
-"""A batch on the device that computes, in the numbers that the net takes."""
+"""Batches on their way to the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
 from fitkit import trees
-from fitkit.data.arrays import META, as_tensors, wide_dtype
+from fitkit.data.arrays import META, ArraySource, as_tensors, wide_dtype
+from fitkit.data.sharding import Share, whole_of
 from fitkit.errors import ConfigurationError
 
 LABEL_KEYS = ("labels", "label")
@@ -148,3 +151,152 @@ class Transfer:
             return self._sent(tensor, tensor.dtype)
         move = getattr(leaf, "to", None)
         return move(self.device) if callable(move) else leaf
+
+
+class CudaStreams:
+    """One stream for copies, beside the one on which the device computes.
+
+    Whoever copies asks this object for all that concerns streams, so that a double of it can test
+    the order of things without a GPU.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def aside(self, *, after: bool = False) -> AbstractContextManager[Any]:
+        """What is started within runs on the stream for copies.
+
+        Args:
+            after: whether it waits for what is computed so far.
+        """
+        if after:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._side)
+
+    def mark(self) -> torch.cuda.Event:
+        """What comes when all that was started so far on the present stream is done."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Let the present stream wait for a mark; the host goes on."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def wait_on_host(self, mark: torch.cuda.Event) -> None:
+        """Wait for a mark."""
+        mark.synchronize()
+
+    def used_here(self, tensor: Any) -> None:
+        """Keep a tensor's memory from being given away before the present stream is done with it.
+
+        Args:
+            tensor: made on the other stream; anything with torch's `record_stream`.
+        """
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    def start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's copy in pinned memory; its numbers are there when the stream is done."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of main memory where the device can fetch it by itself."""
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def free_bytes(self) -> int:
+        """The device's free memory."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+
+def tensors_in(tree: Any) -> Iterator[Any]:
+    """The leaves whose memory streams must know of: tensors, and objects that hold some."""
+    return (leaf for leaf in trees.leaves(tree) if hasattr(leaf, "record_stream"))
+
+
+LEAD = 4
+"""Batches on the device at most: the host may be that far ahead of what is computed."""
+
+RESIDENT_FRACTION = 0.25
+"""Of the device's free memory, what in-memory data may take to be there for a whole training. Free
+is meant before optimizer states, gradients and activations are there."""
+
+
+def fed(batches: Iterator[Any], transfer: Any, streams: Any) -> Iterator[Any]:
+    """The batches on the device, each copied on a stream of its own.
+
+    No batch is read before it is asked for, so that the place in the data and the random numbers
+    drawn for them stay those of a loop without this. That costs nothing: the host starts the work
+    of a step and comes for the next batch while the device computes.
+
+    Args:
+        batches: as they are read; `Share`s keep their counts.
+        transfer: brings a batch to the device, as `Transfer` does; it is told which are there.
+        streams: as `CudaStreams`.
+    """
+    computed: deque[Any] = deque()
+    for batch in batches:
+        inner = batch.batch if type(batch) is Share else batch
+        if not goes_aside(inner):
+            yield batch
+            continue
+        if len(computed) >= LEAD:
+            streams.wait_on_host(computed.popleft())
+        with streams.aside():
+            moved = transfer(inner)
+            arrived = streams.mark()
+        streams.wait(arrived)
+        for tensor in tensors_in(moved):
+            streams.used_here(tensor)
+        transfer.ready = moved
+        if type(batch) is Share:
+            batch.batch = moved
+            yield batch
+        else:
+            yield moved
+        computed.append(streams.mark())
+
+
+def goes_aside(batch: Any) -> bool:
+    """Whether a batch is in main memory, and its memory on the device can be told to streams.
+
+    An object that only knows how to move itself (`.to`) is moved where it is used, and so are
+    sparse and nested tensors, for which torch has no `record_stream`: nobody could say which of
+    their memory another stream still reads.
+    """
+    moves = False
+    for leaf in trees.leaves(batch):
+        if hasattr(leaf, "record_stream") or hasattr(leaf, "__array__"):
+            if isinstance(leaf, torch.Tensor) and not _is_dense_on_cpu(leaf):
+                return False
+            moves = True
+        elif callable(getattr(leaf, "to", None)):
+            return False
+    return moves
+
+
+def _is_dense_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def keep_on_device(source: Any, move: Callable[[Any], Any], free_bytes: Callable[[], int]) -> bool:
+    """Bring in-memory data to the device whole, where they take a small part of its free memory.
+
+    Args:
+        source: of in-memory arrays, or a share of one; others stay as they are.
+        move: brings them there.
+        free_bytes: tells the device's free memory.
+
+    Returns:
+        Whether they are there now.
+    """
+    whole = whole_of(source)
+    if not isinstance(whole, ArraySource) or not goes_aside(whole.batch):
+        return False
+    needed = sum(leaf.nbytes for leaf in trees.leaves(whole.batch) if leaf is not None)
+    if needed > RESIDENT_FRACTION * free_bytes():
+        return False
+    whole.batch = move(whole.batch)
+    return True
