@@ -15,7 +15,7 @@ import torch
 
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.collectives import SECRET
-from fitkit.distributed.gpu_probe import GPU, probe_gpus
+from fitkit.distributed.free_devices import GPU, probe_gpus
 from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.errors import ConfigurationError

@@ -22,12 +22,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fitkit.distributed.launch_variables import Environment, LaunchVariables
-from fitkit.distributed.slurm_lists import expand_counts, expand_hosts
 from fitkit.errors import ConfigurationError
 
 FIRST_PORT, PORTS = 15000, 17000
@@ -394,3 +393,118 @@ def _has_terminal() -> bool:
     except (OSError, AttributeError):  # No terminal; no such thing on Windows.
         return False
     return True
+
+
+Environment = Mapping[str, str]
+
+MOST_RANKS = 2**20
+"""A number of processes or nodes above it is a mistake, and would only take memory."""
+
+
+class LaunchVariables:
+    """One launcher's variables, read with errors that name them.
+
+    Args:
+        environment: the variables.
+        launcher: what users call the launcher.
+        sign: the variable by which it was found.
+    """
+
+    def __init__(self, environment: Environment, launcher: str, sign: str) -> None:
+        self.environment = environment
+        self.launcher = launcher
+        self.sign = sign
+
+    def find(self, *names: str) -> str | None:
+        """The first of `names` that is set and not empty."""
+        return next((name for name in names if self.environment.get(name, "").strip()), None)
+
+    def text(self, *names: str) -> str:
+        """The value of the first of `names` that is set; an error where none is."""
+        name = self.find(*names)
+        if name is None:
+            raise ConfigurationError(
+                f"{self.sign}={self.environment.get(self.sign)!r} says that {self.launcher} "
+                f"started this process, but {' or '.join(names)} is not set. Start the script "
+                f"with {self.launcher}, or unset {self.sign} to train in one process."
+            )
+        return self.environment[name].strip()
+
+    def number(self, *names: str, minimum: int = 0, maximum: int = 2**32) -> int:
+        """Likewise, as a whole number within the bounds."""
+        text = self.text(*names)
+        if not re.fullmatch("[0-9]{1,20}", text) or not minimum <= int(text) <= maximum:
+            bound = f" of at most {maximum}" if maximum < 2**32 else ""
+            raise ConfigurationError(
+                f"{self.find(*names)}={text!r} must be a whole number of at least {minimum}"
+                f"{bound}; {self.launcher} sets it. Start the script with {self.launcher}, or "
+                f"unset {self.sign} to train in one process."
+            )
+        return int(text)
+
+    def size(self, *names: str) -> int:
+        """Likewise, as a number of processes or nodes."""
+        return self.number(*names, minimum=1, maximum=MOST_RANKS)
+
+    def master(self) -> tuple[str | None, int | None]:
+        """What MASTER_ADDR and MASTER_PORT say; None for what isn't set."""
+        address = self.environment.get("MASTER_ADDR", "").strip() or None
+        port = self.find("MASTER_PORT")
+        return address, self.number(port, minimum=1, maximum=65535) if port else None
+
+
+def expand_counts(text: str) -> list[int]:
+    """The tasks of each node: `"2(x3),1"` is 2, 2, 2, 1.
+
+    Raises:
+        ValueError: it is no such list; the message goes on after the list.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item.strip())
+        nodes = int(match[2] or 1) if match else 0
+        if match is None or int(match[1]) == 0 or len(counts) + nodes > MOST_RANKS:
+            raise ValueError("is no list of task counts like '2(x3),1'")
+        counts += [int(match[1])] * nodes
+    return counts
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a SLURM node list: `"n[03-05,9],other"` is n03, n04, n05, n9, other.
+
+    Raises:
+        ValueError: it is no such list; the message goes on after the list.
+    """
+    # Commas inside brackets part ranges, the others part hosts.
+    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if ",".join(items) != text.strip() or not items:
+        raise ValueError("is no list of hosts like 'n[03-05,9],other'")
+    hosts: list[str] = []
+    for item in items:
+        hosts += _expand_item(item.strip())
+        if len(hosts) > MOST_RANKS:
+            raise ValueError(f"names more than {MOST_RANKS} hosts")
+    return hosts
+
+
+def _expand_item(item: str) -> list[str]:
+    """The hosts of one item: every bracket's numbers with every other's."""
+    hosts = [""]
+    for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
+        middles = _expand_ranges(ranges) if ranges or f"{plain}[]" in item else [""]
+        if len(hosts) * len(middles) > MOST_RANKS:
+            raise ValueError(f"names more than {MOST_RANKS} hosts")
+        hosts = [f"{host}{plain}{middle}" for host in hosts for middle in middles]
+    return hosts
+
+
+def _expand_ranges(text: str) -> list[str]:
+    """The numbers of `"03-05,9"`, with their leading zeros."""
+    numbers: list[str] = []
+    for item in text.split(","):
+        match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item.strip())
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(first) > int(last) or int(last) - int(first) + len(numbers) >= 100_000:
+            raise ValueError(f"has [{text}], which is no list of numbers like [03-05,9]")
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers

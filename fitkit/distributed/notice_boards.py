@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launch_variables import Environment, LaunchVariables
+from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
 from fitkit.errors import ConfigurationError
 
 

@@ -36,8 +36,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launch_variables import Environment
+from fitkit.distributed.cluster import Cluster, Environment
 from fitkit.distributed.notice_boards import NoticeBoard, board_for
 from fitkit.errors import ConfigurationError, WorkerError
 

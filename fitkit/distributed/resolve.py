@@ -9,8 +9,7 @@ from typing import Any
 from fitkit.arguments import describe
 from fitkit.distributed.agreement import check_agreement
 from fitkit.distributed.assignment import Assignment
-from fitkit.distributed.cluster import Cluster, detect
-from fitkit.distributed.launch_variables import Environment
+from fitkit.distributed.cluster import Cluster, Environment, detect
 from fitkit.distributed.launchers.script_ranks import check_script_size, is_script_rank
 from fitkit.distributed.placement import Machine, choose_kind, device_for, parse_devices
 from fitkit.distributed.precision import resolve_precision

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fitkit import doctor
-from fitkit.distributed.gpu_probe import GPU
+from fitkit.distributed.free_devices import GPU
 
 LAUNCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",
           "MASTER_PORT": "29500"}  # fmt: skip

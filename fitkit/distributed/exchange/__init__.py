@@ -2,14 +2,11 @@
 
 from fitkit.distributed.exchange.asynchronous import Asynchronous
 from fitkit.distributed.exchange.base import Exchange
-from fitkit.distributed.exchange.bytegrad import ByteGrad
-from fitkit.distributed.exchange.decentralized import Decentralized
-from fitkit.distributed.exchange.gradient_allreduce import GradientAllreduce
-from fitkit.distributed.exchange.low_precision_decentralized import LowPrecisionDecentralized
+from fitkit.distributed.exchange.compression import ByteGrad
+from fitkit.distributed.exchange.decentralized import Decentralized, LowPrecisionDecentralized
+from fitkit.distributed.exchange.gradient_allreduce import GradientAllreduce, PostLocalSGD
 from fitkit.distributed.exchange.peers import GroupPeers, Peers
-from fitkit.distributed.exchange.post_local_sgd import PostLocalSGD
-from fitkit.distributed.exchange.qadam import QAdam
-from fitkit.distributed.exchange.qadam_optimizer import QAdamOptimizer
+from fitkit.distributed.exchange.qadam import QAdam, QAdamOptimizer
 from fitkit.registry import Registry
 
 EXCHANGES: Registry[type[Exchange]] = Registry("algorithm")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fitkit.arguments import check_count
+from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.base import Exchange
 
 
@@ -13,3 +15,39 @@ class GradientAllreduce(Exchange):
     """
 
     name = "gradient_allreduce"
+
+
+class PostLocalSGD(Exchange):
+    """After a warm-up each rank steps by itself; weights are averaged every few updates.
+
+    Args:
+        warmup_steps: updates with the exact mean of gradients.
+        period: updates from one averaging of weights to the next.
+
+    Reference: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020, arXiv:1808.07217.
+    """
+
+    name = "post_local_sgd"
+    keeps_apart = True
+
+    def __init__(self, warmup_steps: int = 100, period: int = 4) -> None:
+        check_count("warmup_steps", warmup_steps, minimum=0)
+        check_count("period", period)
+        self.warmup_steps = warmup_steps
+        self.period = period
+        self.wraps = warmup_steps > 0
+
+    def sent(self, size: float, numbers: int, ranks: int) -> float:
+        return all_reduce(size, ranks) / self.period
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self._updates < self.warmup_steps
+
+    def after_update(self) -> None:
+        self._updates += 1
+        local = self._updates - self.warmup_steps
+        if local > 0 and local % self.period == 0:
+            weights = self._weights.read()
+            self._peers.mean(weights)
+            self._weights.write(weights)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers.cores import threads_shared
 from fitkit.distributed.launchers.existing import ExistingLauncher
-from fitkit.distributed.launchers.interrupts import ended_by_interrupt
+from fitkit.distributed.launchers.process import ended_by_interrupt, threads_shared
 from fitkit.distributed.launchers.script_ranks import ScriptRanks, ranks_of_script
 from fitkit.distributed.launchers.watch import Failure
 

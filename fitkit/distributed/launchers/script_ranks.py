@@ -25,7 +25,7 @@ from typing import IO
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import detect
-from fitkit.distributed.launchers.cores import share_of_cores
+from fitkit.distributed.launchers.process import share_of_cores
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.distributed.meeting_folder import MeetingFolder
 from fitkit.distributed.notice_boards import is_private, process_name

@@ -22,12 +22,15 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
-from fitkit.distributed.launchers.cores import share_of_cores, threads_shared
-from fitkit.distributed.launchers.interrupts import ended_by_interrupt
 from fitkit.distributed.launchers.payload import Payload
+from fitkit.distributed.launchers.process import (
+    WorkerProcess,
+    ended_by_interrupt,
+    share_of_cores,
+    threads_shared,
+)
 from fitkit.distributed.launchers.watch import broken_exchange, first_line
 from fitkit.distributed.launchers.worker import Call, Report, is_collateral
-from fitkit.distributed.launchers.worker_process import WorkerProcess
 from fitkit.distributed.meeting_folder import MeetingFolder
 from fitkit.errors import ConfigurationError, WorkerError
 

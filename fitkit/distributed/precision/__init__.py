@@ -7,8 +7,7 @@ from fitkit.distributed.precision.full import FullPrecision
 from fitkit.distributed.precision.mixed import BFloat16Mixed, HalfMixed, MixedPrecision
 from fitkit.distributed.precision.own_dtypes import match_state
 from fitkit.distributed.precision.resolve import PRECISIONS, resolve_precision
-from fitkit.distributed.precision.scaled_steps import CLOSURE, scaled_steps
-from fitkit.distributed.precision.scaling import Scaling
+from fitkit.distributed.precision.scaling import CLOSURE, Scaling, scaled_steps
 from fitkit.distributed.precision.true import (
     BFloat16Precision,
     DoublePrecision,

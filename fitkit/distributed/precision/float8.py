@@ -7,9 +7,9 @@ from torch import nn
 
 from fitkit.arguments import check_flag
 from fitkit.distributed.precision import float8_layers
+from fitkit.distributed.precision.base import FLOAT8, check_pair
 from fitkit.distributed.precision.mixed import BFloat16Mixed
 from fitkit.distributed.precision.own_dtypes import give_back
-from fitkit.distributed.precision.pairs import FLOAT8, check_pair
 
 EMULATES = ("cpu", "cuda")
 

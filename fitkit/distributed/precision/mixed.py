@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from fitkit.distributed.precision.base import Precision
-from fitkit.distributed.precision.pairs import check_pair
-from fitkit.distributed.precision.predictions import widened
+from fitkit.distributed.precision.base import Precision, check_pair, widened
 from fitkit.errors import ConfigurationError
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from fitkit.distributed.precision.base import Precision
+from fitkit.distributed.precision.base import Precision, check_pair, widened
 from fitkit.distributed.precision.float8_layers import make_plain
 from fitkit.distributed.precision.own_dtypes import cast
-from fitkit.distributed.precision.pairs import check_pair
-from fitkit.distributed.precision.predictions import widened
 from fitkit.errors import ConfigurationError
 
 

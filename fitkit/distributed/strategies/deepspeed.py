@@ -14,8 +14,13 @@ from torch.optim import Optimizer
 
 from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
-from fitkit.distributed.engines.deepspeed_config import bucket_of, check_stage, read_config
-from fitkit.distributed.engines.deepspeed_package import check_deepspeed, forget_groups
+from fitkit.distributed.engines.deepspeed_setup import (
+    bucket_of,
+    check_deepspeed,
+    check_stage,
+    forget_groups,
+    read_config,
+)
 from fitkit.distributed.engines.zero_training import ZeroTraining
 from fitkit.distributed.router import Door
 from fitkit.distributed.sharding.refusals import check_trains

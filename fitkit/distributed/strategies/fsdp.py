@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +16,10 @@ from fitkit import trees
 from fitkit.arguments import check_count, check_flag
 from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import Collectives, NodeShares
-from fitkit.distributed.costs import Costs, Sizes, whole
+from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision, Precision
-from fitkit.distributed.router import Door
+from fitkit.distributed.router import Door, StepRouter
 from fitkit.distributed.sharding.blocks import (
     blocks_of,
     check_recomputed,
@@ -26,9 +27,7 @@ from fitkit.distributed.sharding.blocks import (
     recomputed_in,
 )
 from fitkit.distributed.sharding.refusals import check_trains
-from fitkit.distributed.sharding.root_door import RootDoor, RootRouter
 from fitkit.distributed.sharding.sharded_module import ShardedModule
-from fitkit.distributed.sharding.spread_costs import spread_costs
 from fitkit.distributed.sharding.spread_optimizer import SpreadOptimizer
 from fitkit.distributed.sharding.tensor_parallel import (
     TensorParallel,
@@ -419,3 +418,116 @@ class FSDP(DDP):
 
 def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+class RootRouter(StepRouter):
+    """A router that never returns a view, whose hooks a loss that works in place would drop."""
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As a `StepRouter`'s."""
+        from torch.utils import _pytree
+
+        outputs = super().forward(method, *args, **kwargs)
+        leaves, form = _pytree.tree_flatten(outputs)
+        if not any(map(_is_learning_view, leaves)):
+            return outputs
+        copies = [leaf.clone() if _is_learning_view(leaf) else leaf for leaf in leaves]
+        return _pytree.tree_unflatten(copies, form)
+
+
+def _is_learning_view(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
+
+
+class RootDoor(Door):
+    """Enters a sharded module through its root.
+
+    Args:
+        root: the router that `fully_shard` has made the root.
+        module: what it leads to.
+        sharded: gives up what a forward without a backward has gathered.
+    """
+
+    def __init__(self, root: nn.Module, module: nn.Module, sharded: ShardedModule) -> None:
+        super().__init__(module)
+        self._root = root
+        self._sharded = sharded
+        self._checked = False
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._root(method, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._sharded.reshard()
+        elif not self._checked:
+            _check_outputs(outputs)
+            self._checked = True
+        return outputs
+
+
+def _check_outputs(outputs: Any) -> None:
+    """Refuse outputs in which torch can't see the tensors that gradients flow back through."""
+    from torch.utils import _pytree
+
+    known = {id(leaf) for leaf in _pytree.tree_leaves(outputs)}
+    unseen = [
+        leaf
+        for leaf in trees.leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in known
+    ]
+    if unseen:
+        raise ConfigurationError(
+            f"The net returned a {type(outputs).__name__}, in which strategy='fsdp' can't follow "
+            "the gradients. Return a tensor, tuple, list or dict, or register the class with "
+            "torch.utils._pytree.register_dataclass."
+        )
+
+
+def spread_costs(
+    module: nn.Module,
+    sizes: Sizes,
+    ranks: int,
+    blocks: list[nn.Module],
+    *,
+    within: int,
+    divided: Collection[nn.Parameter],
+    together: int,
+    reshards: bool,
+    offloads: bool,
+) -> Costs:
+    """The costs of the fullest device.
+
+    Args:
+        module: the net.
+        sizes: of a training of the whole net.
+        blocks: submodules that are gathered as one.
+        within: ranks that share one copy.
+        divided: parameters of which each of `together` ranks has a part.
+        together: ranks that compute a batch together.
+        reshards: whether a block is gathered anew for its backward.
+        offloads: whether what is kept is kept in main memory.
+    """
+
+    def held(parameters: Iterable[nn.Parameter]) -> float:
+        return sum(p.numel() / (together if p in divided else 1) for p in parameters)
+
+    parameters = list(module.parameters())
+    learning = [p for p in parameters if p.requires_grad]
+    of_all = held(parameters) / max(sum(p.numel() for p in parameters), 1)
+    of_learning = held(learning) / max(sum(p.numel() for p in learning), 1)
+    travelling = sizes.numbers * sizes.element * of_learning
+    gradients = sizes.gradients * of_learning
+    inside = [held(block.parameters()) for block in blocks]
+    rest = held(parameters) - sum(inside)
+    # One block at work, the next on its way, and what belongs to none, all along.
+    at_once = rest + (2 * max(inside, default=0) if reshards else sum(inside))
+    on_device = 0 if offloads else 1 / within
+    return dataclasses.replace(
+        whole(sizes),
+        parameters=sizes.parameters * of_all * on_device,
+        gradients=gradients * on_device,
+        optimizer=sizes.optimizer * of_learning * on_device,
+        exchange=at_once * sizes.element,
+        sent=(2 if reshards else 1) * all_gather(travelling, within)
+        + all_gather(gradients, within)
+        + all_reduce(gradients / within, ranks // together // within),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit.distributed.assignment import Assignment
-from fitkit.distributed.engines.host_group import HostGroup
+from fitkit.distributed.collectives import ProcessGroup
 from fitkit.distributed.engines.xla_adapters import Adapter, adapter_of
 from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
@@ -144,3 +144,47 @@ class _SteppingDoor(Door):
     def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self._adapter.step()
         return super().__call__(method, *args, **kwargs)
+
+
+class Sums(Protocol):
+    """Sums tensors over the ranks, on their devices."""
+
+    def sum(self, tensors: list[torch.Tensor]) -> None: ...
+
+
+class HostGroup(ProcessGroup):
+    """Exchanges by way of the CPU, but for gradients, which stay on the devices.
+
+    Args:
+        device: this rank's.
+        sums: exchanges what is there.
+    """
+
+    def __init__(self, device: torch.device, sums: Sums) -> None:
+        super().__init__(torch.device("cpu"))
+        self._place = device
+        self._sums = sums
+
+    @torch.no_grad()
+    def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
+        copies = [tensor.detach().cpu() for tensor in tensors]
+        super().broadcast_tensors(copies)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+    @torch.no_grad()
+    def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        held = [parameter for parameter in parameters if parameter.requires_grad]
+        # Told on the CPU: looking at numbers on the device would interrupt it at each step.
+        everyone = self.gather([parameter.grad is not None for parameter in held])
+        used = [p for p, *users in zip(held, *everyone, strict=True) if any(users)]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in used if parameter.grad is not None]
+        if gradients:
+            self._sums.sum(gradients)
+            torch._foreach_div_(gradients, self.world_size)
+
+    def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super().join_rows(tensor.cpu()).to(self._place)

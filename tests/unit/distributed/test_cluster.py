@@ -3,8 +3,7 @@
 import pytest
 
 from fitkit.distributed.agreement import check_agreement
-from fitkit.distributed.cluster import Cluster, detect
-from fitkit.distributed.slurm_lists import expand_counts, expand_hosts
+from fitkit.distributed.cluster import Cluster, detect, expand_counts, expand_hosts
 from fitkit.errors import ConfigurationError
 
 TORCHRUN = {

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.distributed.engines.deepspeed_config import full_config
-from fitkit.distributed.engines.stand_ins import StandIns
-from fitkit.distributed.engines.zero_optimizer import ZeroOptimizer
+from fitkit.distributed.engines.deepspeed_setup import full_config
+from fitkit.distributed.engines.zero_training import StandIns, ZeroOptimizer
 from fitkit.distributed.strategies.deepspeed import _check_optimizer
 from fitkit.strategies import DeepSpeedStrategy
 

@@ -12,15 +12,24 @@ import torch
 import fitkit
 from fitkit.distributed.exchange import EXCHANGES, QAdamOptimizer
 from fitkit.distributed.exchange.asynchronous import Asynchronous
-from fitkit.distributed.exchange.byte_codec import BLOCK, decode, encode
-from fitkit.distributed.exchange.bytegrad import ByteGrad
-from fitkit.distributed.exchange.compressed_mean import Feedback, compressed_mean, merge_feedback
-from fitkit.distributed.exchange.decentralized import Decentralized, shifted_peer
-from fitkit.distributed.exchange.flat_tensors import FlatTensors
-from fitkit.distributed.exchange.low_precision_decentralized import LowPrecisionDecentralized
-from fitkit.distributed.exchange.post_local_sgd import PostLocalSGD
+from fitkit.distributed.exchange.base import FlatTensors
+from fitkit.distributed.exchange.compression import (
+    BLOCK,
+    ByteGrad,
+    Feedback,
+    compressed_mean,
+    decode,
+    encode,
+    merge_feedback,
+)
+from fitkit.distributed.exchange.decentralized import (
+    Decentralized,
+    LowPrecisionDecentralized,
+    shifted_peer,
+)
+from fitkit.distributed.exchange.gradient_allreduce import PostLocalSGD
 from fitkit.distributed.exchange.qadam import QAdam
-from fitkit.distributed.exchange.settlement import average_states
+from fitkit.distributed.strategies.bagua import average_states
 from fitkit.errors import ConfigurationError
 from fitkit.strategies import BaguaStrategy, DDPStrategy
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fitkit
 from fitkit.data.parts import part_of
 from fitkit.data.sources import make_source
-from fitkit.distributed.engines.replica_group import ReplicaGroup
+from fitkit.distributed.strategies.fault_tolerant import ReplicaGroup
 from fitkit.strategies import FaultTolerantStrategy
 
 

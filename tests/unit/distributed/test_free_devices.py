@@ -12,8 +12,18 @@ import pytest
 import torch
 
 from fitkit.distributed import free_devices
-from fitkit.distributed.free_devices import GIB, find_usable_cuda_devices, select_free, why_occupied
-from fitkit.distributed.gpu_probe import GPU, MARK, Holder, examine, probe_gpus, run_child
+from fitkit.distributed.free_devices import (
+    GIB,
+    GPU,
+    MARK,
+    Holder,
+    examine,
+    find_usable_cuda_devices,
+    probe_gpus,
+    run_child,
+    select_free,
+    why_occupied,
+)
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.distributed.engines.horovod_gradients import (
+from fitkit.distributed.strategies.horovod import (
     HorovodGradients,
     broadcast_state,
     join_horovod,

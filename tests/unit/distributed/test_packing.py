@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitkit.distributed.packing import DIGEST, pack, unpack
+from fitkit.distributed.collectives import DIGEST, pack, unpack
 from fitkit.errors import WorkerError
 
 KEY, EXCHANGE = b"k" * 32, "gather 3 of rank 1"

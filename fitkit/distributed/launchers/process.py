@@ -1,4 +1,4 @@
-"""A worker process as its parent sees it."""
+"""A process that holds a rank: its threads, its signals, its start and its end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,72 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fitkit.distributed.launchers.cores import share_of_cores
+import torch
+
 from fitkit.distributed.launchers.worker import FILES_AT_A_TIME, Report
+
+
+def share_of_cores(ranks: int) -> int:
+    """Threads for each of several ranks on this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+
+
+@contextlib.contextmanager
+def threads_shared(ranks: int) -> Iterator[None]:
+    """Give this process its share of the cores for the length of a call."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, share_of_cores(ranks)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+GRACE_S = 2.0
+"""How long after Ctrl-C an exchange may go on before the other ranks are ended."""
+
+
+@contextlib.contextmanager
+def ended_by_interrupt(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` where Ctrl-C finds this process inside an exchange.
+
+    Python runs no handler while C++ waits; ended ranks break the exchange off.
+
+    Args:
+        end: ends the other ranks; called in a thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    over = threading.Event()
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while byte := reading.recv(1):
+                if byte[0] == signal.SIGINT and not over.wait(GRACE_S):
+                    end()
+
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="fitkit-interrupts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        # Closing isn't enough: processes that were forked meanwhile hold it open.
+        writing.shutdown(socket.SHUT_RDWR)
+        writing.close()
+        thread.join(GRACE_S)
+        reading.close()
+
 
 START = (
     "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
