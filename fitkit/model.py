@@ -23,19 +23,17 @@ from fitkit.modes import in_use, kept_in_evaluation, to_training
 from fitkit.optimizers import with_rate
 from fitkit.pictures.results import Results
 from fitkit.services import Record, Services
-from fitkit.training.backend_flags import backend_flags
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
-from fitkit.training.fit_state import FitState
 from fitkit.training.host_copies import on_host
-from fitkit.training.jit import compile_net
 from fitkit.training.jobs import FitJob, PassJob
 from fitkit.training.learning import learning_for
+from fitkit.training.optimizing import FitState
 from fitkit.training.passes import joined, run_evaluate, run_predict
 from fitkit.training.progress import Progress
 from fitkit.training.resuming import check_data
 from fitkit.training.runs import predict_step_for, step_for, updaters_of
-from fitkit.training.session import caller_of, place, unchanged_on_error
+from fitkit.training.session import backend_flags, caller_of, compile_net, place, unchanged_on_error
 from fitkit.training.snapshot import (
     checkpoint_to_resume,
     load,

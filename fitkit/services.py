@@ -28,7 +28,7 @@ from fitkit.optimizers import held_by
 
 if TYPE_CHECKING:
     from fitkit.training.compilation import Compilation
-    from fitkit.training.fit_state import FitState
+    from fitkit.training.optimizing import FitState
 
 
 @dataclasses.dataclass

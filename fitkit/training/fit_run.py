@@ -19,18 +19,16 @@ from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.backend_flags import backend_flags
-from fitkit.training.fit_state import warn_of_flags
+from fitkit.training.explain import memory_explained
 from fitkit.training.jobs import FitJob
 from fitkit.training.joining import Joining
 from fitkit.training.learning import learning_for
+from fitkit.training.log import reduced
 from fitkit.training.loop import train_batches
-from fitkit.training.memory_errors import memory_explained
-from fitkit.training.own_optimizers import PlannedScheduler
+from fitkit.training.optimizing import PlannedScheduler, warn_of_flags
 from fitkit.training.passes import evaluate_source
 from fitkit.training.progress import Progress
 from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
-from fitkit.training.reduction import reduced
 from fitkit.training.resuming import progress_of, restore, take_place
 from fitkit.training.runs import (
     Step,
@@ -41,7 +39,7 @@ from fitkit.training.runs import (
     updaters_of,
     with_own,
 )
-from fitkit.training.session import net_prepared, unchanged_on_error
+from fitkit.training.session import backend_flags, net_prepared, unchanged_on_error
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.stage import Stage, running
 from fitkit.training.steps import CompiledStep

@@ -16,7 +16,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count
 from fitkit.training.compilation import DEFAULTS, Compilation
-from fitkit.training.fit_state import FitState
+from fitkit.training.optimizing import FitState
 from fitkit.training.stage import Stage
 from fitkit.training.updates import Updater, nothing_if
 

@@ -16,7 +16,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.training.host_copies import HostCopies
 from fitkit.training.inferring import Inference
 from fitkit.training.learning import Learning
-from fitkit.training.logbook import LazyLogs
+from fitkit.training.log import LazyLogs
 from fitkit.training.runs import Step
 from fitkit.training.stage import Stage
 

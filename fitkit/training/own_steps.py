@@ -20,7 +20,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.logging_options import is_metric
 from fitkit.losses import Count, Term, checked_count
-from fitkit.training.logbook import Logbook
+from fitkit.training.log import Logbook
 from fitkit.training.moving import Mover
 from fitkit.training.stage import Stage
 

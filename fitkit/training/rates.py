@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fitkit.errors import ConfigurationError
-from fitkit.training.fit_state import FitState
+from fitkit.training.optimizing import FitState
 
 SCALINGS = {"linear": float, "sqrt": math.sqrt}
 """How the rate grows with the number of ranks; None: not at all."""

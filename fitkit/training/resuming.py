@@ -8,9 +8,9 @@ from fitkit.arguments import describe
 from fitkit.data.sharding import whole_of
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.random_states import random_state
+from fitkit.training.check_state import check_callback_state
+from fitkit.training.log import noted_by
 from fitkit.training.progress import Progress, copy_lists, seed_of, set_seed_of, warn_of_other_ranks
-from fitkit.training.reduction import noted_by
-from fitkit.training.stored import check_callback_state
 
 if TYPE_CHECKING:
     from fitkit.callbacks import Callback

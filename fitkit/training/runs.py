@@ -22,12 +22,11 @@ from fitkit.distributed.strategies import Door, Strategy
 from fitkit.errors import warn
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.optimizers import check_trainable, fuse, held_by
-from fitkit.training.fit_state import configures_its_own
 from fitkit.training.jobs import PassJob
-from fitkit.training.logbook import Logbook
-from fitkit.training.memory_format import match_strides
+from fitkit.training.log import Logbook
+from fitkit.training.optimizing import configures_its_own
 from fitkit.training.own_steps import OwnPredictStep, OwnStep
-from fitkit.training.session import caller_of, mover_of
+from fitkit.training.session import caller_of, match_strides, mover_of
 from fitkit.training.stage import Stage
 from fitkit.training.steps import CompiledStep, PredictStep
 from fitkit.training.updates import Updater

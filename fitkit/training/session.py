@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from fitkit.data.to_device import Transfer
 from fitkit.distributed.strategies import Strategy
+from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
-from fitkit.training.calling import Caller, parameters_of
 from fitkit.training.compilation import Compilation
-from fitkit.training.jit import compile_on_this_rank
-from fitkit.training.memory_format import MEMORY_FORMATS, laid_out, match_strides
 from fitkit.training.moving import Mover
+from fitkit.training.steps import Caller, parameters_of
 
 if TYPE_CHECKING:
     from fitkit.model import Model
@@ -102,3 +105,226 @@ def _put_back(model: torch.nn.Module, copies: dict[str, torch.Tensor]) -> None:
     for name, buffer in model.named_buffers():
         if name in copies and not copies[name].is_meta:
             buffer.copy_(copies[name])
+
+
+class ProcessFlag:
+    """A flag of torch's, which holds for the whole process, as calls want it.
+
+    Calls nest, and those of several threads overlap: the one that began last says what the flag
+    is, and what the first one found is back when none is left.
+
+    Args:
+        put: sets the flag.
+        kept: notes what the flag is; gives what puts that back.
+    """
+
+    def __init__(self, put: Callable[[Any], None], kept: Callable[[], Callable[[], None]]) -> None:
+        self._put = put
+        self._kept = kept
+        self._put_back: Callable[[], None] | None = None
+        self._wanted: list[list[Any]] = []
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self, value: Any) -> Iterator[None]:
+        """Have the flag set meanwhile; None leaves it."""
+        if value is None:
+            yield
+            return
+        own = [value]
+        with self._lock:
+            if not self._wanted:
+                self._put_back = self._kept()
+            self._put(value)
+            self._wanted.append(own)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted = [other for other in self._wanted if other is not own]
+                if self._wanted:
+                    self._put(self._wanted[-1][0])
+                elif self._put_back is not None:
+                    self._put_back()
+
+
+def _set_benchmark(value: bool) -> None:
+    torch.backends.cudnn.benchmark = value
+
+
+def _benchmark_kept() -> Callable[[], None]:
+    before = torch.backends.cudnn.benchmark
+    return lambda: _set_benchmark(before)
+
+
+def _set_deterministic(value: bool | str) -> None:
+    torch.use_deterministic_algorithms(bool(value), warn_only=value == "warn")
+
+
+def _deterministic_kept() -> Callable[[], None]:
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return lambda: torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+
+
+def _matmul_precision_kept() -> Callable[[], None]:
+    """Torch has two ways to say it, which know of each other only half: after
+    `torch.backends.cuda.matmul.fp32_precision = …` its older getters raise until both say the same.
+    Compilers ask the older ones, so the older setter, which sets both, is what is used here; both
+    are put back."""
+    backends: Any = torch.backends
+    newer = [
+        (backend, backend.fp32_precision)
+        for backend in (backends.cuda.matmul, backends.mkldnn.matmul)
+    ]
+    older: str | None = None
+    with contextlib.suppress(RuntimeError):  # the newer way was used to say something else
+        older = torch.get_float32_matmul_precision()
+
+    def put_back() -> None:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for backend, precision in newer:
+            backend.fp32_precision = precision
+
+    return put_back
+
+
+BENCHMARK = ProcessFlag(_set_benchmark, _benchmark_kept)
+DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_kept)
+MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_kept)
+
+
+@contextlib.contextmanager
+def backend_flags(compilation: Compilation) -> Iterator[None]:
+    """Set torch's flags that `compile` was given: cuDNN's benchmark mode, deterministic algorithms,
+    the precision of matrix products. What it wasn't given stays as it is."""
+    with (
+        BENCHMARK.held(compilation.benchmark),
+        DETERMINISTIC.held(compilation.deterministic),
+        MATMUL_PRECISION.held(compilation.matmul_precision),
+    ):
+        yield
+
+
+def compile_net(model: Model, options: bool | dict[str, Any]) -> None:
+    """Compile a model's net with its next call, or let it be as it was.
+
+    Args:
+        options: False for not at all; True, or the keyword arguments of `torch.compile`.
+
+    Raises:
+        ConfigurationError: arguments that torch refuses.
+    """
+    target = _target(model)
+    if options is False:
+        target._compiled_call_impl = None
+        return
+    try:
+        compiled = torch.compile(_entry(target), **({} if options is True else options))
+    except Exception as error:
+        raise ConfigurationError(
+            f"jit_compile={options!r} isn't what torch.compile takes: {error}"
+        ) from error
+    target._compiled_call_impl = compiled
+
+
+def compile_on_this_rank(model: Model, options: bool | dict[str, Any]) -> None:
+    """Compile the net where it came from another process: modules travel uncompiled."""
+    if options is not False and _target(model)._compiled_call_impl is None:
+        _name_globals(model)
+        compile_net(model, options)
+
+
+def _name_globals(model: nn.Module) -> None:
+    """Have this process's `__main__` name what the net's own code refers to.
+
+    Classes of the user's script come to a worker with the globals that they use, but not in the
+    module where torch's compiler looks for them: there the worker's own program is.
+    """
+    main = vars(sys.modules["__main__"])
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        for function in filter(inspect.isfunction, vars(kind).values()):
+            if function.__module__ == "__main__" and function.__globals__ is not main:
+                used = function.__globals__.items()
+                main.update({name: value for name, value in used if not name.startswith("__")})
+
+
+def _target(model: Model) -> Any:
+    return model if model.net is None else model.net
+
+
+def _entry(module: nn.Module) -> Callable[..., Any]:
+    """A module's call, as a function of this file.
+
+    Torch doesn't compile from frames in files of its own, and leaves `Module.compile`'s entry as it
+    is (torch 2.13): a net of torch's layers alone would go uncompiled, without a word.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # Torch counts compilations by code object, up to a limit: each net gets one of its own.
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+MEMORY_FORMATS = {"channels_last": torch.channels_last}
+"""By the word that `compile` takes."""
+
+
+_uses: dict[int, int] = {}
+"""How many calls have a parameter laid out otherwise now, by its id."""
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
+    """Lay out a module's four-dimensional parameters otherwise, meanwhile.
+
+    The tensors stay the same objects with the same numbers; only their strides change. Where calls
+    overlap, the last one that ends lays them out as they were.
+
+    Args:
+        word: a key of `MEMORY_FORMATS`; None leaves the module as it is.
+    """
+    changed: list[torch.nn.Parameter] = []
+    layout = MEMORY_FORMATS[word or "channels_last"]
+    try:
+        with _lock:
+            for parameter in () if word is None else module.parameters():
+                is_used = id(parameter) in _uses
+                if not is_used and not (
+                    parameter.ndim == 4
+                    and parameter.is_contiguous()
+                    and parameter.is_floating_point()
+                ):
+                    continue
+                _uses[id(parameter)] = _uses.get(id(parameter), 0) + 1
+                changed.append(parameter)
+                if not is_used:
+                    parameter.data = parameter.data.contiguous(memory_format=layout)
+        yield
+    finally:
+        with _lock:
+            for parameter in changed:
+                _uses[id(parameter)] -= 1
+                if not _uses[id(parameter)]:
+                    del _uses[id(parameter)]
+                    parameter.data = parameter.data.contiguous()
+
+
+def match_strides(optimizers: Iterable[Optimizer]) -> None:
+    """Lay out optimizers' running values as their parameters are.
+
+    Fused steps read both from the first number to the last.
+    """
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.shape == parameter.shape
+                    and value.stride() != parameter.stride()
+                ):
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

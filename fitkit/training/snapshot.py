@@ -16,15 +16,17 @@ from fitkit.arguments import describe
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, FitkitError, warn
 from fitkit.optimizers import held_by, load_state
-from fitkit.training.compilation import UNSET
-from fitkit.training.differences import differences, is_plain, plain_options
-from fitkit.training.progress import Progress, copy_lists
-from fitkit.training.stored import (
+from fitkit.training.check_state import (
     check_progress,
     check_scheduler_state,
     check_training,
+    differences,
+    is_plain,
+    plain_options,
     try_scheduler_state,
 )
+from fitkit.training.compilation import UNSET
+from fitkit.training.progress import Progress, copy_lists
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from fitkit.errors import ConfigurationError
 from fitkit.logging_options import LogOptions
-from fitkit.training.logged import Logged
+from fitkit.training.log import Logged
 from fitkit.training.moving import moved_by
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.losses import Count, Term
 from fitkit.losses.compiled import total_of
 from fitkit.optimizers import needs_closure, unfuse_if_unreadable
-from fitkit.training.fit_state import FitState
+from fitkit.training.optimizing import FitState
 
 TINY = torch.finfo(torch.float64).tiny
 

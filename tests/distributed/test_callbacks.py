@@ -28,7 +28,7 @@ from fitkit.callbacks import (
 )
 from fitkit.distributed.strategies import Strategy
 from fitkit.training import fit_run
-from fitkit.training.fit_state import FitState
+from fitkit.training.optimizing import FitState
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ from fitkit.callbacks import (
 )
 from fitkit.callbacks.rates import rate_of, set_rate
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.training.fit_state import FitState
+from fitkit.training.optimizing import FitState
 
 X = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(12, 1, generator=torch.Generator().manual_seed(1))

@@ -64,7 +64,7 @@ def test_a_loss_that_is_no_number_ends_the_training_at_the_next_look(value):
 
 
 def test_the_device_is_read_at_the_looks_only(monkeypatch):
-    from fitkit.training.logbook import LazyLogs
+    from fitkit.training.log import LazyLogs
 
     reads = []
     read = LazyLogs._all

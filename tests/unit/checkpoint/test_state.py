@@ -13,7 +13,7 @@ import torch
 
 from fitkit.checkpoint import check_optimizer_state, read_state, write_state
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from fitkit.training.stored import check_scheduler_state, try_scheduler_state
+from fitkit.training.check_state import check_scheduler_state, try_scheduler_state
 
 
 @pytest.fixture

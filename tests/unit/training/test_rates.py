@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.training.fit_state import FitState
+from fitkit.training.optimizing import FitState
 from fitkit.training.rates import scale_rates
 
 
