@@ -20,12 +20,10 @@ from fitkit.arguments import describe
 from fitkit.callables import callable_name, check_takes_pair, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
-from fitkit.losses.broadcasting import check_broadcast
-from fitkit.losses.definitions import Definition
+from fitkit.losses.guards import check_broadcast
 from fitkit.losses.modules import known_module, unreduced
-from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS
-from fitkit.losses.targets import HALF_TYPES, classes
-from fitkit.losses.weights import weighted_mean
+from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition
+from fitkit.losses.targets import HALF_TYPES, classes, weighted_mean
 from fitkit.outputs import SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import leaves
 

@@ -8,9 +8,8 @@ import dataclasses
 from torch import nn
 
 from fitkit.errors import ConfigurationError
-from fitkit.losses.definitions import Definition
 from fitkit.losses.functions import CountedLabels, MeanOf, SumPerSample
-from fitkit.losses.names import LOSSES
+from fitkit.losses.names import LOSSES, Definition
 
 KNOWN: dict[type[nn.Module], str] = {
     nn.CrossEntropyLoss: "cross_entropy",

@@ -1,6 +1,5 @@
 """Metrics: names and callables, and what torchmetrics computes, summed up over batches."""
 
-from fitkit.metrics.compiled import CompiledMetrics
-from fitkit.metrics.meters import Meters
+from fitkit.metrics.meters import CompiledMetrics, Meters
 
 __all__ = ["CompiledMetrics", "Meters"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fitkit.arguments import describe
@@ -11,7 +11,7 @@ from fitkit.callables import callable_name, check_takes_pair, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics.catalogue import NAMES, weightable_names
 from fitkit.metrics.wrapped import is_torchmetric, refuse_aggregation
-from fitkit.outputs import SINGLE
+from fitkit.outputs import SINGLE, log_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,3 +179,26 @@ def _renamed(entries: list[Entry], name: str) -> list[Entry]:
 def _is_group(value: Any) -> bool:
     """Whether a value stands for the metrics of one output, rather than for one metric."""
     return value is None or isinstance(value, (list, tuple, Mapping))
+
+
+class LogKeys:
+    """Gives each metric a key of its own, as Keras does.
+
+    The second `mae` becomes `mae_1`. A weighted metric whose name a plain one has becomes
+    `weighted_mae`. `loss` is taken from the start: a metric of that name becomes `loss_1`.
+    """
+
+    def __init__(self, outputs: Iterable[Hashable]) -> None:
+        self._taken = {"loss", *(log_name(str(output), "loss") for output in outputs)}
+
+    def key(self, output: Hashable, name: str, *, weighted: bool = False) -> str:
+        """The key of the next metric, which is then taken."""
+        if weighted and log_name(str(output), name) in self._taken:
+            name = f"weighted_{name}"
+        key = candidate = log_name(str(output), name)
+        number = 0
+        while candidate in self._taken:
+            number += 1
+            candidate = f"{key}_{number}"
+        self._taken.add(candidate)
+        return candidate

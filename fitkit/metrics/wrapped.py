@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.gauges import Batch
-from fitkit.metrics.joinable import is_exact, joins
 from fitkit.metrics.readings import AsGiven, Choices, Matched, Reading, Scores
 from fitkit.metrics.task import FirstBatch, Task
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
 
 _BY_PROBABILITY = (
     "MulticlassPrecisionRecallCurve",
@@ -282,3 +282,87 @@ def refuse_aggregation(metric: Metric, argument: str) -> None:
             f"{argument} has {type(metric).__name__}, which sums up single values and knows no "
             "targets. Log the value in a training_step with self.log(name, value)."
         )
+
+
+COUNTS = frozenset(
+    {
+        "BinaryStatScores",
+        "MulticlassStatScores",
+        "MultilabelStatScores",
+        "BinaryConfusionMatrix",
+        "MulticlassConfusionMatrix",
+        "MultilabelConfusionMatrix",
+        "MulticlassExactMatch",
+        "MultilabelExactMatch",
+    }
+)
+"""They count entries: whole numbers."""
+
+ROWS = frozenset(
+    {
+        "BinaryPrecisionRecallCurve",
+        "MulticlassPrecisionRecallCurve",
+        "MultilabelPrecisionRecallCurve",
+        "BinaryCalibrationError",
+        "MulticlassCalibrationError",
+        "CosineSimilarity",
+        "KendallRankCorrCoef",
+        "SpearmanCorrCoef",
+    }
+)
+"""They keep a row a sample, in order (or, with `thresholds`, count)."""
+
+SUMS = frozenset(
+    {
+        "BinaryHingeLoss",
+        "MulticlassHingeLoss",
+        "MultilabelCoverageError",
+        "MultilabelRankingAveragePrecision",
+        "MultilabelRankingLoss",
+        "ContinuousRankedProbabilityScore",
+        "CriticalSuccessIndex",
+        "ExplainedVariance",
+        "JensenShannonDivergence",
+        "KLDivergence",
+        "LogCoshError",
+        "MeanAbsoluteError",
+        "MeanAbsolutePercentageError",
+        "MeanSquaredError",
+        "MeanSquaredLogError",
+        "MinkowskiDistance",
+        "R2Score",
+        "RelativeSquaredError",
+        "SymmetricMeanAbsolutePercentageError",
+        "TweedieDevianceScore",
+        "WeightedMeanAbsolutePercentageError",
+    }
+)
+"""They add up a value a sample: fractions, so that the last digits depend on the order."""
+
+MOMENTS = frozenset({"PearsonCorrCoef", "NormalizedRootMeanSquaredError"})
+"""They bring means and variances up to date by formulas that hold for batches of any size."""
+
+_ALL = COUNTS | ROWS | SUMS | MOMENTS
+
+
+def joins(metric: Metric, owner: type) -> bool:
+    """Whether one update with joined batches gives what one update a batch gives.
+
+    Args:
+        owner: the class whose `update` the metric runs.
+    """
+    if owner.__name__ not in _ALL or not owner.__module__.startswith("torchmetrics."):
+        return False
+    # It then keeps one row a batch.
+    return getattr(metric, "keep_sequence_dim", None) is None
+
+
+def is_exact(metric: Metric) -> bool:
+    """Whether no bit of its state depends on which batches are joined: it has no sums of fractions.
+
+    Rows that are kept stay the same however they came.
+    """
+    return all(
+        isinstance(state, list) or not torch.is_floating_point(state)
+        for state in metric._defaults.values()
+    )

@@ -9,7 +9,7 @@ import torchmetrics
 from torchmetrics import classification, regression
 
 from fitkit.metrics import CompiledMetrics, wrapped
-from fitkit.metrics import pending as waiting
+from fitkit.metrics import output as waiting
 from fitkit.metrics.wrapped import update_owner
 from fitkit.outputs import LossHint
 

@@ -8,8 +8,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics import pending as module
-from fitkit.metrics.pending import MOST_BATCHES, Pending
+from fitkit.metrics import output as module
+from fitkit.metrics.output import MOST_BATCHES, Pending
 from fitkit.outputs import LossHint
 
 CLASSES = LossHint("logits", "classes")
