@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from fitkit.arguments import check_count, describe
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.epoch_files import plain_value, writable
-from fitkit.callbacks.rates import rate_of
+from fitkit.callbacks.rates import optimizers_of, rate_of
 from fitkit.callbacks.watches import BatchLosses
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.loggers.hyperparameters import hyperparameters_of
+from fitkit.plain_settings import plain_settings
+
+if TYPE_CHECKING:
+    from fitkit.model import Model
+
 
 READ_EVERY = 100
 """Batches whose losses stay on the device until one look reads them all."""
@@ -236,3 +242,37 @@ def scalars(logs: Logs) -> dict[str, float]:
         if isinstance(plain, numbers.Real):
             found[writable(name)] = float(plain)
     return found
+
+
+def hyperparameters_of(model: Model, params: dict[str, Any]) -> dict[str, Any]:
+    """What a training was asked: strings, numbers and flags by name.
+
+    The model's own `hparams`, where it has them; what `compile` was given, with the optimizer's
+    class and rate where it was left out; `epochs`, `batch_size` and `world_size`; the net's name
+    and its number of parameters. An argument that is None has no entry.
+    """
+    own = getattr(model, "hparams", None)
+    net = model._weights_module()
+    return {
+        **plain_settings(own if isinstance(own, dict) else {}),
+        **plain_settings(model._fitkit.compilation.given),
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers_of(model)),
+        "learning_rate": rate_of(model),
+        **plain_settings({name: params.get(name) for name in ("epochs", "batch_size")}),
+        "world_size": model.world_size,
+        "net": type(net).__name__,
+        "parameters": sum(p.numel() for p in net.parameters() if not is_lazy(p)),
+    }
+
+
+def pixels(figure: Any) -> np.ndarray[Any, Any]:
+    """A figure as (height, width, RGBA) bytes; its own canvas stays."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    before = figure.canvas
+    try:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba()).copy()
+    finally:
+        figure.set_canvas(before)

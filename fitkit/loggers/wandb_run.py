@@ -8,8 +8,7 @@ from typing import Any
 from fitkit.arguments import describe
 from fitkit.callbacks.epoch_files import beside
 from fitkit.errors import ArgumentTypeError, missing_package
-from fitkit.loggers.base import Logger
-from fitkit.loggers.pixels import pixels
+from fitkit.loggers.base import Logger, pixels
 from fitkit.registry import nearest
 
 OURS = ("id", "resume")
