@@ -1,7 +1,7 @@
 """Whole checkpoints and other states of a run, in our HDF5 container.
 
 A checkpoint is a file of weights with a `state` beside them, so `load_weights` reads it too.
-`encoding.py` says what a state may hold. Only what is checked is handed out, so a caller can read
+`codec.py` says what a state may hold. Only what is checked is handed out, so a caller can read
 and compare everything before anything is changed.
 """
 

@@ -1,0 +1,127 @@
+"""How much a reader of fitkit/ must know, in figures: `python -m tests.house`.
+
+Files and code lines (without blanks, docstrings and comments), fitkit's own frames between `fit`
+and the net's forward, the files that a second `fit` runs code of, and the largest ring of imports,
+with those for annotations alone counted and without. The house is judged by reading; these show a
+trend.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "fitkit"
+FILES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+
+
+def code_lines(path: Path) -> int:
+    """The lines that hold code."""
+    text = path.read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {
+        line
+        for token in tokens
+        if token.type not in NO_CODE and token.string
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(lines - docstrings)
+
+
+def imports(path: Path, *, annotations: bool) -> set[str]:
+    """The modules of fitkit that a file imports at its top level."""
+    tree = ast.parse(path.read_text())
+
+    def is_left_out(node: ast.AST) -> bool:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return not annotations
+        return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+
+    left_out = filter(is_left_out, ast.walk(tree))
+    inside = {child for node in left_out for child in ast.walk(node)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node not in inside:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (whole & FILES.keys()) or ({node.module} & FILES.keys())
+    return found
+
+
+def largest_ring(*, annotations: bool) -> list[str]:
+    """The most modules of which each one imports, by some way, all others."""
+    reached = {name: imports(path, annotations=annotations) for name, path in FILES.items()}
+    changed = True
+    while changed:
+        changed = False
+        for name, others in reached.items():
+            more = others.union(*(reached[other] for other in others))
+            changed = changed or len(more) > len(others)
+            reached[name] = more
+    rings = [
+        [other for other in others if name in reached[other]]
+        for name, others in reached.items()
+        if name in others
+    ]
+    return max(rings, key=len, default=[])
+
+
+def way_of_fit() -> tuple[int, int]:
+    """fitkit's frames above the net's forward, and the files that a second `fit` runs code of."""
+    import torch
+
+    import fitkit
+
+    frames: list[int] = []
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            frame, count = sys._getframe(), 0
+            while frame is not None:
+                count += str(PACKAGE) in frame.f_code.co_filename
+                frame = frame.f_back  # type: ignore[assignment]
+            frames.append(count)
+            return super().forward(x)
+
+    model = fitkit.Model(Net(4, 3))
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], accelerator="cpu")
+    x, y = torch.randn(64, 4), torch.randint(3, (64,))
+    model.fit(x, y, batch_size=16, verbose=0)
+    touched: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: touched.update([frame.f_code.co_filename]))
+    try:
+        model.fit(x, y, batch_size=16, verbose=0)
+    finally:
+        sys.setprofile(None)
+    return frames[-1], sum(str(PACKAGE) in name for name in touched)
+
+
+def main() -> None:
+    """Print the figures."""
+    sizes = {name: code_lines(path) for name, path in FILES.items()}
+    frames, touched = way_of_fit()
+    print(f"files                                  {len(sizes)}")
+    print(f"code lines                             {sum(sizes.values()):,}")
+    print(f"median of a file                       {sorted(sizes.values())[len(sizes) // 2]}")
+    print(f"own frames, fit to the net             {frames}")
+    print(f"files that a second fit touches        {touched}")
+    print(f"largest ring of imports                {len(largest_ring(annotations=False))}")
+    print(f"the same, with those for annotations   {len(largest_ring(annotations=True))}")
+
+
+if __name__ == "__main__":
+    main()
