@@ -426,7 +426,7 @@ def _lbfgs(total: int, group: Mapping[str, Any]) -> dict[Any, Callable[[Any], st
     def room(value: object) -> bool:  # for a number of each step that is kept
         return (
             isinstance(value, list)
-            and len(value) == longest
+            and (isinstance(longest, int) and len(value) == longest)
             and all(item is None or _is_number(item) for item in value)
         )
 

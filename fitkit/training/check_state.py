@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 from fitkit.arguments import describe
 from fitkit.distributed.precision import resolve_precision
 from fitkit.errors import CheckpointError, FitkitError
+from fitkit.logging_options import REDUCTIONS, LogOptions
 from fitkit.losses.names import LOSSES
 from fitkit.optimizers import HOW
 from fitkit.random_states import check_random_state
@@ -340,6 +342,21 @@ def _check_notes(notes: dict[str, Any]) -> None:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not is_pair or not all(map(_is_number, pair)):
             raise ValueError("a sum and its number of samples aren't two numbers")
+    scales = notes.get("scales", {})
+    if not isinstance(scales, dict) or not all(map(_is_number, scales.values())):
+        raise ValueError("a loss weight isn't a number")
+    for entry in notes["logged"].values():
+        _has("logged", entry, {"options": dict, "running": (tuple, list), "metric": object})
+        if len(entry["running"]) != 2 or not all(map(_is_number, entry["running"])):
+            raise ValueError("a logged value and its number of samples aren't two numbers")
+        if entry.get("latest") is not None and not _is_number(entry["latest"]):
+            raise ValueError("a logged value isn't a number")
+        options = dict(entry["options"])
+        if options.pop("reduce_fx", None) not in REDUCTIONS:
+            raise ValueError("a logged value is reduced in no known way")
+        names = {field.name for field in dataclasses.fields(LogOptions)} - {"reduce_fx"}
+        if options.keys() != names or not all(isinstance(v, bool) for v in options.values()):
+            raise ValueError("what was told of a logged value isn't what log takes")
 
 
 def _dicts(name: str, value: Any) -> list[dict[str, Any]]:

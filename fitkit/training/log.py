@@ -10,7 +10,7 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.distributed.collectives import Collectives
-from fitkit.errors import ConfigurationError
+from fitkit.errors import CheckpointError, ConfigurationError, FitkitError
 from fitkit.logging_options import LogOptions, merged
 from fitkit.losses import Term
 from fitkit.metrics.merging import merged_metric_value, metric_states
@@ -536,6 +536,22 @@ def reduced(
         *(carried or ()),
         *collectives.gather(noted_by(logbook, logbook.steps, collectives.rank)),
     ]
+    try:
+        return _merged(logbook, collectives, told)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if not carried or isinstance(error, FitkitError):
+            raise
+        raise CheckpointError(
+            "What the checkpoint has noted of the epoch can't be joined with the rest of it "
+            f"({type(error).__name__}: {error}). Begin the epoch anew: load its weights with "
+            "load_weights, or use an earlier checkpoint."
+        ) from error
+
+
+def _merged(
+    logbook: Logbook, collectives: Collectives, told: list[dict[str, Any]]
+) -> tuple[dict[str, Any], int]:
+    """The values and the number of steps, from what each rank has noted."""
     values = _means([notes["sums"] for notes in told])
     scales = {name: scale for notes in told for name, scale in notes.get("scales", {}).items()}
     loss = whole_loss(values, scales, values.get("loss"))

@@ -11,7 +11,7 @@ import torch
 
 import fitkit
 from fitkit.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from fitkit.checkpoint import read_container, write_container
+from fitkit.checkpoint import check_optimizer_state, read_container, write_container
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fitkit.random_states import check_random_state, random_state, set_random_state
 
@@ -51,7 +51,7 @@ def put(document, place, value):
     *way, last = place
     part = document["state"]["dict"]
     for key in way:
-        part = part[key]["dict"] if isinstance(key, str) else part[key]
+        part = part[key]
         part = part.get("dict", part) if isinstance(part, dict) else part
     part[last] = value
 
@@ -68,6 +68,11 @@ WRONG = [
     (("progress", "random"), [{"dict": {"python": 3}}], "a random state can't be one"),
     (("progress", "began"), [7], "a random state isn't a dict"),
     (("progress", "noted"), [1], "noted isn't a list of dicts"),
+    (("progress", "noted", 0, "logged"), {"dict": {"a": "x"}}, "logged isn't a dict"),
+    (("progress", "noted", 0, "logged"), {"dict": {"a": {"dict": {
+        "options": {"dict": {}}, "running": [1.0, 2], "metric": None}}}},
+     "a logged value is reduced in no known way"),
+    (("progress", "noted", 0, "scales"), {"dict": {"a_loss": "x"}}, "a loss weight isn't a number"),
     (("progress", "callbacks"), [3], "callbacks isn't a list of dicts"),
     (("progress", "warm_up"), 3, "warm_up isn't a dict"),
     (("progress", "loader"), 3, "loader isn't a dict"),
@@ -346,3 +351,21 @@ def test_what_a_model_checkpoint_refuses_at_once():
         ModelCheckpoint("runs/last.h5", "loss", save_top_k=1, save_last=True)
     with pytest.raises(ConfigurationError, match="mode='x'"):
         ModelCheckpoint("{epoch}.h5", mode="x")
+
+
+def test_the_length_of_lbfgss_history_is_a_whole_number():
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(net.parameters())
+    loss = lambda: net(torch.ones(1, 2)).square().sum()  # noqa: E731
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["history_size"] = torch.ones(3)
+    with pytest.raises(CheckpointError, match="history_size"):
+        check_optimizer_state(torch.optim.LBFGS(net.parameters()), state)
