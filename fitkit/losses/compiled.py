@@ -137,10 +137,6 @@ class CompiledLoss:
         """The loss that the net computes itself, where it does."""
         return self._losses if isinstance(self._losses, OwnLoss) else None
 
-    def count_of_replica(self, prediction: Any, target: Any) -> Count:
-        """What the loss is the mean over that a net, which computes it itself, gives a replica."""
-        return self._losses.count(prediction, target) if isinstance(self._losses, OwnLoss) else None
-
     def counts(self, target: Any) -> list[Count]:
         """What each output's mean is taken over, of a batch whose forward hasn't run."""
         assert self._plan is not None

@@ -595,12 +595,12 @@ def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:
     return prediction if target.dtype is prediction.dtype else prediction.float()
 
 
-def _carried(prediction: Any, name: str = "loss") -> torch.Tensor | None:
+def _carried(prediction: Any) -> torch.Tensor | None:
     """The loss in a net's output: its attribute `loss`, or its key."""
     if isinstance(prediction, Mapping):
-        value = prediction.get(name)
+        value = prediction.get("loss")
     else:
-        value = getattr(prediction, name, None)
+        value = getattr(prediction, "loss", None)
     return value if isinstance(value, torch.Tensor) else None
 
 

@@ -62,10 +62,7 @@ def train_batches(
             empty += 1
         else:
             if begin and not waits:
-                stage.is_opening = True
-                for hook in begin:
-                    hook(index, {})
-                stage.is_opening = False
+                stage.open(begin, index, {})
             learn(batch, index)
             if stage.waiting:
                 stage.take_waiting()
@@ -127,10 +124,7 @@ def evaluate_batches(
                 empty += 1
             else:
                 if begin and not waits:
-                    stage.is_opening = True
-                    for hook in begin:
-                        hook(index, {})
-                    stage.is_opening = False
+                    stage.open(begin, index, {})
                 advance(batch, index)
                 if stage.waiting:
                     stage.take_waiting()

@@ -99,9 +99,7 @@ def evaluate_source(
             losses.enter_context(in_use(loss, "evaluate", alone=False))
             loss.eval()
         compilation.strategy.before_evaluation(model)
-        stage.is_opening = True  # what is logged here counts with the first batch
-        callbacks.call("on_test_begin", {})
-        stage.is_opening = False
+        stage.open(callbacks.hooks("on_test_begin"), {})
         inference = inference_for(model, step, callbacks, "test", source)
         together = InStep(_first(source, steps, shares), compilation.strategy)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +65,13 @@ class Stage:
         """The net's outputs for a batch that is on the device."""
         assert self.predicting is not None
         return self.predicting.inside(model, batch)
+
+    def open(self, hooks: Iterable[Callable[..., Any]], *arguments: Any) -> None:
+        """Call hooks before a batch: what they log counts with that batch's samples."""
+        self.is_opening = True
+        for hook in hooks:
+            hook(*arguments)
+        self.is_opening = False
 
     def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
         """Take a value that a hook logs, unless its batch counts for nothing.

@@ -25,6 +25,7 @@ from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss, Count, Term
 from fitkit.losses.compiled import total_of
+from fitkit.modes import modes_restored
 from fitkit.training.explain import raise_explained, shapes_of
 from fitkit.training.log import Logbook
 from fitkit.training.moving import Mover
@@ -95,8 +96,8 @@ class CompiledStep:
         self.samples = 0
         self.total = 0
         self.may_count = may_count
-        if loss.own is not None:
-            door.weigh = lambda output, x: _number(loss.count_of_replica(output, labels_inside(x)))
+        if (own := loss.own) is not None:
+            door.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
@@ -304,15 +305,10 @@ class CompiledStep:
         own, net = self.loss.own, self.door.net
         if own is None or own.is_settled or not self.caller.takes(x, "num_items_in_batch"):
             return
-        modes = [(child, child.training) for child in net.modules()]
-        net.eval()
-        try:
-            with torch.no_grad(), self._around(self._kind):
-                mean = self.caller(net, x)
-                own.settle_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
-        finally:
-            for child, training in modes:
-                child.training = training
+        with modes_restored(net), torch.no_grad(), self._around(self._kind):
+            net.eval()
+            mean = self.caller(net, x)
+            own.settle_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
