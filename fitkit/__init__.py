@@ -13,8 +13,7 @@ from fitkit.errors import (
 from fitkit.model import Model, load_model
 from fitkit.planning import plan
 from fitkit.random_states import set_seed
-
-__version__ = "0.1.0.dev0"
+from fitkit.version import __version__ as __version__
 
 __all__ = [
     "CheckpointError",

@@ -10,157 +10,46 @@ import difflib
 import functools
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
 from fitkit.callbacks.base import HOOKS, Callback
 from fitkit.errors import ConfigurationError, warn
-
-if TYPE_CHECKING:
-    import torch
+from fitkit.module import Module
 
 STAGES = ("training", "validation", "test", "predict")
 """What a step can be part of; `fit` has the first two, `evaluate` and `predict` the others."""
 
+MODEL_HOOKS = (
+    *(f"{stage}_step" for stage in STAGES),
+    *(f"{stage}_step_end" for stage in STAGES),
+    *(f"{stage}_epoch_end" for stage in STAGES[:3]),
+    "configure_optimizers",
+    "transfer_batch_to_device",
+)
+"""What a subclass of `Model` may override."""
 
 CLOSE = 0.87
 """How alike a name must be to a hook's for being a slip of the pen."""
 
 
-class Hooks:
-    """The hooks that `Model` has, doing what `compile` describes."""
-
-    _fitkit: Any
-
-    # ------------------------------------------------------------------ steps
-    # Written as training_step(self, batch, batch_idx) in a subclass; here their arguments are left
-    # open for type checkers' sake, because a subclass may take fewer or more.
-
-    def training_step(self, *arguments: Any, **named: Any) -> Any:
-        """One training batch: its loss.
-
-        An override may call this one by `super()`: it gives the compiled loss and counts the
-        compiled metrics.
-
-        Args:
-            *arguments: `batch`, as the data gave it, on the model's device, and `batch_idx`, its
-                number in the epoch, from 0, which the hook may leave out. With several optimizers
-                `optimizer_idx` gets the number of the one whose turn it is.
-
-        Returns:
-            The loss, a tensor with one number, the mean over the batch's samples; or a dict that
-            has it as `"loss"`. With `automatic_optimization = False` anything. None leaves the
-            batch out.
-        """
-        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
-
-    def validation_step(self, *arguments: Any, **named: Any) -> Any:
-        """One batch of `fit`'s validation data, in evaluation mode and without gradients.
-
-        Returns:
-            Anything; a loss (or a dict with `"loss"`) becomes the pass's `loss`, its mean over
-            samples.
-        """
-        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
-
-    def test_step(self, *arguments: Any, **named: Any) -> Any:
-        """One batch of `evaluate`, as `validation_step`, which stands in where it isn't there."""
-        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
-
-    def predict_step(self, *arguments: Any, **named: Any) -> Any:
-        """One batch of `predict`: its outputs."""
-        return self._fitkit.stages.current.compiled_outputs(self, _batch_of(arguments, named))
-
-    # ------------------------------------------------------------------ after the replicas
-
-    def training_step_end(self, outputs: Any) -> Any:
-        """What the step returned, whole; the place for losses over all samples of a batch.
-
-        Args:
-            outputs: under `dp` and `ddp2` what the replicas returned, gathered: tensors joined
-                along dimension 0, scalars as a vector with one entry a replica. Elsewhere what
-                the step returned.
-
-        Returns:
-            As `training_step`. Without an override a gathered loss becomes its mean, weighted
-            by the replicas' numbers of samples.
-        """
-        return outputs
-
-    def validation_step_end(self, outputs: Any) -> Any:
-        """As `training_step_end`, after `validation_step`."""
-        return outputs
-
-    def test_step_end(self, outputs: Any) -> Any:
-        """As `training_step_end`, after `test_step`."""
-        return outputs
-
-    def predict_step_end(self, outputs: Any) -> Any:
-        """As `training_step_end`, after `predict_step`."""
-        return outputs
-
-    # ------------------------------------------------------------------ at an epoch's end
-
-    def training_epoch_end(self, outputs: list[Any]) -> None:
-        """Called after an epoch's last training batch, before the validation.
-
-        Args:
-            outputs: what this rank's steps gave, without gradients; kept only where this hook is
-                overridden. Empty on a rank that got no batch (an evaluation of few).
-        """
-
-    def validation_epoch_end(self, outputs: list[Any]) -> None:
-        """As `training_epoch_end`, after a validation's last batch."""
-
-    def test_epoch_end(self, outputs: list[Any]) -> None:
-        """As `training_epoch_end`, after the last batch of `evaluate`."""
-
-    # ------------------------------------------------------------------ optimizers and devices
-
-    def configure_optimizers(self) -> Any:
-        """The optimizers, where `compile` was given none.
-
-        Returns:
-            An optimizer; several in a list; `(optimizers, schedulers)`, two lists; a dict with
-            `"optimizer"` and, if wanted, `"lr_scheduler"` (a scheduler, or a dict with
-            `"scheduler"`, `"interval"`, `"frequency"`, `"monitor"`) and `"frequency"`; or a list
-            of such dicts.
-        """
-        return None
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, *loader: int) -> Any:
-        """The batch on the device; an override does it for batches of one's own kind.
-
-        Args:
-            batch: as the data gave it.
-            device: where to; under `dp` a replica's.
-            *loader: 0, where the hook takes Lightning's `dataloader_idx`.
-        """
-        return self._fitkit.stages.current.transferred(batch)
-
-
-def _batch_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    return arguments[0] if arguments else named["batch"]
-
-
-def overridden(model: Hooks, hook: str) -> bool:
+def overridden(model: Module, hook: str) -> bool:
     """Whether a model has its own code for a hook: in its class, or set on the instance."""
     own = vars(model).get(hook) or getattr(type(model), hook)
-    return own is not getattr(Hooks, hook)
+    return own is not getattr(Module, hook)
 
 
-def has_own_steps(model: Hooks, stage: str) -> bool:
+def has_own_steps(model: Module, stage: str) -> bool:
     """Whether a stage isn't wholly what `compile` describes."""
     hooks = [f"{stage}_step", f"{stage}_step_end"]
     hooks += [] if stage == "predict" else [f"{stage}_epoch_end"]
     return any(overridden(model, hook) for hook in hooks)
 
 
-def evaluation_stage(model: Hooks) -> str | None:
+def evaluation_stage(model: Module) -> str | None:
     """Whose steps `evaluate` calls: the test's, else the validation's; None where it has none."""
     return next((stage for stage in ("test", "validation") if has_own_steps(model, stage)), None)
 
 
-def check_steps(model: Hooks) -> None:
+def check_steps(model: Module) -> None:
     """Warn of names that look like hooks, once a class; refuse steps of impossible arguments.
 
     Raises:
@@ -181,7 +70,7 @@ def _check_class(kind: type) -> None:
         if callable(value) and not name.startswith("_")
     }
     for name, base in names.items():
-        if name in vars(Hooks):
+        if name in vars(Module):
             continue
         meant = _meant(name)
         if meant is not None and meant not in vars(base):
@@ -217,7 +106,7 @@ def _own_bases(kind: type) -> list[type]:
     return [
         base
         for base in kind.__mro__
-        if issubclass(base, Hooks) and not base.__module__.startswith("fitkit.")
+        if issubclass(base, Module) and not base.__module__.startswith("fitkit.")
     ]
 
 
@@ -225,8 +114,7 @@ def _meant(name: str) -> str | None:
     """The hook that a name looks like; None where it looks like none."""
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
-    hooks = [hook for hook in vars(Hooks) if not hook.startswith("_")]
-    close = difflib.get_close_matches(name, hooks, n=1, cutoff=CLOSE)
+    close = difflib.get_close_matches(name, MODEL_HOOKS, n=1, cutoff=CLOSE)
     return close[0] if close else None
 
 
@@ -314,7 +202,7 @@ INSTEAD = {
 """Hooks of Lightning's that fitkit doesn't call, and what to write instead."""
 
 
-def step_arguments(model: Hooks, step: str) -> tuple[str, ...]:
+def step_arguments(model: Module, step: str) -> tuple[str, ...]:
     """What a step takes beside the batch: `"batch_idx"`, `"optimizer_idx"`, in its order.
 
     Raises:
@@ -333,7 +221,7 @@ def step_arguments(model: Hooks, step: str) -> tuple[str, ...]:
     return _known(model, step, named[1:])
 
 
-def _known(model: Hooks, step: str, named: list[inspect.Parameter]) -> tuple[str, ...]:
+def _known(model: Module, step: str, named: list[inspect.Parameter]) -> tuple[str, ...]:
     found = []
     for position, item in enumerate(named):
         if item.name == "optimizer_idx":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +18,12 @@ from fitkit.callbacks.history import History
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.hooks import STAGES, Hooks, check_callbacks, check_steps, evaluation_stage, overridden
+from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.logging_options import is_metric
 from fitkit.modes import in_use, kept_in_evaluation, to_training
+from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.results import Results
-from fitkit.services import Record, Services
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
 from fitkit.training.host_copies import on_host
@@ -44,15 +45,34 @@ from fitkit.training.snapshot import (
 from fitkit.training.stage import Stages, running
 
 
-class Model(Hooks, Services, nn.Module):
+@dataclasses.dataclass
+class Record:
+    """What fitkit itself keeps on a model, under one name, so that all others are the user's.
+
+    Attributes:
+        compilation: what `compile` was given, and what it resolved to.
+        fit_state: optimizers, schedulers and counters, over several calls of `fit`.
+        stages: what runs on the model right now, in which thread.
+        batch_size: of the last `fit`; None before.
+        log_names: of the values that the last pass gave; None before.
+    """
+
+    compilation: Compilation
+    fit_state: FitState
+    stages: Any
+    batch_size: int | None = None
+    log_names: list[str] | None = None
+
+
+class Model(Module):
     """A network that can be trained, evaluated and used with one line each.
 
     Args:
         net: the network; any `torch.nn.Module`. Calling the model calls it. A subclass may
             define its own layers and `forward` instead, and leave it out.
 
-    A subclass may also override the hooks of `Hooks` (`training_step`, `configure_optimizers`, …)
-    and call what `Services` offers (`log`, `all_gather`, `manual_backward`, …).
+    A subclass may also override the hooks of `Module` (`training_step`, `configure_optimizers`, …)
+    and call what it offers (`log`, `all_gather`, `manual_backward`, …).
 
     Attributes:
         net: the network that was given, or None.
@@ -72,9 +92,8 @@ class Model(Hooks, Services, nn.Module):
         ArgumentTypeError: `net` isn't a module.
     """
 
-    net: Any
+    _fitkit: Record
     history: History | None
-    stop_training: bool
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "fitkit"
 
 LAYERS = {
     "errors": 0,
+    "version": 0,
     "registry": 1,
     "trees": 1,
     "arguments": 1,
@@ -29,8 +30,8 @@ LAYERS = {
     "loggers": 6,
     "pictures": 4,
     "plain_settings": 1,
+    "module": 4,
     "hooks": 5,
-    "services": 5,
     "training": 6,
     "example_batch": 2,
     "doctor": 3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -17,11 +17,8 @@ from fitkit.callbacks.rates import groups_of, updates_of
 from fitkit.distributed.sharding.whole import as_parts
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
+from fitkit.module import Module
 from fitkit.optimizers import put_rate
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
-
 
 Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], Any]
 """Moves averages towards current values, given how many were averaged before."""
@@ -42,7 +39,7 @@ class AveragedWeights:
         count: how many were averaged.
     """
 
-    def __init__(self, model: Model, average: Average, *, buffers: bool) -> None:
+    def __init__(self, model: Module, average: Average, *, buffers: bool) -> None:
         named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
         found = {name: tensor for name, tensor in named if tensor.is_floating_point()}
         self.names = list(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +14,9 @@ from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import say
 from fitkit.callbacks.rates import optimizers_of, refuse_scheduler
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.module import Module
 from fitkit.optimizers import put_rate
 from fitkit.registry import nearest
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
 
 
 def doubled(epoch: int) -> float:
@@ -90,7 +88,7 @@ class BackboneFinetuning(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_frozen": []}
 
-    def prepare_optimizers(self, model: Model) -> None:
+    def prepare_optimizers(self, model: Module) -> None:
         for optimizer in optimizers_of(model):
             split_off(optimizer, self._part(model))
 
@@ -103,7 +101,7 @@ class BackboneFinetuning(Callback):
         if self.params.get("initial_epoch", 0) < self.unfreeze_backbone_at_epoch:
             self._freeze(part)
 
-    def _part(self, model: Model) -> nn.Module:
+    def _part(self, model: Module) -> nn.Module:
         net = model if model.net is None else model.net
         modules = dict(net.named_modules())
         if self.backbone in modules:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError
+from fitkit.module import Module
 from fitkit.registry import nearest
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
-
 
 Logs = Mapping[str, Any]
 
@@ -70,12 +67,12 @@ class Callback:
             too: what saves has to see what they have done.
     """
 
-    model: Model
+    model: Module
     params: dict[str, Any]
     stops_alike: bool = False
     comes_last: bool = False
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: Module) -> None:
         """Called once before the first hook with the model that runs."""
         self.model = model
 
@@ -101,7 +98,7 @@ class Callback:
         """
         return hooks
 
-    def prepare_optimizers(self, model: Model) -> None:
+    def prepare_optimizers(self, model: Module) -> None:
         """Arrange parameter groups as the callback's runs have them, before a resumed fit loads.
 
         A stored optimizer's state fits an optimizer of the same groups only.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.callbacks.base import HOOKS, SHORT_NAMES, Callback, may_add_logs, overrides
 from fitkit.errors import ArgumentTypeError
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
+from fitkit.module import Module
 
 Hook = Callable[..., Any]
 
@@ -29,7 +27,7 @@ class CallbackList:
         self.callbacks = list(flatten(callbacks))
         self._hooks: dict[str, tuple[Hook, ...]] = {}
 
-    def begin(self, model: Model, params: dict[str, Any]) -> None:
+    def begin(self, model: Module, params: dict[str, Any]) -> None:
         """Tell every callback its model and the run's parameters."""
         for callback in self.callbacks:
             callback.set_model(model)

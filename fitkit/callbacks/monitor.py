@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fitkit import trees
 from fitkit.arguments import check_choice, check_number, describe
 from fitkit.callbacks.ranks import from_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.module import Module
 from fitkit.registry import nearest
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
 
 LOWER = frozenset(
     [
@@ -137,7 +135,7 @@ class Monitor:
         self.worst = math.inf if self.mode == "min" else -math.inf
         self._seen = False
 
-    def begin(self, model: Model, params: dict[str, Any]) -> None:
+    def begin(self, model: Module, params: dict[str, Any]) -> None:
         """A fit begins.
 
         Raises:
@@ -171,7 +169,7 @@ class Monitor:
             return value < than - self.min_delta
         return value > than + self.min_delta
 
-    def read(self, model: Model, params: dict[str, Any], logs: dict[str, Any]) -> float | None:
+    def read(self, model: Module, params: dict[str, Any], logs: dict[str, Any]) -> float | None:
         """The value in an epoch's logs; None in an epoch that doesn't have it.
 
         Raises:
@@ -225,7 +223,7 @@ class Monitor:
         )
 
 
-def _names_to_come(model: Model, params: dict[str, Any]) -> list[str] | None:
+def _names_to_come(model: Module, params: dict[str, Any]) -> list[str] | None:
     """The logs of the epochs of a net with one output; None where somebody may log others.
 
     Steps and losses of a user's own may log anything, and a metric that is an object may give

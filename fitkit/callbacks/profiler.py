@@ -18,10 +18,10 @@ from fitkit.callbacks.ranks import from_all_ranks, say
 from fitkit.data.arrays import ArraySource
 from fitkit.data.loaders import reads_by_index
 from fitkit.errors import ConfigurationError
+from fitkit.module import Module
 from fitkit.optimizers import FUSED, class_of
 
 if TYPE_CHECKING:
-    from fitkit.model import Model
     from fitkit.training.fit_run import FitRun
 
 
@@ -204,7 +204,7 @@ def _named(hook: Callable[..., Any]) -> str:
     return name
 
 
-def _facts(model: Model) -> Facts:
+def _facts(model: Module) -> Facts:
     """What is known of the run, for advice."""
     run: Any = model._fitkit.fit_state.run
     source = run.source

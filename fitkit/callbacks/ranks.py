@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from fitkit.model import Model
+from fitkit.module import Module
 
 Value = TypeVar("Value")
 
 
-def from_rank_zero(model: Model, value: Value) -> Value:
+def from_rank_zero(model: Module, value: Value) -> Value:
     """Rank 0's value, so that every rank decides alike.
 
     Ranks:
@@ -20,7 +19,7 @@ def from_rank_zero(model: Model, value: Value) -> Value:
     return given
 
 
-def from_all_ranks(model: Model, value: Value) -> list[Value]:
+def from_all_ranks(model: Module, value: Value) -> list[Value]:
     """Every rank's value, in rank order.
 
     Ranks:
@@ -30,7 +29,7 @@ def from_all_ranks(model: Model, value: Value) -> list[Value]:
     return found
 
 
-def share_buffers(model: Model) -> None:
+def share_buffers(model: Module) -> None:
     """Give all ranks the buffers that rank 0 has (running statistics differ between them).
 
     Ranks:
@@ -39,19 +38,19 @@ def share_buffers(model: Model) -> None:
     model._fitkit.compilation.strategy.before_evaluation(model)
 
 
-def say(model: Model, text: str) -> None:
+def say(model: Module, text: str) -> None:
     """Print a line, on rank 0 only."""
     if model.is_global_zero:
         print(text, flush=True)
 
 
-def several_ranks(model: Model) -> bool:
+def several_ranks(model: Module) -> bool:
     """Whether there are ranks to talk to."""
     size: int = model._fitkit.compilation.strategy.collectives.world_size
     return size > 1
 
 
-def any_rank(model: Model, flag: Any) -> bool:
+def any_rank(model: Module, flag: Any) -> bool:
     """Whether `flag` is true on some rank.
 
     Ranks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -13,30 +13,28 @@ from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.monitor import Monitor, announce_prefix
 from fitkit.callbacks.ranks import from_rank_zero, say
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.module import Module
 from fitkit.optimizers import put_rate
 
-if TYPE_CHECKING:
-    from fitkit.model import Model
 
-
-def optimizers_of(model: Model) -> list[Optimizer]:
+def optimizers_of(model: Module) -> list[Optimizer]:
     """The model's optimizers, in order."""
     found = model.optimizers()
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-def groups_of(model: Model) -> Iterator[dict[str, Any]]:
+def groups_of(model: Module) -> Iterator[dict[str, Any]]:
     """The parameter groups of all optimizers, in order."""
     for optimizer in optimizers_of(model):
         yield from optimizer.param_groups
 
 
-def rate_of(model: Model) -> float:
+def rate_of(model: Module) -> float:
     """The learning rate: the first group's, where there are several."""
     return float(next(groups_of(model))["lr"])
 
 
-def set_rate(model: Model, rate: float) -> None:
+def set_rate(model: Module, rate: float) -> None:
     """Give the first group that rate; the others keep their ratio to it.
 
     A ratio to a rate of 0 isn't known: all groups get the same rate then.
@@ -49,7 +47,7 @@ def set_rate(model: Model, rate: float) -> None:
         put_rate(group, rate if index == 0 or own == before or not before else own / before * rate)
 
 
-def change_rates(model: Model, change: Callable[[float], float]) -> bool:
+def change_rates(model: Module, change: Callable[[float], float]) -> bool:
     """Replace each group's rate by what a function makes of it; whether any differs now."""
     differs = False
     for group in groups_of(model):
@@ -61,12 +59,12 @@ def change_rates(model: Model, change: Callable[[float], float]) -> bool:
     return differs
 
 
-def updates_of(model: Model) -> int:
+def updates_of(model: Module) -> int:
     """How many updates the model's weights have had."""
     return int(model._fitkit.fit_state.updates)
 
 
-def refuse_scheduler(model: Model, callback: str) -> None:
+def refuse_scheduler(model: Module, callback: str) -> None:
     """Refuse two that set the same rates.
 
     Raises:

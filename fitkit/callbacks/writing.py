@@ -28,9 +28,9 @@ from fitkit.checkpoint import (
 )
 from fitkit.checkpoint.folders import INDEX
 from fitkit.errors import CheckpointError, ConfigurationError, warn
+from fitkit.module import Module
 
 if TYPE_CHECKING:
-    from fitkit.model import Model
     from fitkit.training.fit_run import FitRun
 
 
@@ -55,7 +55,7 @@ class Wishes:
         self._pause = self._left = 1
         self._asked_at = time.monotonic()
 
-    def after_step(self, model: Model, wish: bool) -> bool:
+    def after_step(self, model: Module, wish: bool) -> bool:
         """Whether some rank had a wish when the ranks asked each other; False in between.
 
         Ranks:
@@ -278,7 +278,7 @@ class CheckpointWriter:
         fresh = CheckpointWriter(weights_only=self.weights_only, asynchronous=self.asynchronous)
         return vars(fresh)
 
-    def save(self, model: Model, path: str, then: Callable[[], None] = lambda: None) -> None:
+    def save(self, model: Module, path: str, then: Callable[[], None] = lambda: None) -> None:
         """Write a file; its folder is made where it lacks.
 
         Args:
@@ -304,7 +304,7 @@ class CheckpointWriter:
         if not self.asynchronous:
             self._share(model)
 
-    def _save_folder(self, model: Model, path: str, then: Callable[[], None]) -> None:
+    def _save_folder(self, model: Module, path: str, then: Callable[[], None]) -> None:
         """Let every rank write its part; what follows is rank 0's."""
         strategy, run = model._fitkit.compilation.strategy, _run_of(model)
         state: dict[str, Any] | None = None
@@ -320,7 +320,7 @@ class CheckpointWriter:
             self._attempt(then)
         self._share(model)
 
-    def finish(self, model: Model) -> None:
+    def finish(self, model: Module) -> None:
         """Wait for what is being written.
 
         Ranks:
@@ -346,7 +346,7 @@ class CheckpointWriter:
         if error is not None:
             warn(f"The last checkpoint wasn't written: {error}")
 
-    def _contents(self, model: Model) -> Any:
+    def _contents(self, model: Module) -> Any:
         run = _run_of(model)
         return run.weights() if self.weights_only else run.contents()
 
@@ -371,7 +371,7 @@ class CheckpointWriter:
         except Exception as error:
             self._error = error
 
-    def _share(self, model: Model) -> None:
+    def _share(self, model: Module) -> None:
         """Raise rank 0's error on all ranks."""
         error, self._error = self._error, None
         if several_ranks(model):
@@ -380,7 +380,7 @@ class CheckpointWriter:
             raise error
 
 
-def _run_of(model: Model) -> FitRun:
+def _run_of(model: Module) -> FitRun:
     run = model._fitkit.fit_state.run
     if run is None:
         raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")

@@ -17,6 +17,7 @@ from fitkit.checkpoint.codec import Numbering
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError
+from fitkit.version import __version__
 
 if TYPE_CHECKING:
     from fitkit.checkpoint.formats import Weights
@@ -48,8 +49,6 @@ class HDF5:
 
 def software() -> dict[str, str]:
     """The versions that a file is written with, for whoever looks into it."""
-    from fitkit import __version__
-
     return {"fitkit": __version__, "torch": str(torch.__version__)}
 
 

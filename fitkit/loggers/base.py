@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,8 @@ from fitkit.callbacks.epoch_files import plain_value, writable
 from fitkit.callbacks.rates import optimizers_of, rate_of
 from fitkit.callbacks.watches import BatchLosses
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.module import Module
 from fitkit.plain_settings import plain_settings
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
-
 
 READ_EVERY = 100
 """Batches whose losses stay on the device until one look reads them all."""
@@ -244,7 +241,7 @@ def scalars(logs: Logs) -> dict[str, float]:
     return found
 
 
-def hyperparameters_of(model: Model, params: dict[str, Any]) -> dict[str, Any]:
+def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
     """What a training was asked: strings, numbers and flags by name.
 
     The model's own `hparams`, where it has them; what `compile` was given, with the optimizer's

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -17,13 +17,10 @@ from fitkit.distributed.precision import resolve_precision
 from fitkit.errors import CheckpointError, FitkitError
 from fitkit.logging_options import REDUCTIONS, LogOptions
 from fitkit.losses.names import LOSSES
+from fitkit.module import Module
 from fitkit.optimizers import HOW
 from fitkit.random_states import check_random_state
 from fitkit.training.progress import Progress
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
-
 
 _AS_NOW = (
     "loss", "loss_weights", "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val",
@@ -45,7 +42,7 @@ def plain_options(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in options.items() if is_plain(value)}
 
 
-def differences(model: Model, path: str, compiled: object, training: dict[str, Any]) -> str:
+def differences(model: Module, path: str, compiled: object, training: dict[str, Any]) -> str:
     """What of `compile`'s arguments contradicts a checkpoint, and which of both holds; "" if none.
 
     A model that was never compiled is only to predict, and nothing is said.

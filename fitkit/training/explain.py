@@ -14,10 +14,10 @@ import torch
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError, FitkitError, OutOfMemoryError
+from fitkit.module import Module
 from fitkit.torch_errors import DTYPE_ERRORS, SHAPE_ERRORS, is_out_of_memory, raised_in_torch
 
 if TYPE_CHECKING:
-    from fitkit.model import Model
     from fitkit.training.compilation import Compilation
 
 
@@ -172,7 +172,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 @contextlib.contextmanager
 def memory_explained(
-    model: Model, compilation: Compilation, verb: str, batch_size: int | None
+    model: Module, compilation: Compilation, verb: str, batch_size: int | None
 ) -> Iterator[None]:
     """Turn a device's or the allocator's error into one that says what took the memory.
 
@@ -207,7 +207,7 @@ def let_go(error: BaseException, device: torch.device) -> None:
 
 
 def explanation(
-    model: Model, compilation: Compilation, verb: str, batch_size: int | None, original: str
+    model: Module, compilation: Compilation, verb: str, batch_size: int | None, original: str
 ) -> str:
     """What was in use, and what needs less, in numbers."""
     strategy = compilation.strategy
@@ -222,7 +222,7 @@ def explanation(
     )
 
 
-def held_by_training(model: Model) -> dict[str, int]:
+def held_by_training(model: Module) -> dict[str, int]:
     """Bytes of what a training holds from step to step, by its name."""
     parameters = list(model.parameters())
     states = [

@@ -18,6 +18,7 @@ from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
+from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.explain import memory_explained
 from fitkit.training.jobs import FitJob
@@ -45,7 +46,6 @@ from fitkit.training.stage import Stage, running
 from fitkit.training.steps import CompiledStep
 
 if TYPE_CHECKING:
-    from fitkit.model import Model
     from fitkit.training.compilation import Compilation
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
@@ -65,7 +65,7 @@ class FitRun:
         job: what `fit` was asked.
     """
 
-    def __init__(self, model: Model, compilation: Compilation, job: FitJob) -> None:
+    def __init__(self, model: Module, compilation: Compilation, job: FitJob) -> None:
         self.model = model
         self.compilation = compilation
         self.job = job
@@ -477,7 +477,7 @@ def validation_name(name: str) -> str:
     return name if VALIDATION_NAME.match(name) else f"val_{name}"
 
 
-def run_fit(model: Model, compilation: Compilation, job: FitJob) -> History:
+def run_fit(model: Module, compilation: Compilation, job: FitJob) -> History:
     """`fit` on this rank."""
     size = None if job.source is None else job.source.batch_size
     explained = memory_explained(model, compilation, "fit", size)

@@ -9,7 +9,7 @@ consist of torch's own layers, evaluated by losses and metrics that fitkit knows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -21,10 +21,8 @@ from fitkit.data.sharding import whole_of
 from fitkit.data.sources import Source
 from fitkit.distributed.strategies import Door
 from fitkit.hooks import overridden
+from fitkit.module import Module
 from fitkit.training.steps import CompiledStep, PredictStep
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
 
 
 class Inference:
@@ -95,7 +93,7 @@ class Inference:
 
 
 def inference_for(
-    model: Model, step: Any, callbacks: CallbackList, stage: str, source: Source
+    model: Module, step: Any, callbacks: CallbackList, stage: str, source: Source
 ) -> Inference:
     """What surrounds a pass of `evaluate` (`stage` is `"test"`) or `predict`."""
     # Ranks in step may repeat a batch, marked as one that doesn't count.
@@ -107,7 +105,7 @@ def inference_for(
     )
 
 
-def may_infer(model: Model, step: Any, callbacks: CallbackList, stage: str) -> bool:
+def may_infer(model: Module, step: Any, callbacks: CallbackList, stage: str) -> bool:
     """Whether only torch's layers and fitkit's own code see what steps make.
 
     Not so with steps of the model's own, with callbacks that act at each batch, with hooks, and

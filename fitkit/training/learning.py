@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -15,13 +15,11 @@ from fitkit.data.batches import NoRows
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count
+from fitkit.module import Module
 from fitkit.training.compilation import DEFAULTS, Compilation
 from fitkit.training.optimizing import FitState
 from fitkit.training.stage import Stage
 from fitkit.training.updates import Updater, nothing_if
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
 
 
 class Learning(Protocol):
@@ -249,7 +247,7 @@ def only_for(optimizer: Optimizer, state: FitState) -> Iterator[None]:
 
 
 def learning_for(
-    model: Model,
+    model: Module,
     compilation: Compilation,
     stage: Stage,
     step: Any,
@@ -294,7 +292,7 @@ def learning_for(
     return Alternating(step, updaters, state, alone=alone)
 
 
-def check_manual(model: Model, compilation: Compilation) -> None:
+def check_manual(model: Module, compilation: Compilation) -> None:
     """Refuse what a model that makes its own updates can't be asked for.
 
     Raises:

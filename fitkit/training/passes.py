@@ -21,6 +21,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use
+from fitkit.module import Module
 from fitkit.training.explain import memory_explained
 from fitkit.training.inferring import inference_for
 from fitkit.training.jobs import PassJob
@@ -39,11 +40,10 @@ from fitkit.training.session import backend_flags, net_prepared, place
 from fitkit.training.stage import Stage, running
 
 if TYPE_CHECKING:
-    from fitkit.model import Model
     from fitkit.training.compilation import Compilation
 
 
-def run_evaluate(model: Model, compilation: Compilation, job: PassJob) -> dict[str, Any]:
+def run_evaluate(model: Module, compilation: Compilation, job: PassJob) -> dict[str, Any]:
     """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
     with memory_explained(model, compilation, "evaluate", _size(job)):
         return _evaluated(model, compilation, job)
@@ -53,7 +53,7 @@ def _size(job: PassJob) -> int | None:
     return None if job.source is None else job.source.batch_size
 
 
-def _evaluated(model: Model, compilation: Compilation, job: PassJob) -> dict[str, Any]:
+def _evaluated(model: Module, compilation: Compilation, job: PassJob) -> dict[str, Any]:
     place(model, compilation.strategy)
     source = share_of(job.source, compilation, training=False)
     name = evaluation_stage(model) or "test"
@@ -71,7 +71,7 @@ def _evaluated(model: Model, compilation: Compilation, job: PassJob) -> dict[str
 
 
 def evaluate_source(
-    model: Model,
+    model: Module,
     compilation: Compilation,
     source: Source,
     steps: int | None,
@@ -127,13 +127,13 @@ def _first(source: Source, steps: int | None, collectives: Collectives) -> Itera
     return limited(source, steps)
 
 
-def run_predict(model: Model, compilation: Compilation, job: PassJob) -> Any:
+def run_predict(model: Module, compilation: Compilation, job: PassJob) -> Any:
     """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
     with memory_explained(model, compilation, "predict", _size(job)):
         return _predicted(model, compilation, job)
 
 
-def _predicted(model: Model, compilation: Compilation, job: PassJob) -> Any:
+def _predicted(model: Module, compilation: Compilation, job: PassJob) -> Any:
     strategy = compilation.strategy
     place(model, strategy)
     source = share_of(job.source, compilation, training=False)

@@ -21,6 +21,7 @@ from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy
 from fitkit.errors import warn
 from fitkit.hooks import has_own_steps, overridden
+from fitkit.module import Module
 from fitkit.optimizers import check_trainable, fuse, held_by
 from fitkit.training.jobs import PassJob
 from fitkit.training.log import Logbook
@@ -32,7 +33,6 @@ from fitkit.training.steps import CompiledStep, PredictStep
 from fitkit.training.updates import Updater
 
 if TYPE_CHECKING:
-    from fitkit.model import Model
     from fitkit.training.compilation import Compilation
 
 
@@ -41,7 +41,7 @@ Step = CompiledStep | OwnStep
 
 
 def compiled_step(
-    model: Model,
+    model: Module,
     compilation: Compilation,
     door: Door,
     class_weights: ClassWeights | None = None,
@@ -70,7 +70,7 @@ def compiled_step(
 
 
 def step_for(
-    model: Model,
+    model: Module,
     compilation: Compilation,
     stage: str,
     *,
@@ -113,12 +113,12 @@ def step_for(
     return running, own
 
 
-def learns_alone(model: Model) -> bool:
+def learns_alone(model: Module) -> bool:
     """Whether one optimizer makes one update a step, as wrappers like DDP's want it."""
     return model.automatic_optimization and len(model._fitkit.fit_state.optimizers) <= 1
 
 
-def predict_step_for(model: Model, compilation: Compilation) -> tuple[Stage, Any]:
+def predict_step_for(model: Module, compilation: Compilation) -> tuple[Stage, Any]:
     """The step of `predict`."""
     strategy = compilation.strategy
     door, mover = strategy.evaluation_door(model), mover_of(model, strategy)
@@ -131,7 +131,7 @@ def predict_step_for(model: Model, compilation: Compilation) -> tuple[Stage, Any
 
 
 def updaters_of(
-    model: Model,
+    model: Module,
     compilation: Compilation,
     *,
     accumulate: int | None = None,

@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +17,10 @@ from fitkit.data.to_device import Transfer
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
+from fitkit.module import Module
 from fitkit.training.compilation import Compilation
 from fitkit.training.moving import Mover
 from fitkit.training.steps import Caller, parameters_of
-
-if TYPE_CHECKING:
-    from fitkit.model import Model
 
 
 def caller_of(model: torch.nn.Module) -> Caller:
@@ -40,7 +38,7 @@ def _spreads(forward: Any) -> bool:
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def mover_of(model: Model, strategy: Strategy) -> Mover:
+def mover_of(model: Module, strategy: Strategy) -> Mover:
     """What brings batches to the model's device in the model's dtype."""
     word = model._fitkit.compilation.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]
@@ -49,14 +47,14 @@ def mover_of(model: Model, strategy: Strategy) -> Mover:
     return Mover(transfer, own)
 
 
-def place(model: Model, strategy: Strategy) -> None:
+def place(model: Module, strategy: Strategy) -> None:
     """Bring a model to its device, before a call that only computes."""
     with model._fitkit.stages.placing:
         strategy.place(model)
 
 
 @contextlib.contextmanager
-def net_prepared(model: Model, compilation: Compilation) -> Iterator[None]:
+def net_prepared(model: Module, compilation: Compilation) -> Iterator[None]:
     """Have the net compiled, and the weights of convolutions laid out, as `compile` was told.
 
     The layout is for the length of a call.
@@ -76,7 +74,7 @@ def net_prepared(model: Model, compilation: Compilation) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged_on_error(model: Model) -> Iterator[None]:
+def unchanged_on_error(model: Module) -> Iterator[None]:
     """Put a model back as it was where an error comes before its first update.
 
     The first forward already changes running statistics, and making a scheduler changes rates.
@@ -207,7 +205,7 @@ def backend_flags(compilation: Compilation) -> Iterator[None]:
         yield
 
 
-def compile_net(model: Model, options: bool | dict[str, Any]) -> None:
+def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
     """Compile a model's net with its next call, or let it be as it was.
 
     Args:
@@ -229,7 +227,7 @@ def compile_net(model: Model, options: bool | dict[str, Any]) -> None:
     target._compiled_call_impl = compiled
 
 
-def compile_on_this_rank(model: Model, options: bool | dict[str, Any]) -> None:
+def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
     """Compile the net where it came from another process: modules travel uncompiled."""
     if options is not False and _target(model)._compiled_call_impl is None:
         _name_globals(model)
@@ -250,7 +248,7 @@ def _name_globals(model: nn.Module) -> None:
                 main.update({name: value for name, value in used if not name.startswith("__")})
 
 
-def _target(model: Model) -> Any:
+def _target(model: Module) -> Any:
     return model if model.net is None else model.net
 
 

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ import fitkit.checkpoint as files
 from fitkit.arguments import describe
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, FitkitError, warn
+from fitkit.module import Module
 from fitkit.optimizers import held_by, load_state
 from fitkit.training.check_state import (
     check_progress,
@@ -29,9 +30,6 @@ from fitkit.training.compilation import UNSET
 from fitkit.training.progress import Progress, copy_lists
 from fitkit.trees import map_leaves
 
-if TYPE_CHECKING:
-    from fitkit.model import Model
-
 NAMED = (
     "optimizer", "loss", "metrics", "weighted_metrics", "learning_rate", "loss_weights",
     "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
@@ -40,7 +38,7 @@ NAMED = (
 """What a file keeps of `compile`'s arguments, where they were given by name."""
 
 
-def save(model: Model, path: Any) -> None:
+def save(model: Module, path: Any) -> None:
     """Write weights, optimizers, schedulers and progress to one file, whole or not at all.
 
     Ranks:
@@ -68,7 +66,7 @@ def save(model: Model, path: Any) -> None:
         raise problem
 
 
-def save_weights(model: Model, path: Any) -> None:
+def save_weights(model: Module, path: Any) -> None:
     """Write the weights alone: rank 0 does.
 
     Ranks:
@@ -94,7 +92,7 @@ def _write_folder(strategy: Any, path: Any, weights: dict[str, Any], state: Any)
         strategy.launcher.on_rank_zero(os.fspath(path), write)
 
 
-def contents(model: Model, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
 
     Args:
@@ -122,7 +120,7 @@ def contents(model: Model, *, spread: bool = False) -> tuple[dict[str, Any], dic
         return found if own is None else _copied(found)
 
 
-def weights_of(model: Model, *, spread: bool = False) -> dict[str, Any]:
+def weights_of(model: Module, *, spread: bool = False) -> dict[str, Any]:
     """The weights that evaluate; the arguments, and who calls it, as `contents` has them."""
     strategy = model._fitkit.compilation.strategy
     strategy.settle()
@@ -137,7 +135,7 @@ def _copied(found: Any) -> Any:
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found)
 
 
-def training_state(model: Model, own: list[list[torch.Tensor]] | None = None) -> dict[str, Any]:
+def training_state(model: Module, own: list[list[torch.Tensor]] | None = None) -> dict[str, Any]:
     """Optimizers, schedulers and counters, as plain data.
 
     Args:
@@ -171,7 +169,7 @@ def training_state(model: Model, own: list[list[torch.Tensor]] | None = None) ->
     }
 
 
-def _losses_of(model: Model) -> list[dict[str, torch.Tensor]]:
+def _losses_of(model: Module) -> list[dict[str, torch.Tensor]]:
     """The numbers of each loss that learns, in use, by their names."""
     modules = model._fitkit.compilation.loss_modules()
     return [
@@ -185,7 +183,7 @@ def _losses_of(model: Model) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def _check_losses(model: Model, training: dict[str, Any], path: str) -> None:
+def _check_losses(model: Module, training: dict[str, Any], path: str) -> None:
     """Refuse numbers of other losses than the model's."""
 
     def shapes(losses: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
@@ -201,7 +199,7 @@ def _check_losses(model: Model, training: dict[str, Any], path: str) -> None:
         )
 
 
-def _names_of(model: Model) -> dict[int, str]:
+def _names_of(model: Module) -> dict[int, str]:
     """The parameters' names, by their identity."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -212,7 +210,7 @@ def _names_in(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
 
 
 def load(
-    model: Model, path: Any, agree: Callable[[Progress | None], None] = lambda progress: None
+    model: Module, path: Any, agree: Callable[[Progress | None], None] = lambda progress: None
 ) -> Progress | None:
     """Put weights, optimizers and schedulers back; all is checked before anything changes.
 
@@ -250,7 +248,7 @@ def load(
 
 
 def _assign(
-    model: Model, weights: files.FittingWeights, restore: Callable[[], None], path: str
+    model: Module, weights: files.FittingWeights, restore: Callable[[], None], path: str
 ) -> None:
     """Give the model its weights and all else; the latter first, which may still turn out unfit.
 
@@ -300,11 +298,11 @@ def _assign(
         raise
 
 
-def _places(model: Model) -> list[tuple[torch.dtype, torch.device]]:
+def _places(model: Module) -> list[tuple[torch.dtype, torch.device]]:
     return [(parameter.dtype, parameter.device) for parameter in model.parameters()]
 
 
-def checked_training(model: Model, training: dict[str, Any], path: str) -> Any:
+def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
     """What puts optimizers and schedulers back, after a look whether they fit.
 
     Raises:
@@ -362,7 +360,7 @@ def _restore_counters(state: Any, training: dict[str, Any]) -> None:
     state.stored_scalings = list(training.get("scalings", []))
 
 
-def _check_schedulers(model: Model, training: dict[str, Any], path: str) -> None:
+def _check_schedulers(model: Module, training: dict[str, Any], path: str) -> None:
     """Refuse other schedulers than the file's, as far as they are known before they are made."""
     choice = model._fitkit.compilation.scheduler
     now = [type(plan.scheduler).__name__ for plan in model._fitkit.fit_state.schedulers]
@@ -386,7 +384,7 @@ def _check_schedulers(model: Model, training: dict[str, Any], path: str) -> None
         try_scheduler_state(tried, entries[0]["state"], path)
 
 
-def _check_order(model: Model, optimizer: Any, entry: dict[str, Any], path: str) -> None:
+def _check_order(model: Module, optimizer: Any, entry: dict[str, Any], path: str) -> None:
     """Refuse parameters that torch tells apart by their order alone stand in another order now."""
     now = _names_in(optimizer, _names_of(model))
     then = entry.get("names") or now

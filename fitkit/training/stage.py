@@ -12,11 +12,11 @@ import torch
 
 from fitkit.errors import ConfigurationError
 from fitkit.logging_options import LogOptions
+from fitkit.module import Module
 from fitkit.training.log import Logged
 from fitkit.training.moving import moved_by
 
 if TYPE_CHECKING:
-    from fitkit.model import Model
     from fitkit.training.steps import CompiledStep, PredictStep
 
 
@@ -129,7 +129,7 @@ class Stages:
 
 
 @contextlib.contextmanager
-def running(model: Model, stage: Stage) -> Iterator[Stage]:
+def running(model: Module, stage: Stage) -> Iterator[Stage]:
     """Make a stage the model's current one in this thread; calls of verbs may nest."""
     stages, thread = model._fitkit.stages.by_thread, threading.get_ident()
     before = stages.get(thread)

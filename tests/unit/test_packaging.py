@@ -32,7 +32,7 @@ def pinned() -> dict[str, Requirement]:
 
 
 def test_the_version_stands_in_one_place_and_is_read_without_importing_anything():
-    module = ast.parse((PACKAGE / "__init__.py").read_text())
+    module = ast.parse((PACKAGE / "version.py").read_text())
     versions = [
         node.value
         for node in module.body
@@ -41,7 +41,7 @@ def test_the_version_stands_in_one_place_and_is_read_without_importing_anything(
     assert len(versions) == 1
     version = ast.literal_eval(versions[0])
 
-    assert CONFIGURATION["metadata"]["version"] == "attr: fitkit.__version__"
+    assert CONFIGURATION["metadata"]["version"] == "attr: fitkit.version.__version__"
     for name in ["setup.cfg", "setup.py", "pyproject.toml"]:
         assert version not in (CHECKOUT / name).read_text(), name
 

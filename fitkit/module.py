@@ -1,8 +1,7 @@
-"""What a model's own steps may call: logging, gathering, optimizers."""
+"""Module: what a model's own steps and callbacks override and call; `Model` adds the verbs."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
@@ -26,42 +26,138 @@ from fitkit.logging_options import (
 from fitkit.losses import checked_count
 from fitkit.optimizers import held_by
 
-if TYPE_CHECKING:
-    from fitkit.training.compilation import Compilation
-    from fitkit.training.optimizing import FitState
 
+class Module(nn.Module):
+    """The hooks that a subclass of `Model` may override, and the calls that it offers them.
 
-@dataclasses.dataclass
-class Record:
-    """What fitkit itself keeps on a model, under one name, so that all others are the user's.
+    Everything below `Model` knows a model by this class. Whether a hook is overridden is found out
+    once a call, so that a model without hooks of its own pays for none.
 
     Attributes:
-        compilation: what `compile` was given, and what it resolved to.
-        fit_state: optimizers, schedulers and counters, over several calls of `fit`.
-        stages: what runs on the model right now, in which thread.
-        batch_size: of the last `fit`; None before.
-        log_names: of the values that the last pass gave; None before.
-    """
-
-    compilation: Compilation
-    fit_state: FitState
-    stages: Any
-    batch_size: int | None = None
-    log_names: list[str] | None = None
-
-
-class Services:
-    """The calls that `Model` offers to its steps and to callbacks.
-
-    Attributes:
+        net: the network that was given, or None.
+        history: the `History` of the last `fit`; None before.
+        stop_training: set it in a callback to end `fit` after the current batch or epoch.
         automatic_optimization: whether `fit` makes the updates (default); with False
             `training_step` makes them by `optimizers()` and `manual_backward`.
         current_epoch: the number of the epoch that runs or ran last, from 0.
     """
 
-    _fitkit: Record
+    _fitkit: Any
+    net: Any
+    history: Any
+    stop_training: bool
     automatic_optimization: bool = True
     current_epoch: int = 0
+
+    if TYPE_CHECKING:  # `Model`'s verbs, and what users' subclasses have
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    # ------------------------------------------------------------------ steps
+    # Written as training_step(self, batch, batch_idx) in a subclass; here their arguments are left
+    # open for type checkers' sake, because a subclass may take fewer or more.
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        """One training batch: its loss.
+
+        An override may call this one by `super()`: it gives the compiled loss and counts the
+        compiled metrics.
+
+        Args:
+            *arguments: `batch`, as the data gave it, on the model's device, and `batch_idx`, its
+                number in the epoch, from 0, which the hook may leave out. With several optimizers
+                `optimizer_idx` gets the number of the one whose turn it is.
+
+        Returns:
+            The loss, a tensor with one number, the mean over the batch's samples; or a dict that
+            has it as `"loss"`. With `automatic_optimization = False` anything. None leaves the
+            batch out.
+        """
+        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
+
+    def validation_step(self, *arguments: Any, **named: Any) -> Any:
+        """One batch of `fit`'s validation data, in evaluation mode and without gradients.
+
+        Returns:
+            Anything; a loss (or a dict with `"loss"`) becomes the pass's `loss`, its mean over
+            samples.
+        """
+        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
+
+    def test_step(self, *arguments: Any, **named: Any) -> Any:
+        """One batch of `evaluate`, as `validation_step`, which stands in where it isn't there."""
+        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
+
+    def predict_step(self, *arguments: Any, **named: Any) -> Any:
+        """One batch of `predict`: its outputs."""
+        return self._fitkit.stages.current.compiled_outputs(self, _batch_of(arguments, named))
+
+    # ------------------------------------------------------------------ after the replicas
+
+    def training_step_end(self, outputs: Any) -> Any:
+        """What the step returned, whole; the place for losses over all samples of a batch.
+
+        Args:
+            outputs: under `dp` and `ddp2` what the replicas returned, gathered: tensors joined
+                along dimension 0, scalars as a vector with one entry a replica. Elsewhere what
+                the step returned.
+
+        Returns:
+            As `training_step`. Without an override a gathered loss becomes its mean, weighted
+            by the replicas' numbers of samples.
+        """
+        return outputs
+
+    def validation_step_end(self, outputs: Any) -> Any:
+        """As `training_step_end`, after `validation_step`."""
+        return outputs
+
+    def test_step_end(self, outputs: Any) -> Any:
+        """As `training_step_end`, after `test_step`."""
+        return outputs
+
+    def predict_step_end(self, outputs: Any) -> Any:
+        """As `training_step_end`, after `predict_step`."""
+        return outputs
+
+    # ------------------------------------------------------------------ at an epoch's end
+
+    def training_epoch_end(self, outputs: list[Any]) -> None:
+        """Called after an epoch's last training batch, before the validation.
+
+        Args:
+            outputs: what this rank's steps gave, without gradients; kept only where this hook is
+                overridden. Empty on a rank that got no batch (an evaluation of few).
+        """
+
+    def validation_epoch_end(self, outputs: list[Any]) -> None:
+        """As `training_epoch_end`, after a validation's last batch."""
+
+    def test_epoch_end(self, outputs: list[Any]) -> None:
+        """As `training_epoch_end`, after the last batch of `evaluate`."""
+
+    # ------------------------------------------------------------------ optimizers and devices
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers, where `compile` was given none.
+
+        Returns:
+            An optimizer; several in a list; `(optimizers, schedulers)`, two lists; a dict with
+            `"optimizer"` and, if wanted, `"lr_scheduler"` (a scheduler, or a dict with
+            `"scheduler"`, `"interval"`, `"frequency"`, `"monitor"`) and `"frequency"`; or a list
+            of such dicts.
+        """
+        return None
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, *loader: int) -> Any:
+        """The batch on the device; an override does it for batches of one's own kind.
+
+        Args:
+            batch: as the data gave it.
+            device: where to; under `dp` a replica's.
+            *loader: 0, where the hook takes Lightning's `dataloader_idx`.
+        """
+        return self._fitkit.stages.current.transferred(batch)
 
     # ------------------------------------------------------------------ logging
 
@@ -156,24 +252,24 @@ class Services:
 
     def freeze(self) -> None:
         """Let no parameter learn, and go to evaluation mode."""
-        self.requires_grad_(False)  # type: ignore[attr-defined]
-        self.eval()  # type: ignore[attr-defined]
+        self.requires_grad_(False)
+        self.eval()
 
     def unfreeze(self) -> None:
         """Let all parameters learn, and go to training mode."""
-        self.requires_grad_(True)  # type: ignore[attr-defined]
-        self.train()  # type: ignore[attr-defined]
+        self.requires_grad_(True)
+        self.train()
 
     @property
     def trainable(self) -> bool:
         """Whether any parameter learns; setting it freezes or frees all of them, as in Keras."""
-        parameters = self.parameters()  # type: ignore[attr-defined]
+        parameters = self.parameters()
         return any(parameter.requires_grad for parameter in parameters)
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
         check_flag("trainable", value)
-        self.requires_grad_(value)  # type: ignore[attr-defined]
+        self.requires_grad_(value)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 alone."""
@@ -210,7 +306,7 @@ class Services:
 
     def _step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
         """Bring the batch to this replica's device in the model's own way, then call a step."""
-        moved = self._fitkit.stages.current.moved(self.transfer_batch_to_device, batch, self.device)  # type: ignore[attr-defined]
+        moved = self._fitkit.stages.current.moved(self.transfer_batch_to_device, batch, self.device)
         return getattr(self, method)(moved, *arguments)
 
     def _begin_replica(self, device: torch.device, samples: int) -> None:
@@ -224,7 +320,7 @@ class Services:
             own = {id(module): path for path, module in replica.named_modules()}
             for name, value, options, samples in vars(replica)["_replica_notes"]:
                 if is_metric(value) and id(value) in own:
-                    value = self.get_submodule(own[id(value)])  # type: ignore[attr-defined]
+                    value = self.get_submodule(own[id(value)])
                 notes.setdefault(name, []).append((value, options, samples))
         for name, entries in notes.items():
             if self._fitkit.stages.current is not None:
@@ -300,6 +396,10 @@ class Services:
         for parameter in self._fitkit.fit_state.frozen:
             parameter.requires_grad_(True)
         self._fitkit.fit_state.frozen = []
+
+
+def _batch_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return arguments[0] if arguments else named["batch"]
 
 
 @functools.lru_cache(maxsize=256)
