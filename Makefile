@@ -3,7 +3,7 @@
 #   make demo        train the handwritten digits (examples/digits.py)
 #   make test        the test suite                 make test ARGS="tests/unit -k packaging"
 #   make test-all    with the slow tests, which take some ten minutes more
-#   make test-engines   DeepSpeed, Horovod, torchft and torch_tpu for real, each in an environment of its own (Horovod is compiled: half an hour)
+#   make test-engines   DeepSpeed, Horovod and torch_tpu for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
 #   make lint        ruff: rules and formatting     make typecheck   mypy

@@ -16,7 +16,6 @@ from fitkit.distributed.strategies import (
     DDPSharded,
     DDPSpawn,
     DeepSpeed,
-    FaultTolerant,
     Horovod,
     SingleDevice,
     Strategy,
@@ -30,7 +29,6 @@ DDP2Strategy = DDP2
 DeepSpeedStrategy = DeepSpeed
 DPStrategy = DP
 FSDPStrategy = FSDP
-FaultTolerantStrategy = FaultTolerant
 HorovodStrategy = Horovod
 SingleDeviceStrategy = SingleDevice
 XLAStrategy = XLA
@@ -54,8 +52,6 @@ __all__ = [
     "DeepSpeed",
     "DeepSpeedStrategy",
     "FSDPStrategy",
-    "FaultTolerant",
-    "FaultTolerantStrategy",
     "Horovod",
     "HorovodStrategy",
     "SingleDevice",

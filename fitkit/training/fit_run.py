@@ -22,7 +22,6 @@ from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.explain import memory_explained
 from fitkit.training.jobs import FitJob
-from fitkit.training.joining import Joining
 from fitkit.training.learning import learning_for
 from fitkit.training.log import reduced
 from fitkit.training.loop import train_batches
@@ -79,7 +78,7 @@ class FitRun:
         )
         self.resumed = job.resumed
         # Among how many the training's data are dealt out.
-        self.shares = self.strategy.shares.world_size * self.strategy.part[1]
+        self.shares = self.strategy.shares.world_size
         self.stream = Stream(self.source, job.steps_per_epoch, job.initial_epoch, self.shares)
         self.epoch = job.initial_epoch
         self.steps_done = self.steps_before = 0  # the latter before the epoch was cut
@@ -121,7 +120,6 @@ class FitRun:
         ]
         updaters = updaters_of(model, compilation, after_update=self._after_update)
         self.learn = learning_for(model, compilation, self.stage, self.step, updaters)
-        self.joining = Joining(self, updaters[0]) if self.strategy.part[1] > 1 else None
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[Stage, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
@@ -205,8 +203,6 @@ class FitRun:
                     model.train()
                 callbacks.call("on_train_begin", {})
                 self.kept = kept_in_evaluation(model._weights_module())
-                if self.joining is not None:
-                    self.strategy.meet(self.joining)
                 restore(self)
                 logs: dict[str, Any] = {}
                 for epoch in range(job.initial_epoch, job.epochs):
@@ -249,8 +245,7 @@ class FitRun:
         """The history, after what `compile` has asked to be measured."""
         measured = self.compilation.log_gpu_memory
         watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
-        joining = [] if self.joining is None else [self.joining]
-        return [*watch, *joining, self.history]
+        return [*watch, self.history]
 
     def _announce(self) -> None:
         """Say once where the training runs, unless that is a CPU alone, and what an update sees."""

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.class_weights import ClassWeights
-from fitkit.data.parts import part_of
 from fitkit.data.sharding import sharded
 from fitkit.data.sources import Source, drawn_from
 from fitkit.distributed.collectives import Collectives
@@ -184,8 +183,6 @@ def share_of(source: Source | None, compilation: Compilation, *, training: bool)
     """
     assert source is not None, "the job was prepared before it was launched"
     strategy: Strategy = compilation.strategy
-    if training:
-        source = part_of(source, *strategy.part, replace_sampler=compilation.replace_sampler)
     return sharded(
         source,
         strategy.shares,

@@ -340,10 +340,6 @@ class Updater:
         self._tell_strategy()
         self._count_update()
 
-    def follow(self) -> None:
-        """Make an update whose gradients other replicas have computed."""
-        self._update()
-
     def _update(self) -> None:
         if self._outside:
             self._strategy.shares.mean_gradients(self._outside)

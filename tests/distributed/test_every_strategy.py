@@ -20,7 +20,7 @@ from fitkit.distributed.strategies import STRATEGIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ENGINES = {"deepspeed", "horovod", "xla", "tpu", "fault_tolerant"}
+ENGINES = {"deepspeed", "horovod", "xla", "tpu"}
 """Those of other packages, which have environments of their own: tests/engines."""
 EXACT_EXCHANGES = {"gradient_allreduce"}
 SAMPLES, EPOCHS = 1408, 8

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the tests of the engines of other projects, each in a virtual environment of its own.
 #
-#   tests/engines/run.sh FOLDER PYTHON [deepspeed] [horovod] [fault_tolerant] [xla] [pytest's arguments]
+#   tests/engines/run.sh FOLDER PYTHON [deepspeed] [horovod] [xla] [pytest's arguments]
 #
 # FOLDER keeps the environments. Horovod is built from its sources with C++17, which torch 2 needs,
 # and without optimisation, which its tests don't: a quarter to half of an hour.
@@ -11,7 +11,7 @@ shift 2
 engines=
 while :; do
     case $1 in
-    deepspeed | horovod | fault_tolerant | xla) engines="$engines $1" ;;
+    deepspeed | horovod | xla) engines="$engines $1" ;;
     *) break ;;
     esac
     shift
@@ -49,18 +49,13 @@ install_horovod() {
     "$bin/python" -m pip install -qq --no-build-isolation --no-deps "$sources"
 }
 
-install_fault_tolerant() {
-    "$bin/python" -c 'import torchft' 2>/dev/null && return
-    "$bin/python" -m pip install -qq -c "$constraints" torchft==0.2.0
-}
-
 install_xla() {
     "$bin/python" -c 'import torch_tpu' 2>/dev/null && return
     "$bin/python" -m pip install -qq -c "$constraints" torch_tpu==0.2.0
 }
 
 failed=0
-for engine in ${engines:-deepspeed horovod fault_tolerant xla}; do
+for engine in ${engines:-deepspeed horovod xla}; do
     echo "[engines] $engine"
     environment "$engine"
     "install_$engine"

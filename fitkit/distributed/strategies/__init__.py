@@ -7,7 +7,6 @@ from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.ddp2 import DDP2
 from fitkit.distributed.strategies.deepspeed import DeepSpeed
 from fitkit.distributed.strategies.dp import DP
-from fitkit.distributed.strategies.fault_tolerant import FaultTolerant
 from fitkit.distributed.strategies.fsdp import FSDP
 from fitkit.distributed.strategies.horovod import Horovod
 from fitkit.distributed.strategies.sharded import DDPSharded
@@ -30,7 +29,6 @@ STRATEGIES.add("ddp_sharded", DDPSharded)
 STRATEGIES.add("fsdp", FSDP)
 STRATEGIES.add("deepspeed", DeepSpeed)
 STRATEGIES.add("horovod", Horovod)
-STRATEGIES.add("fault_tolerant", FaultTolerant)
 STRATEGIES.add("xla", XLA, "tpu")
 
 __all__ = [
@@ -45,7 +43,6 @@ __all__ = [
     "DDPSpawn",
     "DeepSpeed",
     "Door",
-    "FaultTolerant",
     "Horovod",
     "SingleDevice",
     "Strategy",

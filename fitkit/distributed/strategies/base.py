@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -22,19 +22,6 @@ from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.distributed.precision import FullPrecision, Precision
 from fitkit.distributed.router import Door
 from fitkit.distributed.world import World
-
-
-class Training(Protocol):
-    """A training whose state another replica can take over."""
-
-    def give(self, *, moved: bool) -> Any:
-        """Its state; with `moved` also its place in the data, after the present update."""
-
-    def take(self, state: Any, *, moves: bool) -> None:
-        """Take over what another's `give` gave; with `moves` its place in the data, too."""
-
-    def follow(self) -> None:
-        """Make an update whose gradients others have computed."""
 
 
 class Strategy:
@@ -125,14 +112,6 @@ class Strategy:
         return self.world.size
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Which part of the training data this run sees, of how many: `(0, 1)` for all of them.
-
-        There are several where replicas train together that are runs of their own; see `meet`.
-        """
-        return 0, 1
-
-    @property
     def replicas(self) -> int:
         """How many replicas of the module compute parts of a batch in this process."""
         return 1
@@ -214,16 +193,6 @@ class Strategy:
 
         Raises:
             ConfigurationError: a module or an optimizer that this strategy can't train.
-        """
-
-    def meet(self, training: Training) -> None:
-        """Find the other replicas, before the first step; called where `part` is one of several.
-
-        Args:
-            training: this replica's, which takes the others' state over where they are ahead.
-
-        Ranks:
-            Collective among the replicas that live.
         """
 
     def end_training(self) -> None:
