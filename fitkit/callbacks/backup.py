@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
-from fitkit.callbacks.base import Callback, Logs, WeakModel
+from fitkit.callbacks.base import Callback, Logs, WeakModel, run_of
 from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
 from fitkit.callbacks.writing import (
     CheckpointWriter,
@@ -130,7 +130,7 @@ class BackupAndRestore(Callback):
         """
         if not several_ranks(self.model):
             return
-        run = self.model._fitkit.fit_state.run
+        run = run_of(self.model)
         resumed = None if run is None else run.resumed
         place = None if resumed is None else (resumed.epoch, resumed.steps)
         places = from_all_ranks(self.model, place)
@@ -153,7 +153,7 @@ class BackupAndRestore(Callback):
             self._since += self.params.get("steps_per_execution", 1)
             if self._since >= self.save_freq:
                 self._since, self._due = 0, True
-        run = self.model._fitkit.fit_state.run
+        run = run_of(self.model)
         if (self._due or self._ends) and run is not None and run.is_between_groups:
             self._save()
 
@@ -180,7 +180,7 @@ class BackupAndRestore(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
-        run = self.model._fitkit.fit_state.run
+        run = run_of(self.model)
         # The signal has ended the DataLoader's workers before this process saw it.
         ended = self._signals.arrived is not None and "DataLoader worker" in str(error)
         self._signals.restore(leaving=ended)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError
@@ -12,6 +12,38 @@ from fitkit.module import Module
 from fitkit.registry import nearest
 
 Logs = Mapping[str, Any]
+
+
+class Run(Protocol):
+    """What callbacks ask of the `fit` that runs.
+
+    Attributes:
+        steps_done: the steps made in this epoch.
+        is_between_groups: whether no batch waits for others to make an update with it, so that a
+            save is whole.
+        resumed: where the training goes on (`epoch`, `steps`); None where it begins anew.
+    """
+
+    steps_done: int
+
+    @property
+    def is_between_groups(self) -> bool: ...
+
+    @property
+    def resumed(self) -> Any: ...
+
+    def weights(self, *, spread: bool = False) -> dict[str, Any]:
+        """Collect the weights for a checkpoint, on all ranks; `spread`: each rank its part."""
+
+    def contents(self, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Collect the weights and all else for a checkpoint, as `weights` does."""
+
+
+def run_of(model: Module) -> Run | None:
+    """The `fit` that runs; None outside one."""
+    run: Run | None = model._fitkit.fit_state.run
+    return run
+
 
 MODELS = ("model", "_model")
 """Where a callback has its model."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import fitkit.checkpoint as files
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
-from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.base import Callback, Logs, run_of
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import from_rank_zero, say, several_ranks
 from fitkit.callbacks.writing import (
@@ -204,7 +204,7 @@ class ModelCheckpoint(Callback):
             return
         if self._is_due():
             self._due = True
-        run = self.model._fitkit.fit_state.run
+        run = run_of(self.model)
         if self._due and run is not None and run.is_between_groups:
             self._save(logs)
 
@@ -238,7 +238,7 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
-        run = self.model._fitkit.fit_state.run
+        run = run_of(self.model)
         if not self.save_on_exception or isinstance(error, Preempted) or run is None:
             return
         if several_ranks(self.model) or self.model.global_step == self._updates_before:

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fitkit.callbacks.base import Run, run_of
 from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
 from fitkit.checkpoint import (
     is_folder_name,
@@ -29,10 +30,6 @@ from fitkit.checkpoint import (
 from fitkit.checkpoint.folders import INDEX
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 from fitkit.module import Module
-
-if TYPE_CHECKING:
-    from fitkit.training.fit_run import FitRun
-
 
 PERIOD_S = 0.05
 """About how long a wish may wait."""
@@ -306,7 +303,7 @@ class CheckpointWriter:
 
     def _save_folder(self, model: Module, path: str, then: Callable[[], None]) -> None:
         """Let every rank write its part; what follows is rank 0's."""
-        strategy, run = model._fitkit.compilation.strategy, _run_of(model)
+        strategy, run = model._fitkit.compilation.strategy, _running(model)
         state: dict[str, Any] | None = None
         if self.weights_only:
             weights = run.weights(spread=True)
@@ -347,7 +344,7 @@ class CheckpointWriter:
             warn(f"The last checkpoint wasn't written: {error}")
 
     def _contents(self, model: Module) -> Any:
-        run = _run_of(model)
+        run = _running(model)
         return run.weights() if self.weights_only else run.contents()
 
     def _write(self, path: str, contents: Any, then: Callable[[], None]) -> None:
@@ -380,8 +377,8 @@ class CheckpointWriter:
             raise error
 
 
-def _run_of(model: Module) -> FitRun:
-    run = model._fitkit.fit_state.run
+def _running(model: Module) -> Run:
+    run = run_of(model)
     if run is None:
         raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")
     return run

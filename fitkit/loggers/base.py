@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fitkit.arguments import check_count, describe
-from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.base import Callback, Logs, run_of
 from fitkit.callbacks.epoch_files import plain_value, writable
 from fitkit.callbacks.rates import optimizers_of, rate_of
 from fitkit.callbacks.watches import BatchLosses
@@ -113,13 +113,10 @@ class Logger(Callback):
     def step(self) -> int:
         """The training batches made so far, over all epochs."""
         model = getattr(self, "model", None)
-        if (
-            model is None
-            or model._fitkit.fit_state.run is None
-            or model.current_epoch != self._epoch
-        ):
+        run = None if model is None else run_of(model)
+        if model is None or run is None or model.current_epoch != self._epoch:
             return self._before + self._made
-        return self._before + int(model._fitkit.fit_state.run.steps_done)
+        return self._before + run.steps_done
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         first, steps = self.params.get("initial_epoch") or 0, self.params.get("steps")
