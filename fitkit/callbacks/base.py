@@ -90,8 +90,8 @@ class Callback:
         model: the Model that runs.
         params: what is known of the run: `stage` (`"fit"`, `"evaluate"`, `"predict"`),
             `epochs`, `initial_epoch`, `steps` (batches an epoch; None where unknown),
-            `validation` (whether there is any), `validation_steps`, `samples`, `batch_size`,
-            `verbose`. All callbacks of a run share this dict.
+            `validation` (whether there is any), `validation_freq`, `validation_steps`, `samples`,
+            `batch_size`, `verbose`. All callbacks of a run share this dict.
         stops_alike: whether this callback, where it sets `model.stop_training` at a batch, does
             so at the same batch on every rank (or never does). Where one that acts at batches
             doesn't say so, the ranks ask each other after every step.
@@ -211,12 +211,6 @@ def overrides(callback: Callback, hook: str) -> bool:
     if hook in vars(callback):
         return True
     return getattr(type(callback), hook) is not getattr(Callback, hook)
-
-
-def may_add_logs(callback: Callback) -> bool:
-    """Whether a callback may add to an epoch's logs what it hasn't announced: others' code may."""
-    is_ours = type(callback).__module__.startswith("fitkit.")
-    return not is_ours or any(hook in vars(callback) for hook in HOOKS)
 
 
 class LambdaCallback(Callback):

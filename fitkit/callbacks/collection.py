@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.callbacks.base import HOOKS, SHORT_NAMES, Callback, may_add_logs, overrides
+from fitkit.callbacks.base import HOOKS, SHORT_NAMES, Callback, overrides
 from fitkit.errors import ArgumentTypeError
 from fitkit.module import Module
 
@@ -32,7 +32,6 @@ class CallbackList:
         for callback in self.callbacks:
             callback.set_model(model)
             callback.set_params(params)
-        params["unannounced_logs"] = any(map(may_add_logs, self.callbacks))
         self._hooks = {name: tuple(self._collect(name)) for name in HOOKS}
         for callback in self.callbacks:
             self._hooks = callback.around_hooks(self._hooks)

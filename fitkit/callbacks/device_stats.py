@@ -12,7 +12,6 @@ import torch
 
 from fitkit.arguments import check_choice, check_flag
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.monitor import announce_prefix
 from fitkit.callbacks.ranks import from_all_ranks
 
 resource: ModuleType | None
@@ -50,11 +49,6 @@ class DeviceStatsMonitor(Callback):
         self.cpu_stats = cpu_stats
         self.log_gpu_memory = log_gpu_memory
         self._began = (0.0, 0.0)
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        for prefix in ("cpu_", "gpu_", "rank_"):
-            announce_prefix(params, prefix)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._began = _times()

@@ -41,8 +41,8 @@ class EarlyStopping(Callback):
         stopped_epoch: the epoch that it stopped in; 0 where it did not.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; at the first epoch's end
-            at the latest, a name that the logs don't have.
+        ConfigurationError, ArgumentTypeError: arguments that can't be; at the end of the first
+            epoch that should have it, a name that the logs don't have.
 
     Example:
         >>> import torch, fitkit

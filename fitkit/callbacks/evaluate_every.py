@@ -8,7 +8,6 @@ from typing import Any
 
 from fitkit.arguments import check_count, describe
 from fitkit.callbacks.base import Callback
-from fitkit.callbacks.monitor import announce_prefix
 from fitkit.data.sources import check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics import CompiledMetrics
@@ -66,7 +65,8 @@ class EvaluateEvery(Callback):
 
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
-        announce_prefix(params, f"{self.name}_", every_epoch=False)
+        # Tells Monitor which epochs have these values.
+        params.setdefault("evaluations", []).append((f"{self.name}_", self.every))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if (epoch + 1) % self.every == 0:

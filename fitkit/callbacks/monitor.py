@@ -6,99 +6,23 @@ import math
 import re
 from typing import Any
 
-from fitkit import trees
 from fitkit.arguments import check_choice, check_number, describe
 from fitkit.callbacks.ranks import from_rank_zero
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.registry import nearest
 
-LOWER = frozenset(
-    [
-        "loss",
-        "losses",
-        "error",
-        "err",
-        "mse",
-        "mae",
-        "rmse",
-        "mape",
-        "smape",
-        "msle",
-        "rmsle",
-        "crossentropy",
-        "entropy",
-        "perplexity",
-        "hinge",
-        "distance",
-        "divergence",
-        "kld",
-        "kl",
-        "nll",
-        "bce",
-        "deviance",
-        "brier",
-        "wer",
-        "cer",
-        "ter",
-        "mer",
-        "eer",
-        "fid",
-        "kid",
-        "lpips",
-        "regret",
-    ]
-)
-"""Words of names whose lower values are better."""
-
-HIGHER = frozenset(
-    [
-        "accuracy",
-        "acc",
-        "auc",
-        "auroc",
-        "auprc",
-        "roc",
-        "precision",
-        "recall",
-        "sensitivity",
-        "specificity",
-        "f1",
-        "f1score",
-        "fbeta",
-        "fscore",
-        "r2",
-        "r2score",
-        "iou",
-        "miou",
-        "jaccard",
-        "dice",
-        "kappa",
-        "mcc",
-        "matthews",
-        "map",
-        "ap",
-        "ndcg",
-        "mrr",
-        "bleu",
-        "rouge",
-        "meteor",
-        "chrf",
-        "psnr",
-        "ssim",
-        "pearson",
-        "spearman",
-        "kendall",
-        "correlation",
-        "similarity",
-        "match",
-        "variance",
-        "score",
-        "concordance",
-        "reward",
-    ]
-)
-"""Words of names whose higher values are better."""
+WORDS = {
+    "min": "loss losses error err mse mae rmse mape smape msle rmsle crossentropy entropy perplexity "
+    "hinge distance divergence kld kl nll bce deviance brier wer cer ter mer eer fid kid lpips "
+    "regret",
+    "max": "accuracy acc auc auroc auprc roc precision recall sensitivity specificity f1 f1score "
+    "fbeta fscore r2 r2score iou miou jaccard dice kappa mcc matthews map ap ndcg mrr bleu rouge "
+    "meteor chrf psnr ssim pearson spearman kendall correlation similarity match variance score "
+    "concordance reward",
+}
+DIRECTIONS = {word: mode for mode, words in WORDS.items() for word in words.split()}
+"""Words of names, and which of their values are better."""
 
 
 class Monitor:
@@ -133,35 +57,22 @@ class Monitor:
         self.min_delta = float(min_delta)
         self.callback = callback
         self.worst = math.inf if self.mode == "min" else -math.inf
-        self._seen = False
+        self._was_there = False
 
     def begin(self, model: Module, params: dict[str, Any]) -> None:
-        """A fit begins.
-
-        Raises:
-            ConfigurationError: a name that no epoch will have, as far as that is known by now; or
-                a value of the validation, and fit has nothing to validate on.
-        """
-        self._seen = False
-        names = _names_to_come(model, params)
-        if names and not self._is_one_of(names) and not self._comes_from_a_callback(params):
-            raise self._absent(names)
-        # Other names with val_ may be a user's own callback's.
-        if (
-            self.name in [f"val_{name}" for name in model.metrics_names]
-            and params.get("validation") is False
-            and not self._comes_from_a_callback(params)
-        ):
-            raise ConfigurationError(
-                f"{self.callback} monitors {self.name!r}, but fit has no validation data. Give "
-                f"fit validation_data or validation_split, or write "
-                f"monitor={self.name.removeprefix('val_')!r}."
+        """Begin a fit; warn of a validation's value where fit has nothing to validate on."""
+        self._was_there = False
+        if not self.name.startswith("val_") or params.get("validation") is not False:
+            return
+        if any(self.name.startswith(prefix) for prefix, _ in params.get("evaluations", ())):
+            return
+        if model.is_global_zero:
+            warn(
+                f"{self.callback} monitors {self.name!r}, but fit has no validation data. Give fit "
+                "validation_data or validation_split, or write "
+                f"monitor={self.name.removeprefix('val_')!r}. Where no callback before it logs "
+                f"{self.name!r}, fit ends with an error after its first epoch."
             )
-
-    def _is_one_of(self, names: list[str]) -> bool:
-        """Whether the name is one of those, or that of one output (`a_loss`, `val_a_loss`)."""
-        base = self.name.removeprefix("val_")
-        return any(base == name or base.endswith(f"_{name}") for name in names)
 
     def better(self, value: float, than: float) -> bool:
         """Whether a value is better by more than `min_delta`; NaN never is."""
@@ -173,7 +84,8 @@ class Monitor:
         """The value in an epoch's logs; None in an epoch that doesn't have it.
 
         Raises:
-            ConfigurationError: no epoch will have it, or it isn't one number.
+            ConfigurationError: it isn't one number, or it is missing in the first epoch that
+                should have it.
 
         Ranks:
             Collective: rank 0's value counts.
@@ -181,72 +93,32 @@ class Monitor:
         found = logs.get(self.name)
         value, names = from_rank_zero(model, (_number(found), list(logs)))
         if value is not None:
-            self._seen = True
+            self._was_there = True
             return value
         if found is not None:
             raise ConfigurationError(
                 f"{self.callback} monitors {self.name!r}, which is a {type(found).__name__}, "
                 "not one number."
             )
-        if not self._seen and not self._may_come(params, names):
-            raise self._absent(names)
-        return None
-
-    def _may_come(self, params: dict[str, Any], names: list[str]) -> bool:
-        """Whether a later epoch may have the value."""
-        for prefix in self._prefixes(params, every_epoch=False):
-            # An epoch's other logs with val_ are the validation's.
-            if prefix == "val_" or not any(name.startswith(prefix) for name in names):
-                return True
-        is_validations = self.name.startswith("val_")
-        validated = any(name.startswith("val_") for name in names)
-        return is_validations and not validated and params.get("validation") is not False
-
-    def _comes_from_a_callback(self, params: dict[str, Any]) -> bool:
-        return any(self._prefixes(params))
-
-    def _prefixes(self, params: dict[str, Any], every_epoch: bool | None = None) -> list[str]:
-        """The announced prefixes that the name has; of those that come so often, if given."""
-        announced = params.get("prefixes", {}).items()
-        return [
-            prefix
-            for prefix, often in announced
-            if self.name.startswith(prefix) and every_epoch in (None, often)
-        ]
-
-    def _absent(self, names: list[str]) -> ConfigurationError:
+        if self._was_there or not self._is_due(model.current_epoch, params):
+            return None
         close = nearest(self.name, names)
         suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        return ConfigurationError(
+        raise ConfigurationError(
             f"{self.callback} monitors {self.name!r}, but the logs have {', '.join(names)}."
             f"{suggestion} What another callback adds is there only for those after it in the list."
         )
 
-
-def _names_to_come(model: Module, params: dict[str, Any]) -> list[str] | None:
-    """The logs of the epochs of a net with one output; None where somebody may log others.
-
-    Steps and losses of a user's own may log anything, and a metric that is an object may give
-    several values.
-    """
-    if type(model).__module__ != "fitkit.model" or params.get("unannounced_logs", True):
-        return None
-    asked = [
-        model._fitkit.compilation.given.get(n) for n in ("loss", "metrics", "weighted_metrics")
-    ]
-    if not all(isinstance(leaf, str) for leaf in trees.leaves(asked) if leaf is not None):
-        return None
-    names = ["loss", *model._fitkit.compilation.metrics.known_names]
-    return names + [f"val_{name}" for name in names] * bool(params.get("validation"))
-
-
-def announce_prefix(params: dict[str, Any], prefix: str, *, every_epoch: bool = True) -> None:
-    """Say that logs which begin so come from a callback, perhaps not every epoch.
-
-    Called in `set_params`: before any callback's first hook.
-    """
-    announced = params.setdefault("prefixes", {})
-    announced[prefix] = announced.get(prefix, True) and every_epoch
+    def _is_due(self, epoch: int, params: dict[str, Any]) -> bool:
+        """Whether an epoch should have the value: not all of them end with an evaluation."""
+        evaluations = params.get("evaluations", ())
+        if params.get("validation") is not False:
+            evaluations = [("val_", params.get("validation_freq", 1)), *evaluations]
+        return all(
+            epoch + 1 in every if isinstance(every, (list, tuple, set)) else not (epoch + 1) % every
+            for prefix, every in evaluations
+            if self.name.startswith(prefix)
+        )
 
 
 def direction_of(name: str) -> str:
@@ -255,14 +127,17 @@ def direction_of(name: str) -> str:
     Raises:
         ConfigurationError: none does.
     """
-    for word in reversed(re.findall("[a-z0-9]+", name.lower())):
-        if word in LOWER:
-            return "min"
-        if word in HIGHER:
-            return "max"
+    words = re.findall("[a-z0-9]+", name.lower())
+    for word in reversed(words):
+        if word in DIRECTIONS:
+            return DIRECTIONS[word]
+    suggestion = ""
+    for word in words:
+        if close := nearest(word, DIRECTIONS):
+            suggestion = f" Did you mean {name.lower().replace(word, close[0])!r}?"
     raise ConfigurationError(
-        f"mode='auto' can't tell from monitor={name!r} whether lower or higher is better. Write "
-        "mode='min' or mode='max'."
+        f"mode='auto' can't tell from monitor={name!r} whether lower or higher is better."
+        f"{suggestion} Write mode='min' or mode='max'."
     )
 
 

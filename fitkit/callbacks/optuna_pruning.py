@@ -24,8 +24,8 @@ class OptunaPruning(Callback):
 
     Raises:
         ArgumentTypeError: no trial, or no name.
-        ConfigurationError: a study of several objectives, which Optuna can't prune; at the first
-            epoch's end at the latest, a name that the logs don't have.
+        ConfigurationError: a study of several objectives, which Optuna can't prune; at the end of
+            the first epoch that should have it, a name that the logs don't have.
 
     Ranks:
         The trial stays with rank 0, which asks; all ranks end alike. Under `strategy="ddp"` each

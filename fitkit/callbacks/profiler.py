@@ -13,7 +13,6 @@ import torch
 
 from fitkit.arguments import check_count, check_flag
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.monitor import announce_prefix
 from fitkit.callbacks.ranks import from_all_ranks, say
 from fitkit.data.arrays import ArraySource
 from fitkit.data.loaders import reads_by_index
@@ -89,11 +88,6 @@ class Profiler(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_clock": None, "_parts": None}
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        if self.log:
-            announce_prefix(params, PREFIX)
 
     def around_hooks(self, hooks: Hooks) -> Hooks:
         """The run's hooks, each with a clock around it; this callback's own begin and end them."""

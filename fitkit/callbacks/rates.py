@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.monitor import Monitor, announce_prefix
+from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import from_rank_zero, say
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
@@ -99,10 +99,6 @@ class LearningRateScheduler(Callback):
         self.verbose = verbose
         self._takes_rate = _takes_rate(schedule)
 
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        announce_prefix(params, "learning_rate")
-
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
 
@@ -190,11 +186,6 @@ class LearningRateMonitor(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_optimizers": []}
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        for prefix in ("learning_rate", "momentum", "weight_decay"):
-            announce_prefix(params, prefix)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.rates = []
@@ -292,10 +283,6 @@ class ReduceLROnPlateau(Callback):
         self.best = self._watch.worst
         self.wait = 0
         self.cooldown_counter = 0
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        announce_prefix(params, "learning_rate")
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)

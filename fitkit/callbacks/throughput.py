@@ -8,7 +8,6 @@ from typing import Any
 
 from fitkit.arguments import check_count, describe
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.monitor import announce_prefix
 from fitkit.errors import ArgumentTypeError
 
 
@@ -40,11 +39,6 @@ class ThroughputMonitor(Callback):
         self._clock = time.monotonic
         self._ends: deque[float] = deque(maxlen=window_size + 1)
         self._end_s: float | None = None
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        announce_prefix(params, self._name("batches_per_sec"))
-        announce_prefix(params, self._name("samples_per_sec"))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._ends.clear()

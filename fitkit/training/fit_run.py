@@ -462,6 +462,7 @@ class FitRun:
             "batch_size": self.source.batch_size,
             "steps_per_execution": self.compilation.steps_per_execution,
             "validation": self.held_out is not None,
+            "validation_freq": job.validation_freq,
             "validation_steps": job.validation_steps or validation,
             "verbose": job.verbose,
         }

@@ -1,6 +1,7 @@
 """EarlyStopping, ReduceLROnPlateau, what they monitor: which epoch, which rate, which weights."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -152,26 +153,35 @@ def test_an_absent_name_lists_the_names_that_there_are_after_one_epoch():
     assert len(plays.rates) == 1
 
 
-class Counts(torch.nn.Linear):
-    """Counts its calls."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
 @pytest.mark.parametrize("callback", [EarlyStopping, ReduceLROnPlateau])
 @pytest.mark.parametrize("name", ["val_mea", "mean", "val_accuracy"])
-def test_a_name_that_no_epoch_will_have_is_refused_before_the_first_step(callback, name):
-    net = Counts(1, 1)
-    model = fitkit.Model(net)
-    model.compile("sgd", "mse", metrics=["mae"])
+def test_a_name_that_no_epoch_has_ends_the_first_one_with_the_names_that_there_are(callback, name):
+    model = one_weight(metrics=["mae"])
     watches = callback(name, mode="min")
-    with pytest.raises(ConfigurationError, match=rf"'{name}'.*loss, mae, val_loss, val_mae\."):
-        model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=watches)
-    assert net.calls == 0
+    with pytest.raises(ConfigurationError, match=rf"'{name}'.*loss, mae, val_loss, val_mae"):
+        model.fit(X, Y, epochs=3, verbose=0, validation_data=(X, Y), callbacks=watches)
+    assert model.current_epoch == 0
+
+
+def test_a_misspelt_name_is_told_the_nearest_one():
+    with pytest.raises(ConfigurationError, match=r"'val_los'.*Did you mean 'val_loss'\?"):
+        EarlyStopping("val_los")
+    model = one_weight()
+    with pytest.raises(ConfigurationError, match=r"'val_los'.*Did you mean 'val_loss'"):
+        model.fit(
+            X, Y, verbose=0, validation_data=(X, Y), callbacks=EarlyStopping("val_los", mode="min")
+        )
+
+
+@pytest.mark.parametrize(("frequency", "epoch"), [(1, 0), (3, 2), ([2, 5], 1)])
+def test_a_validations_value_is_missed_in_the_first_epoch_that_validates(frequency, epoch):
+    model = one_weight()
+    validation = {"validation_data": (X, Y), "validation_freq": frequency}
+    with pytest.raises(ConfigurationError, match="Did you mean 'val_loss'"):
+        model.fit(
+            X, Y, epochs=9, verbose=0, callbacks=EarlyStopping("val_lost", mode="min"), **validation
+        )
+    assert model.current_epoch == epoch
 
 
 def test_names_that_only_a_batch_can_tell_are_waited_for():
@@ -198,17 +208,19 @@ def test_a_misspelt_value_of_a_further_data_set_is_found_out_when_that_was_evalu
     assert model.history.epoch in ([0], [0, 1])  # The record is made before or after.
 
 
-def test_a_value_that_never_can_come_is_refused_before_training():
+def test_a_validations_value_without_validation_data_is_a_warning_before_the_first_step():
     model = one_weight()
-    callback = EarlyStopping()
-    callback.set_model(model)
-    callback.set_params({"validation": False})
-    with pytest.raises(ConfigurationError, match=r"validation_data.*monitor='loss'"):
-        callback.on_train_begin()
+    with (
+        pytest.warns(UserWarning, match=r"no validation data.*monitor='loss'"),
+        pytest.raises(ConfigurationError, match="'val_loss', but the logs have loss"),
+    ):
+        model.fit(X, Y, epochs=3, verbose=0, callbacks=EarlyStopping())
+    assert model.current_epoch == 0
     # Another callback makes it: then it is no mistake.
-    callback.set_params({"validation": False})
-    EvaluateEvery(X, Y, name="val").set_params(callback.params)
-    callback.on_train_begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callbacks = [EvaluateEvery(X, Y, name="val", every=2), EarlyStopping(patience=9)]
+        model.fit(X, Y, epochs=3, verbose=0, callbacks=callbacks)
 
 
 def test_a_value_that_another_callback_adds_now_and_then_can_be_monitored():
