@@ -11,7 +11,7 @@ from fitkit.callbacks.base import Callback, LambdaCallback
 from fitkit.callbacks.collection import CallbackList
 from fitkit.callbacks.device_stats import DeviceStatsMonitor
 from fitkit.callbacks.early_stopping import EarlyStopping
-from fitkit.callbacks.epoch_files import CSVLogger, JSONLogger
+from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.callbacks.evaluate_every import EvaluateEvery, MetricCallback
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint

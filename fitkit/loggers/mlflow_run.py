@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.callbacks.epoch_files import beside
+from fitkit.callbacks.text_files import beside
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.loggers.base import Logger
 

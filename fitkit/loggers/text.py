@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_flag, describe
-from fitkit.callbacks.epoch_files import (
+from fitkit.callbacks.text_files import (
     ABSENT,
     UNKNOWN,
     as_json,

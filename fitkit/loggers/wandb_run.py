@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.callbacks.epoch_files import beside
+from fitkit.callbacks.text_files import beside
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.loggers.base import Logger, pixels
 from fitkit.registry import nearest
