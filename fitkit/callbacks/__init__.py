@@ -11,7 +11,6 @@ from fitkit.callbacks.base import Callback, LambdaCallback
 from fitkit.callbacks.collection import CallbackList
 from fitkit.callbacks.device_stats import DeviceStatsMonitor
 from fitkit.callbacks.early_stopping import EarlyStopping
-from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.callbacks.evaluate_every import EvaluateEvery, MetricCallback
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
@@ -19,6 +18,7 @@ from fitkit.callbacks.optuna_pruning import OptunaPruning
 from fitkit.callbacks.profiler import Profiler
 from fitkit.callbacks.progress import ProgressBar
 from fitkit.callbacks.rates import LearningRateMonitor, LearningRateScheduler, ReduceLROnPlateau
+from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.callbacks.throughput import ThroughputMonitor
 from fitkit.callbacks.timer import Timer
 from fitkit.callbacks.watches import DetectLossSpike, DetectNonFinite, TerminateOnNaN

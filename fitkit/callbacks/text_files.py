@@ -1,4 +1,4 @@
-"""The epochs' logs in a file: as a table (CSV), or as one JSON object a line."""
+"""Text files that grow while a training runs: tables (CSV), and JSON by lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,155 @@ from fitkit.checkpoint.atomic import remove_abandoned, replacing
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 ABSENT = "NA"
-"""What a table has where an epoch lacks a value."""
+"""What a table has where a row lacks a value."""
 
 UNKNOWN = "backslashreplace"
 """How what UTF-8 can't say (half of a surrogate pair) is written: `\\ud800`."""
 
 
-class CSVLogger(Callback):
+class TextFile:
+    """A file of lines that are there whole or not at all, however the writing process ended.
+
+    Args:
+        path: the file; its folder must be there.
+        key: the column with a number that grows: the epoch or the step.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path = path
+        self.key = key
+
+    def begin(self, *, keeps: bool, before: int | None = None) -> None:
+        """Begin the file anew, or go on with what is there but for a line that was cut short.
+
+        Args:
+            keeps: whether to go on.
+            before: with it, only lines stay whose number comes before: those after are made again.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        remove_abandoned(self.path.parent, self.path.name, folders=False)
+        with self.path.open("a" if keeps else "w", encoding="utf-8"):
+            pass
+        text = self._text()
+        kept = text if before is None else self._before(text, before)
+        if kept != text:
+            replace_text(self.path, kept)
+
+    def add(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Write a line; it is in the file when this returns.
+
+        Args:
+            own: the line's number, and other columns of the file's own; None: there is none.
+            values: by name. One that has the name of an own column is written with `_` after it.
+        """
+        raise NotImplementedError
+
+    def _before(self, text: str, number: int) -> str:
+        raise NotImplementedError
+
+    def _text(self) -> str:
+        """The file's text; a last line that was cut short is taken off the file."""
+        with self.path.open(encoding="utf-8", newline="") as file:
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        if len(whole) < len(text):
+            self.path.write_text(whole, encoding="utf-8", newline="")
+        return whole
+
+    def _append(self, line: str) -> None:
+        with self.path.open("a", encoding="utf-8", errors=UNKNOWN, newline="") as file:
+            file.write(line)
+
+
+class Table(TextFile):
+    """A CSV file; a name that first appears later becomes a new column, `NA` in the rows above."""
+
+    def __init__(self, path: Path, key: str, separator: str = ",") -> None:
+        super().__init__(path, key)
+        self.separator = separator
+        self._columns: list[str] = []
+
+    def begin(self, *, keeps: bool, before: int | None = None) -> None:
+        super().begin(keeps=keeps, before=before)
+        self._columns, _ = self._read(self._text())
+
+    def add(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        row = {name: ABSENT if value is None else value for name, value in own.items()}
+        row |= {name: _cell(value) for name, value in beside(own, values).items()}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            _, rows = self._read(self._text())
+            self._columns = [*self._columns, *new]
+            replace_text(self.path, self._written(rows, header=True))
+        self._append(self._written([row]))
+
+    def _before(self, text: str, number: int) -> str:
+        self._columns, rows = self._read(text)
+        kept = [row for row in rows if _is_before(row.get(self.key), number)]
+        return self._written(kept, header=True) if self._columns else text
+
+    def _read(self, text: str) -> tuple[list[str], list[dict[str, Any]]]:
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=self.separator)
+        return list(reader.fieldnames or ()), list(reader)
+
+    def _written(self, rows: list[dict[str, Any]], *, header: bool = False) -> str:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(
+            text,
+            self._columns,
+            restval=ABSENT,
+            extrasaction="ignore",
+            delimiter=self.separator,
+            lineterminator="\n",
+        )
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+
+class JSONLinesFile(TextFile):
+    """A file with a JSON object in each line; NaN and infinity, which JSON lacks, become null."""
+
+    def add(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        self.write({**own, **beside(own, values)})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a line without a number, such as settings."""
+        self._append(json.dumps(as_json(record)) + "\n")
+
+    def _before(self, text: str, number: int) -> str:
+        lines = text.splitlines(keepends=True)
+        return "".join(line for line in lines if _is_before(self._number_in(line), number))
+
+    def _number_in(self, line: str) -> object:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            return None
+        return found.get(self.key) if isinstance(found, dict) else None
+
+
+class _EpochFile(Callback):
+    """Writes a line for each epoch."""
+
+    stops_alike = True
+    append: bool
+    _file: TextFile
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        if self.model.is_global_zero:
+            first = self.params.get("initial_epoch", 0)
+            self._file.begin(keeps=self.append, before=first or None)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self.model.is_global_zero:
+            self._file.add({"epoch": epoch}, logs)
+
+
+class CSVLogger(_EpochFile):
     """Writes a table with a row for each epoch: `epoch` (from 0), then the logs.
 
     Rank 0 writes, an epoch at a time, so that a crash loses none. A log that first appears in a
@@ -42,12 +184,10 @@ class CSVLogger(Callback):
         OSError: when fit begins, a file that can't be written.
     """
 
-    stops_alike = True
-
     def __init__(
         self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False
     ) -> None:
-        self.filename = _checked_path(filename)
+        self.filename = checked_path(filename, "filename")
         if not isinstance(separator, str) or len(separator) != 1 or separator in '"\r\n':
             raise ConfigurationError(
                 f"separator={separator!r} must be one character, like ',' or '\\t'."
@@ -55,64 +195,10 @@ class CSVLogger(Callback):
         check_flag("append", append)
         self.separator = separator
         self.append = append
-        self._columns: list[str] = []
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        if not self.model.is_global_zero:
-            return
-        self._columns = []
-        remove_abandoned(self.filename.parent, self.filename.name, folders=False)
-        if not self.append:
-            self.filename.write_text("", encoding="utf-8")
-            return
-        with self.filename.open("a", encoding="utf-8"):
-            pass  # Says now whether it can be written.
-        text = whole_lines(self.filename)
-        self._columns = next(csv.reader(io.StringIO(text), delimiter=self.separator), [])
-        first = self.params.get("initial_epoch", 0)
-        if first and self._columns:
-            self._rewrite([row for row in self._rows() if is_before(row.get("epoch"), first)])
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        if not self.model.is_global_zero:
-            return
-        cells = {name: _cell(value) for name, value in logs.items()}
-        row = {"epoch": epoch, **beside(["epoch"], cells)}
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self._widen(new)
-        with self.filename.open("a", encoding="utf-8", errors=UNKNOWN, newline="") as file:
-            self._writer(file).writerow(row)
-
-    def _widen(self, new: list[str]) -> None:
-        """Write the file again with more columns."""
-        rows = self._rows()
-        self._columns = [*self._columns, *new]
-        self._rewrite(rows)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        lines = io.StringIO(whole_lines(self.filename))
-        return list(csv.DictReader(lines, delimiter=self.separator))
-
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        text = io.StringIO(newline="")
-        writer = self._writer(text)
-        writer.writeheader()
-        writer.writerows(rows)
-        replace_text(self.filename, text.getvalue())
-
-    def _writer(self, file: Any) -> csv.DictWriter[str]:
-        return csv.DictWriter(
-            file,
-            self._columns,
-            restval=ABSENT,
-            extrasaction="ignore",
-            delimiter=self.separator,
-            lineterminator="\n",
-        )
+        self._file = Table(self.filename, "epoch", separator)
 
 
-class JSONLogger(Callback):
+class JSONLogger(_EpochFile):
     """Writes a line with a JSON object for each epoch: `epoch` (from 0) and the logs.
 
     Rank 0 writes, an epoch at a time. JSON knows no NaN and no infinity; they become null. A log
@@ -127,41 +213,25 @@ class JSONLogger(Callback):
         OSError: when fit begins, a file that can't be written.
     """
 
-    stops_alike = True
-
     def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:
-        self.filename = _checked_path(filename)
+        self.filename = checked_path(filename, "filename")
         check_flag("append", append)
         self.append = append
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        if not self.model.is_global_zero:
-            return
-        remove_abandoned(self.filename.parent, self.filename.name, folders=False)
-        with self.filename.open("a" if self.append else "w", encoding="utf-8"):
-            pass
-        lines = whole_lines(self.filename).splitlines(keepends=True)
-        first = self.params.get("initial_epoch", 0)
-        kept = [line for line in lines if is_before(_epoch_in(line), first)]
-        if first and len(kept) < len(lines):
-            replace_text(self.filename, "".join(kept))
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        if not self.model.is_global_zero:
-            return
-        values = {name: as_json(value) for name, value in logs.items()}
-        line = json.dumps({"epoch": epoch, **beside(["epoch"], values)})
-        with self.filename.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        self._file = JSONLinesFile(self.filename, "epoch")
 
 
-def _checked_path(filename: object) -> Path:
-    if isinstance(filename, (str, os.PathLike)) and str(filename):
-        return Path(filename)
-    raise ArgumentTypeError(f"filename={describe(filename)} must be a path.")
+def checked_path(path: object, name: str = "path") -> Path:
+    """A path as an object.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if isinstance(path, (str, os.PathLike)) and str(path):
+        return Path(path)
+    raise ArgumentTypeError(f"{name}={describe(path)} must be a path.")
 
 
-def beside(columns: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+def beside(columns: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by names that are none of a table's own columns, as it can be written.
 
     `epoch` becomes `epoch_` (and `epoch_` `epoch__`, so that no two become one).
@@ -178,15 +248,6 @@ def writable(name: object) -> str:
     return str(name).encode("utf-8", UNKNOWN).decode("utf-8")
 
 
-def whole_lines(path: Path) -> str:
-    """A file's text; a last line that a crash cut short is taken off the file."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if len(whole) < len(text):
-        path.write_text(whole, encoding="utf-8", newline="")
-    return whole
-
-
 def replace_text(path: Path, text: str) -> None:
     """Write a file anew, whole or not at all."""
     content = text.encode("utf-8", UNKNOWN)
@@ -194,30 +255,22 @@ def replace_text(path: Path, text: str) -> None:
         file.write(content)
 
 
-def is_before(epoch: object, first: int) -> bool:
-    """Whether what a file has as an epoch is one before `first`; what is none stays."""
+def _is_before(number: object, first: int) -> bool:
+    """Whether what a line has as its number is one before `first`; what is none stays."""
     try:
-        return int(epoch) < first  # type: ignore[call-overload]
+        return int(number) < first  # type: ignore[call-overload]
     except (TypeError, ValueError):
         return True
 
 
-def _epoch_in(line: str) -> object:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found.get("epoch") if isinstance(found, dict) else None
-
-
 def _cell(value: Any) -> Any:
-    """A log as a cell of a table; several numbers as a JSON list."""
+    """A value as a cell of a table; several numbers as a JSON list."""
     plain = plain_value(value)
     return json.dumps(plain) if isinstance(plain, (list, dict)) else plain
 
 
 def as_json(value: Any) -> Any:
-    """A log as JSON can have it."""
+    """A value as JSON can have it."""
     plain = plain_value(value)
     if isinstance(plain, list):
         return [as_json(item) for item in plain]

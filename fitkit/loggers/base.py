@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from fitkit.arguments import check_count, describe
 from fitkit.callbacks.base import Callback, Logs, run_of
-from fitkit.callbacks.text_files import plain_value, writable
 from fitkit.callbacks.rates import optimizers_of, rate_of
+from fitkit.callbacks.text_files import plain_value, writable
 from fitkit.callbacks.watches import BatchLosses
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module

@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from fitkit.arguments import check_count, check_flag, describe
 from fitkit.callbacks.base import Logs
+from fitkit.callbacks.text_files import checked_path
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.loggers.base import Logger, pixels
-from fitkit.loggers.text import checked_path
 from fitkit.random_states import random_state, set_random_state
 from fitkit.registry import nearest
 
