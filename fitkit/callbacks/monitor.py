@@ -14,8 +14,8 @@ from fitkit.registry import nearest
 
 WORDS = {
     "min": "loss losses error err mse mae rmse mape smape msle rmsle crossentropy entropy "
-    "perplexity hinge distance divergence kld kl nll bce deviance brier wer cer ter mer eer fid kid "
-    "lpips regret",
+    "perplexity hinge distance divergence kld kl nll bce deviance brier wer cer ter mer eer fid "
+    "kid lpips regret",
     "max": "accuracy acc auc auroc auprc roc precision recall sensitivity specificity f1 f1score "
     "fbeta fscore r2 r2score iou miou jaccard dice kappa mcc matthews map ap ndcg mrr bleu rouge "
     "meteor chrf psnr ssim pearson spearman kendall correlation similarity match variance score "
