@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from fitkit import trees
 from fitkit.arguments import check_count, check_flag
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import from_all_ranks, say
-from fitkit.data.arrays import ArraySource
-from fitkit.data.loaders import reads_by_index
+from fitkit.callbacks.rates import optimizers_of
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.optimizers import FUSED, class_of
-
-if TYPE_CHECKING:
-    from fitkit.training.fit_run import FitRun
-
 
 Hook = Callable[..., Any]
 Hooks = dict[str, tuple[Hook, ...]]
 PREFIX = "seconds/"
 
+DATA, DEVICE, FORWARD, BACKWARD = "data", "to device", "forward", "backward"
+OPTIMIZER, METRICS, CALLBACKS = "optimizer", "metrics", "callbacks"
+RANKS, VALIDATION, REST = "ranks", "validation", "rest"
+
 
 class Profiler(Callback):
     """Prints at an epoch's end where its time went, and what to do about it.
 
-    The parts are `"data"` (waiting for the next batch), `"to device"`, `"forward"` (with the loss,
-    and whatever else a step of your own does), `"backward"`, `"optimizer"` (with clipping),
-    `"metrics"` (with logs), `"callbacks"`, `"ranks"` (waiting for other ranks), `"validation"` and
-    `"rest"`. Together they are the epoch's whole time.
+    The parts are `"data"` (waiting for the next batch; a GPU's batches are brought there ahead,
+    which counts here), `"to device"` (from a batch's begin to the net), `"forward"` (the net, and
+    what a `training_step` of your own does before it), `"metrics"` (with the loss, its own
+    gradient, and logs), `"backward"` (with clipping), `"optimizer"`, `"callbacks"`, `"ranks"`
+    (waiting for other ranks), `"validation"` and `"rest"`. Together they are the epoch's whole
+    time. What `jit_compile` compiles is one piece, which counts as `"forward"`.
 
     On a GPU they are the GPU's: data that are ready before it has finished cost nothing. Nothing
     waits for it but the end of the epoch. A fit without this callback pays nothing for it; with it
@@ -81,37 +82,55 @@ class Profiler(Callback):
         self.ranks: list[dict[str, float]] = []
         self.epochs: list[dict[str, float]] = []
         self.callbacks: dict[str, float] = {}
-        self._clock: PartClock | None = None
-        self._parts: TimedParts | None = None
         self._began_s = 0.0
-        self._before_validation = ""
+        self._is_alone = True
+        self._reset()
+
+    def _reset(self) -> None:
+        self._clock: PartClock | None = None
+        self._handles: list[Any] = []
+        self._has_own_step = False
+        self._in_step = False
+        self._depth = 0  # of the net's modules that compute
+        self._is_before_net = False
+        self._before_update = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_clock": None, "_parts": None}
+        return {**super().__getstate__(), "_clock": None, "_handles": []}
+
+    # ------------------------------------------------------------------ by callbacks' hooks
 
     def around_hooks(self, hooks: Hooks) -> Hooks:
-        """The run's hooks, each with a clock around it; this callback's own begin and end them."""
+        """The run's hooks, each with a clock around it, and this callback's own at both ends."""
         if self.params.get("stage") != "fit":
             return hooks
+        owners = [_owner(hook) for these in hooks.values() for hook in these]
+        self._is_alone = all(o is self or not isinstance(o, Profiler) for o in owners)
         found = {
             name: tuple(hook if _owner(hook) is self else self._timed(hook) for hook in these)
             for name, these in hooks.items()
         }
         first: dict[str, Hook] = {
             "on_epoch_begin": self._begin_epoch,
+            "on_train_batch_end": self._end_step,
             "on_test_begin": self._begin_validation,
+            "on_epoch_end": self._end_batches,
         }
         last: dict[str, Hook] = {
-            "on_epoch_end": self._end_epoch,
+            "on_epoch_begin": self._wait_for_data,
+            "on_train_batch_begin": self._begin_step,
+            "on_train_batch_end": self._wait_for_data,
             "on_test_end": self._end_validation,
+            "on_epoch_end": self._end_epoch,
         }
         found.update({name: (hook, *found[name]) for name, hook in first.items()})
         found.update({name: (*found[name], hook) for name, hook in last.items()})
         return found
 
-    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, hook: Hook) -> Hook:
         """A callback's hook, whose time counts for the callbacks."""
-        name = _named(hook)
+        owner = _owner(hook)
+        name = getattr(hook, "__qualname__", "?") if owner is None else type(owner).__name__
 
         def timed(*arguments: Any) -> Any:
             clock = self._clock
@@ -129,13 +148,24 @@ class Profiler(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.epochs = []
-        run = self.model._fitkit.fit_state.run
-        assert run is not None
         self._close()
-        if isinstance(vars(run)["learn"], Timed):
+        if not self._is_alone:
             raise ConfigurationError("fit was given two Profilers. One is enough; leave one out.")
         self._clock = PartClock(self.model.device)
-        self._parts = TimedParts(run, self._clock)
+        self._has_own_step = type(self.model).training_step is not Module.training_step
+        net = self.model.net
+        # Steps of a model without a net may call its layers alone.
+        modules = [self.model, *self.model.children()] if net is None else [net]
+        for module in modules:
+            self._handles += [
+                module.register_forward_pre_hook(self._before_forward),
+                module.register_forward_hook(self._after_forward),
+            ]
+        for optimizer in optimizers_of(self.model):
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self.log and self._clock is not None:
@@ -149,9 +179,9 @@ class Profiler(Callback):
         self._close()
 
     def _close(self) -> None:
-        if self._parts is not None:
-            self._parts.undo()
-        self._clock = self._parts = None
+        for handle in self._handles:
+            handle.remove()
+        self._reset()
 
     def _begin_epoch(self, epoch: int, logs: Logs | None = None) -> None:
         if self._clock is not None:
@@ -159,13 +189,35 @@ class Profiler(Callback):
             self.seconds, self.callbacks = {}, {}
             self._began_s = time.perf_counter()
 
-    def _begin_validation(self, logs: Logs | None = None) -> None:
+    def _wait_for_data(self, *given: Any) -> None:
         if self._clock is not None:
-            self._before_validation = self._clock.switch(VALIDATION)
+            self._clock.switch(DATA)
+
+    def _begin_step(self, batch: int, logs: Logs | None = None) -> None:
+        if self._clock is not None:
+            self._in_step, self._depth = True, 0
+            self._is_before_net = not self._has_own_step
+            self._clock.switch(FORWARD)
+
+    def _end_step(self, batch: int, logs: Logs) -> None:
+        if self._clock is not None:
+            self._in_step = False
+            self._clock.switch(REST)
+
+    def _end_batches(self, *given: Any) -> None:
+        if self._clock is not None:
+            if self._clock.part == DATA:  # No batch came: the epoch's values were computed.
+                self._clock.part = METRICS
+            self._clock.switch(REST)
+
+    def _begin_validation(self, logs: Logs | None = None) -> None:
+        self._end_batches()
+        if self._clock is not None:
+            self._clock.switch(VALIDATION)
 
     def _end_validation(self, logs: Logs) -> None:
         if self._clock is not None:
-            self._clock.switch(self._before_validation)
+            self._clock.switch(REST)
 
     def _take(self) -> None:
         """Add what the clock has to the epoch's seconds."""
@@ -183,62 +235,93 @@ class Profiler(Callback):
         if self.every and (epoch + 1) % self.every == 0:
             epochs = self.params.get("epochs", epoch + 1)
             title = f"Epoch {epoch + 1}/{epochs} took {self.wall_s:,.3f} s:"
-            say(self.model, table(title, self.ranks, _facts(self.model), self.callbacks))
+            say(self.model, table(title, self.ranks, self.callbacks, may_fuse=self._may_fuse()))
+
+    def _may_fuse(self) -> bool:
+        """Whether an optimizer could update all weights in one kernel, and doesn't."""
+        return any(
+            class_of(optimizer) in FUSED and not all(g.get("fused") for g in optimizer.param_groups)
+            for optimizer in optimizers_of(self.model)
+        )
+
+    # ------------------------------------------------------------------ by torch's hooks
+    # What torch.compile traces goes past them: they must leave no trace in its graph.
+
+    def _before_forward(self, module: Any, given: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_step_here():
+            return
+        assert self._clock is not None
+        self._depth += 1
+        if self._depth == 1:
+            if self._is_before_net:
+                self._clock.part = DEVICE  # what has passed since the batch's begin
+                self._is_before_net = False
+            self._clock.switch(FORWARD)
+
+    def _after_forward(self, module: Any, given: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._in_step:
+            return
+        output = dict(output) if hasattr(output, "items") else output
+        for leaf in trees.leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._begin_backward)
+        if self._is_step_here():
+            assert self._clock is not None
+            self._depth -= 1
+            if self._depth == 0:
+                self._clock.switch(METRICS)
+
+    def _is_step_here(self) -> bool:
+        """Whether a step runs in this thread; replicas compute in others."""
+        clock = self._clock
+        return self._in_step and clock is not None and clock.thread == threading.get_ident()
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        # A GPU's gradients are computed in a thread of torch's, for which the step's one waits.
+        clock = self._clock
+        if self._in_step and clock is not None and clock.part in (FORWARD, METRICS):
+            clock.switch(BACKWARD)
+
+    def _before_step(self, *given: Any) -> None:
+        if not torch.compiler.is_compiling() and self._clock is not None:
+            self._before_update = self._clock.switch(OPTIMIZER)
+
+    def _after_step(self, *given: Any) -> None:
+        if torch.compiler.is_compiling() or self._clock is None:
+            return
+        if not self._in_step:  # an update at the epoch's end, of the batches that were left
+            self._clock.switch(self._before_update)
+        else:
+            self._clock.switch(FORWARD if self._has_own_step else REST)
 
 
-def _owner(hook: Callable[..., Any]) -> Any:
+def _owner(hook: Hook) -> Any:
     """The callback that a hook belongs to; None for a function that somebody put there."""
     return getattr(hook, "__self__", None)
 
 
-def _named(hook: Callable[..., Any]) -> str:
-    """What a hook's time is noted by: its callback's class, or the function's own name."""
-    owner = _owner(hook)
-    name: str = getattr(hook, "__qualname__", "?") if owner is None else type(owner).__name__
-    return name
-
-
-def _facts(model: Module) -> Facts:
-    """What is known of the run, for advice."""
-    run: Any = model._fitkit.fit_state.run
-    source = run.source
-    while hasattr(source, "source"):
-        source = source.source  # a rank's share
-    loader = getattr(source, "loader", None)
-    is_named = (
-        model._fitkit.compilation.names_optimizer and model._fitkit.compilation.optimizer.is_name
-    )
-    return Facts(
-        is_loader=loader is not None,
-        workers=getattr(loader, "num_workers", 0),
-        in_memory=isinstance(source, ArraySource) if loader is None else reads_by_index(loader),
-        may_fuse=not is_named
-        and any(
-            class_of(optimizer) in FUSED and not all(g.get("fused") for g in optimizer.param_groups)
-            for optimizer in run.optimizers
-        ),
-    )
-
-
-REST = "rest"
 LONGEST_QUEUE = 512
 """CUDA events that may wait to be read; beyond, those that have come are."""
 
 
 class PartClock:
-    """Seconds by part of the work.
+    """Counts seconds by part of the work.
 
     Args:
         device: whose time counts. On a GPU the marks are CUDA events, which the GPU reaches in its
             own time: nobody waits for it, and what it does while the host waits for data counts
             as its work. Elsewhere marks are times of the host's clock.
+
+    Attributes:
+        part: what the time counts for now, since the last `switch`.
+        thread: the thread in which it was made.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._marks: Marks = HostMarks()
+        self._marks: HostMarks | EventMarks = HostMarks()
         if device is not None and device.type == "cuda":
             self._marks = EventMarks(device)
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.part = REST
 
     def switch(self, part: str) -> str:
@@ -247,58 +330,13 @@ class PartClock:
         self._marks.mark(before)
         return before
 
-    def around(
-        self, function: Callable[..., Any], part: str, then: str | None = None
-    ) -> Callable[..., Any]:
-        """`function`, whose time counts for `part`.
-
-        Args:
-            part: what the time counts for; what is timed within by itself doesn't.
-            then: what the time after the call counts for, by default the same as before.
-        """
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            if threading.get_ident() != self._thread:  # replicas compute in threads
-                return function(*arguments, **options)
-            before = self.switch(part)
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.switch(then or before)
-
-        return timed
-
-    def waiting(self, entries: Iterator[Any], part: str) -> Iterator[Any]:
-        """The entries of an iterator; the time until each comes counts for `part`."""
-        while True:
-            before = self.switch(part)
-            try:
-                entry = next(entries)
-            except StopIteration:
-                return
-            finally:
-                self.switch(before)
-            yield entry
-
     def take(self) -> dict[str, float]:
         """The seconds by part since the last time; on a GPU this waits for it."""
         self.switch(self.part)
         return self._marks.take()
 
 
-class Marks:
-    """Moments between parts."""
-
-    def mark(self, part: str) -> None:
-        """What has passed since the last moment was for `part`."""
-        raise NotImplementedError
-
-    def take(self) -> dict[str, float]:
-        """The seconds by part since the last time."""
-        raise NotImplementedError
-
-
-class HostMarks(Marks):
+class HostMarks:
     """Times of the host's clock."""
 
     def __init__(self) -> None:
@@ -315,7 +353,7 @@ class HostMarks(Marks):
         return found
 
 
-class EventMarks(Marks):
+class EventMarks:
     """CUDA events in a GPU's current stream; their distances are read once it has passed them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -352,124 +390,13 @@ class EventMarks(Marks):
         self._since = event
 
 
-DATA, DEVICE, FORWARD, BACKWARD = "data", "to device", "forward", "backward"
-OPTIMIZER, METRICS, CALLBACKS = "optimizer", "metrics", "callbacks"
-RANKS, VALIDATION = "ranks", "validation"
-EXCHANGES = ("gather", "broadcast", "scatter", "sums", "broadcast_tensors", "mean_gradients")
-
-
-class TimedParts:
-    """Times a run's parts by a clock, from now until `undo`.
-
-    The run's objects get attributes that cover their methods, so that a run which nobody watches
-    pays nothing. Whatever a step does that isn't another part counts as its forward.
-
-    Args:
-        run: the `fit` that runs.
-        clock: what counts.
-    """
-
-    def __init__(self, run: FitRun, clock: PartClock) -> None:
-        self._clock = clock
-        self._undo: list[Callable[[], Any]] = []
-        self._cover_batches(run.stream, "epoch", DATA)
-        self._cover(run, "learn", FORWARD)
-        step: Any = run.step
-        # On a GPU batches are brought there before the step has them.
-        self._cover_batches(step.mover, "fed", DEVICE)
-        # A compiled step has bound what moves its batches; steps of a model's own ask the mover.
-        if hasattr(step, "_move"):
-            self._cover(step, "_move", DEVICE)
-        else:
-            self._cover(step.mover, "transfer", DEVICE)
-        meters = step.logbook.meters
-        for name in ("update", "results", "state", "merge"):
-            self._cover(meters, name, METRICS)
-        self._cover(run.stage, "log", METRICS)
-        for updater in updaters_of(run.learn):
-            self._cover(updater, "backward", BACKWARD, then=OPTIMIZER)
-        if run.stage.backward is not None:
-            self._cover(run.stage, "backward", BACKWARD)
-        for optimizer in run.optimizers:
-            self._cover_optimizer(optimizer)
-        for collectives in {id(c): c for c in (run.collectives, run.strategy.shares)}.values():
-            if collectives.world_size > 1:
-                for name in EXCHANGES:
-                    self._cover(collectives, name, RANKS)
-
-    def undo(self) -> None:
-        """Leave the run's objects as they were."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _cover(self, owner: Any, name: str, part: str, then: str | None = None) -> None:
-        own = vars(owner)
-        had, before = name in own, getattr(owner, name)
-        setattr(owner, name, Timed(before, self._clock.around(before, part, then)))
-        self._undo.append(
-            (lambda: setattr(owner, name, before)) if had else (lambda: delattr(owner, name))
-        )
-
-    def _cover_batches(self, owner: Any, name: str, part: str) -> None:
-        """Cover a method that gives an iterator of batches."""
-        make, clock = getattr(owner, name), self._clock
-
-        def timed(*arguments: Any) -> Iterator[Any]:
-            # Making the iterator may start workers, or draw an order.
-            return clock.waiting(clock.around(make, part)(*arguments), part)
-
-        setattr(owner, name, timed)
-        self._undo.append(lambda: delattr(owner, name))
-
-    def _cover_optimizer(self, optimizer: Any) -> None:
-        clock = self._clock
-        before = FORWARD
-
-        def begin(*given: Any) -> None:
-            nonlocal before
-            before = clock.switch(OPTIMIZER)
-
-        def end(*given: Any) -> None:
-            # Clipping counts for the optimizer, from the backward pass on. After the update another
-            # optimizer's forward may begin.
-            clock.switch(FORWARD if before == OPTIMIZER else before)
-
-        handles = [
-            optimizer.register_step_pre_hook(begin),
-            optimizer.register_step_post_hook(end),
-        ]
-        self._undo += [handle.remove for handle in handles]
-
-
-class Timed:
-    """An object that is called by way of a clock; all else is the object's own."""
-
-    def __init__(self, covered: Any, call: Callable[..., Any]) -> None:
-        vars(self).update(_covered=covered, _call=call)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._call(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._covered, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._covered, name, value)
-
-
-def updaters_of(learn: Any) -> list[Any]:
-    """What makes the updates: one an optimizer; none where a model makes them itself."""
-    learners = getattr(learn, "_learners", [learn])
-    return [learner._updater for learner in learners if hasattr(learner, "_updater")]
-
-
 TITLES = {
     DATA: "waiting for data",
     DEVICE: "host to device",
-    FORWARD: "forward and loss",
+    FORWARD: "forward",
     BACKWARD: "backward",
     OPTIMIZER: "optimizer",
-    METRICS: "metrics and logs",
+    METRICS: "loss and metrics",
     CALLBACKS: "callbacks",
     RANKS: "waiting for ranks",
     VALIDATION: "validation",
@@ -490,6 +417,8 @@ NOTABLE = {
 """From which share of the time on there is something to say about a part."""
 
 ADVICE = {
+    DATA: "give the DataLoader num_workers=4 (or more) and persistent_workers=True, or give fit "
+    "the arrays themselves where they fit in memory; where they are there, take larger batches.",
     DEVICE: "give the DataLoader pin_memory=True, and x in the dtype that the net takes.",
     OPTIMIZER: "larger batches or accumulate_grad_batches make fewer updates.",
     METRICS: "name metrics (metrics=['accuracy']) instead of giving objects, or give those that "
@@ -507,55 +436,20 @@ IN_THE_NET = (
 UNFUSED = "name the optimizer in compile (optimizer='adam'), or give yours fused=True; "
 
 
-@dataclasses.dataclass
-class Facts:
-    """What is known of a run, for advice.
-
-    Attributes:
-        is_loader: whether the batches come from a `DataLoader`.
-        workers: of the loader.
-        in_memory: whether the batches are cut from tensors that are there.
-        may_fuse: whether the optimizer could update all weights in one kernel, and doesn't.
-    """
-
-    is_loader: bool = False
-    workers: int = 0
-    in_memory: bool = False
-    may_fuse: bool = False
-
-    @property
-    def about_data(self) -> str:
-        """What to do where the training waits for data."""
-        if self.in_memory:
-            return "the steps are so short that taking rows counts: take larger batches."
-        if not self.is_loader:
-            return (
-                "give fit arrays or tensors that are in memory, or a DataLoader with num_workers."
-            )
-        if self.workers == 0:
-            return (
-                "give the DataLoader num_workers=4 and persistent_workers=True, or give fit the "
-                "arrays themselves where they fit in memory."
-            )
-        return (
-            f"give the DataLoader more than {self.workers} workers or a larger prefetch_factor, or "
-            "make what a sample takes cheaper."
-        )
-
-
 def table(
     title: str,
     ranks: Sequence[dict[str, float]],
-    facts: Facts,
     callbacks: dict[str, float],
+    *,
+    may_fuse: bool = False,
 ) -> str:
     """An epoch as text: rank 0's seconds by part, beside those of the rank that others wait for.
 
     Args:
         title: the first line.
         ranks: seconds by part of each rank.
-        facts: where the batches come from.
         callbacks: rank 0's seconds of each callback, by class.
+        may_fuse: whether an optimizer could update all weights in one kernel, and doesn't.
     """
     slowest = slowest_of(ranks)
     shown = sorted({0, slowest})
@@ -566,7 +460,7 @@ def table(
     for part, name in TITLES.items():
         if any(part in seconds for seconds in ranks):
             lines.append(f"{name:18}" + "".join(_cell(ranks[rank], part) for rank in shown))
-    lines += [f"-> {line}" for line in advice(ranks[0], facts, callbacks)]
+    lines += [f"-> {line}" for line in advice(ranks[0], callbacks, may_fuse=may_fuse)]
     return "\n".join(lines)
 
 
@@ -596,7 +490,9 @@ def with_waits(ranks: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     return found
 
 
-def advice(seconds: dict[str, float], facts: Facts, callbacks: dict[str, float]) -> list[str]:
+def advice(
+    seconds: dict[str, float], callbacks: dict[str, float], *, may_fuse: bool = False
+) -> list[str]:
     """What to do about the parts that take a notable share, the largest first."""
     whole = max(sum(seconds.values()), 1e-9)
     shares = {part: spent / whole for part, spent in seconds.items()}
@@ -605,9 +501,7 @@ def advice(seconds: dict[str, float], facts: Facts, callbacks: dict[str, float])
         if shares[part] < NOTABLE.get(part, 2.0):
             continue
         text = ADVICE.get(part, "")
-        if part == DATA:
-            text = facts.about_data
-        elif part == OPTIMIZER and facts.may_fuse:
+        if part == OPTIMIZER and may_fuse:
             text = UNFUSED + text
         elif part == CALLBACKS:
             longest = max(callbacks, key=lambda name: callbacks[name], default="")
@@ -615,6 +509,7 @@ def advice(seconds: dict[str, float], facts: Facts, callbacks: dict[str, float])
             saves = "Checkpoint" in longest or "Backup" in longest
             text += " (asynchronous=True saves beside the training)." if saves else "."
         lines.append(f"{shares[part]:.0%} {TITLES[part]}: {text}")
-    if shares.get(FORWARD, 0.0) + shares.get(BACKWARD, 0.0) >= 0.8:
-        lines.append(f"{shares[FORWARD] + shares[BACKWARD]:.0%} forward and backward: {IN_THE_NET}")
+    computes = shares.get(FORWARD, 0.0) + shares.get(BACKWARD, 0.0)
+    if computes >= 0.8:
+        lines.append(f"{computes:.0%} forward and backward: {IN_THE_NET}")
     return lines

@@ -8,17 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric
 
 import fitkit
 from fitkit.callbacks import Callback, Profiler
 from fitkit.callbacks import profiler as profiler_module
-from fitkit.callbacks.profiler import Facts, PartClock, advice, slowest_of, table, with_waits
-from fitkit.data.to_device import Transfer
+from fitkit.callbacks.profiler import PartClock, advice, slowest_of, table, with_waits
 from fitkit.errors import ConfigurationError
-from fitkit.training import runs
-from fitkit.training.moving import Mover
 
 STEPS = 4
 slept = {}
@@ -147,49 +143,6 @@ def test_every_part_has_the_time_that_was_spent_in_it_and_together_they_are_the_
     assert slept["callbacks"] <= profiler.callbacks["SleepyCallback"] <= profiler.wall_s
 
 
-class NoStreams:
-    """Streams of a device on which copies are done at once."""
-
-    def __init__(self, device):
-        self.pinned = None
-
-    def aside(self):
-        return contextlib.nullcontext()
-
-    def mark(self):
-        return None
-
-    wait = wait_on_host = used_here = lambda self, mark: None
-
-    def free_bytes(self):
-        return 0
-
-
-class SleepyTransfer(Transfer):
-    moves = 0
-
-    def __call__(self, batch):
-        if batch is not self.ready:
-            self.moves += 1
-            sleep("to device")
-        return super().__call__(batch)
-
-
-@pytest.mark.parametrize("own_step", [False, True])
-def test_batches_brought_ahead_of_the_step_are_on_their_way_to_the_device(own_step, monkeypatch):
-    class Own(fitkit.Model):
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    transfer = SleepyTransfer(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(runs, "mover_of", lambda *given: Mover(transfer, streams=NoStreams))
-    kind = Own if own_step else fitkit.Model
-    model, profiler = compiled(kind(SleepyNet()), metrics=False), Profiler(every=0)
-    fitted(model, profiler)
-    check_parts(profiler)
-    assert transfer.moves == STEPS
-
-
 def test_a_validation_is_a_part_of_its_own():
     model, profiler = compiled(fitkit.Model(SleepyNet()), metrics=False), Profiler(every=0)
     fitted(model, profiler, validation_data=SleepyValidation())
@@ -241,8 +194,8 @@ def test_nothing_is_left_behind_in_the_model_also_after_an_error():
             model.fit(SleepyData(), callbacks=callbacks, verbose=0)
         assert not optimizer._optimizer_step_pre_hooks
         assert not optimizer._optimizer_step_post_hooks
-        assert not vars(model._fitkit.compilation.strategy.collectives)
-        assert profiler._clock is None and profiler._parts is None
+        assert not model.net._forward_pre_hooks and not model.net._forward_hooks
+        assert profiler._clock is None
 
 
 def test_a_table_is_printed_every_so_many_epochs_and_logged_only_when_asked(capsys):
@@ -312,26 +265,23 @@ def test_waits_within_the_gradient_exchange_are_taken_out_of_the_backward_pass()
     found = with_waits(ranks)
     assert found == [{"data": 1.0, "backward": 2.0, "ranks": 5.0}, ranks[1]]
     assert slowest_of(found) == 1
-    lines = table("Epoch 1/1:", found, Facts(is_loader=True), {}).splitlines()
+    lines = table("Epoch 1/1:", found, {}).splitlines()
     assert "rank 1 (the slowest)" in lines[1]
     waits = next(line for line in lines if "waiting for ranks" in line)
     assert waits.split()[3:] == ["5.000", "s", "62.5%", "0.000", "s", "0.0%"]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "facts", "text"),
+    ("seconds", "text"),
     [
-        ({"data": 62, "forward": 38}, Facts(is_loader=True), "62% waiting for data: give the Data"),
-        ({"data": 62, "forward": 38}, Facts(is_loader=True, workers=2), "more than 2 workers"),
-        ({"data": 62, "forward": 38}, Facts(), "arrays or tensors that are in memory"),
-        ({"data": 62, "forward": 38}, Facts(in_memory=True), "take larger batches"),
-        ({"optimizer": 50, "forward": 50}, Facts(may_fuse=True), "fused=True"),
-        ({"callbacks": 50, "forward": 50}, Facts(), "ModelCheckpoint: let it act less often (asy"),
-        ({"forward": 50, "backward": 50}, Facts(), "the net itself"),
+        ({"data": 62, "forward": 38}, "62% waiting for data: give the DataLoader num_workers=4"),
+        ({"data": 62, "forward": 38}, "the arrays themselves where they fit in memory; where"),
+        ({"callbacks": 50, "forward": 50}, "ModelCheckpoint: let it act less often (asy"),
+        ({"forward": 50, "backward": 50}, "the net itself"),
     ],
 )
-def test_the_advice_is_about_the_largest_part(seconds, facts, text):
-    found = advice(seconds, facts, {"ModelCheckpoint": 2.0, "ProgressBar": 1.0})
+def test_the_advice_is_about_the_largest_part(seconds, text):
+    found = advice(seconds, {"ModelCheckpoint": 2.0, "ProgressBar": 1.0})
     assert text in found[0]
 
 
@@ -346,16 +296,42 @@ def test_the_advice_is_about_the_largest_part(seconds, facts, text):
 )
 def test_only_an_optimizer_that_could_be_fused_is_told_to_be(optimizer, helps, monkeypatch):
     found = []
-    monkeypatch.setattr(profiler_module, "table", lambda *given: found.append(given[2]))
-    x, y = torch.rand(8, 4), torch.rand(8, 1)
-    loader = DataLoader(TensorDataset(x, y), batch_size=4)
-    for data in ((x, y), (loader,)):
-        model = fitkit.Model(torch.nn.Linear(4, 1))
-        model.compile(optimizer, "mse", accelerator="cpu", devices=1)
-        model.fit(*data, verbose=0, callbacks=Profiler())
-    assert found == [Facts(False, 0, True, helps), Facts(True, 0, True, helps)]
-    (line,) = advice({"optimizer": 1.0}, found[0], {})
+    monkeypatch.setattr(profiler_module, "table", lambda *given, **more: found.append(more))
+    model = fitkit.Model(torch.nn.Linear(4, 1))
+    model.compile(optimizer, "mse", accelerator="cpu", devices=1)
+    model.fit(torch.rand(8, 4), torch.rand(8, 1), verbose=0, callbacks=Profiler())
+    assert found == [{"may_fuse": helps}]
+    (line,) = advice({"optimizer": 1.0}, {}, may_fuse=helps)
     assert ("fused" in line) is helps
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+def test_a_model_without_a_net_is_divided_by_its_layers(own_step):
+    class Layers(fitkit.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = SleepyNet()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    class Own(Layers):
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    model = Own() if own_step else Layers()
+    profiler = Profiler(every=0)
+    fitted(compiled(model, metrics=False), profiler)
+    check_parts(profiler)
+
+
+def test_replicas_in_threads_are_divided_where_their_threads_meet():
+    model, profiler = fitkit.Model(SleepyNet()), Profiler(every=0)
+    model.compile("sgd", "cross_entropy", devices=2, strategy="dp", accelerator="cpu")
+    fitted(model, profiler)
+    assert sum(profiler.seconds.values()) == pytest.approx(profiler.wall_s, rel=0.1)
+    assert profiler.seconds["forward"] >= STEPS * 0.015
+    assert profiler.seconds["backward"] >= STEPS * 0.01
 
 
 def test_arguments_that_cant_be_are_refused():
