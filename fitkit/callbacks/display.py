@@ -1,4 +1,8 @@
-"""Where progress is shown: a terminal, a notebook's cell, or a file that gets plain lines."""
+"""Where progress is shown: a terminal, a notebook's cell, or a file that gets plain lines.
+
+The lines are rich's Texts, which know how wide letters are. `rich.progress` draws no such line: it
+cuts each column a little where the terminal is narrow, and needs ipywidgets in a notebook.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from fitkit.arguments import check_choice
 from fitkit.errors import ConfigurationError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # rich takes a while to import: only where a bar is drawn
     from rich.console import Console
     from rich.live import Live
-    from rich.segment import Segments
-
-
-Span = tuple[str, str]
+    from rich.text import Text
 
 BAR_WIDTHS = (30, 20, 10)
 """Few sizes, so that the bar doesn't tremble when a number beside it gets a digit more."""
 
 TITLE, NAME, BAR, REST, BAD = "bold", "cyan", "green", "bright_black", "bold red"
+
+Metrics = Sequence[tuple[str, str]]
+"""Names with their values as text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Moment:
     done: int
     total: int | None = None
     phase: str = ""
-    metrics: Sequence[tuple[str, str]] = ()
+    metrics: Metrics = ()
     steps_per_s: float | None = None
     samples_per_s: float | None = None
     elapsed_s: float = 0.0
@@ -135,47 +139,44 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f}s" if seconds < 59.95 else clock_time(seconds)
 
 
-def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> list[Span]:
+def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> Text:
     """The line of a bar, at most `width` columns wide; what matters less is left out first.
 
     Kept longest are the title and the count, then the first metric (the loss), the time, the
     bar, the other metrics in their order, and the speeds.
     """
-    gap = len(_dot(ascii_only))
-    room = width - _columns(moment.title) - 1 - _columns(moment.count)
-    metrics = [_metric(name, text) for name, text in moment.metrics]
-    time: list[Span] = [(moment.time, "")]
-    speeds: list[list[Span]] = []
-    if moment.steps_per_s:
-        speeds.append([(speed(moment.steps_per_s), "")])
-    if moment.samples_per_s:
-        speeds.append([(f"{short_count(moment.samples_per_s)} samples/s", "")])
-    bar: list[Span] = [(" " * BAR_WIDTHS[-1], "")] if moment.total else []
+    from rich.text import Text
 
-    kept: list[list[Span]] = []
-    for field in (*metrics[:1], time, bar, *metrics[1:], *speeds):
-        needed = _length(field) + (1 if field is bar else gap)
+    dot = _dot(ascii_only)
+    metrics = [_metric(name, text) for name, text in moment.metrics]
+    speeds = [Text(speed(moment.steps_per_s))] if moment.steps_per_s else []
+    if moment.samples_per_s:
+        speeds.append(Text(f"{short_count(moment.samples_per_s)} samples/s"))
+    time_field = Text(moment.time)
+    bar = Text(" " * BAR_WIDTHS[-1]) if moment.total else None
+
+    line, count = Text.assemble((moment.title, TITLE), " "), Text(moment.count)
+    room = width - line.cell_len - count.cell_len
+    kept: list[Text | None] = []
+    for field in (*metrics[:1], time_field, bar, *metrics[1:], *speeds):
+        if field is None:
+            continue
+        needed = field.cell_len + (1 if field is bar else dot.cell_len)
         if needed > room:
             break
         room -= needed
         kept.append(field)
 
-    line: list[Span] = [(moment.title, TITLE), (" ", "")]
-    if bar and any(field is bar for field in kept):
+    if bar is not None and any(field is bar for field in kept):
         size = next(size for size in BAR_WIDTHS if size - BAR_WIDTHS[-1] <= room)
-        fraction = min(1.0, moment.done / (moment.total or 1))
-        line += [*_bar(fraction, size, ascii_only=ascii_only), (" ", "")]
-    line.append((moment.count, ""))
-    shown = [field for field in (*metrics, *speeds, time) if any(field is k for k in kept)]
-    return _cropped(_joined([line, *shown], _dot(ascii_only)), width)
-
-
-def result_line(
-    title: str, elapsed_s: float, metrics: Sequence[tuple[str, str]], *, ascii_only: bool = False
-) -> list[Span]:
-    """What stays when an epoch or an evaluation is over, as one line however long."""
-    fields = [_metric(name, text) for name, text in metrics]
-    return _joined([_head(title, elapsed_s, ascii_only), *fields], _dot(ascii_only))
+        full, tip, rest = ("=", ">", ".") if ascii_only else ("━", "╸", "─")
+        filled, half = divmod(int(min(1.0, moment.done / (moment.total or 1)) * size * 2), 2)
+        line.append(full * filled + tip * half, BAR)
+        line.append(rest * (size - filled - half), REST).append(" ")
+    shown = [f for f in (*metrics, *speeds, time_field) if any(f is k for k in kept)]
+    line = dot.join([line.append_text(count), *shown])
+    line.truncate(width, overflow="crop")
+    return line
 
 
 class ResultLines:
@@ -192,139 +193,63 @@ class ResultLines:
         self,
         title: str,
         elapsed_s: float,
-        metrics: Sequence[tuple[str, str]],
+        metrics: Metrics,
         width: int,
         *,
         ascii_only: bool = False,
-    ) -> list[list[Span]]:
+    ) -> list[Text]:
         """What stays when an epoch or an evaluation is over."""
-        line = result_line(title, elapsed_s, metrics, ascii_only=ascii_only)
-        self._beside = self._beside or _length(line) > width
+        from rich.text import Text
+
+        dot = _dot(ascii_only)
+        head = dot.join([Text(title, TITLE), Text(duration(elapsed_s))])
+        line = dot.join([head, *(_metric(name, text) for name, text in metrics)])
+        self._beside = self._beside or line.cell_len > width
         if not self._beside:
             return [line]
-        dot = _dot(ascii_only)
-        lines = [_head(title, elapsed_s, ascii_only)]
-        for field in _with_validation_beside(metrics):
-            if _length(lines[-1]) + len(dot) + _length(field) <= width:
-                lines[-1] = _joined([lines[-1], field], dot)
+        values = dict(metrics)
+        lines = [head]
+        for name, text in metrics:
+            if name.startswith("val_") and name[4:] in values:
+                continue
+            field = _metric(name, text)
+            if (validation := values.get(f"val_{name}")) is not None:
+                field = Text.assemble(field, " (", ("val ", NAME), _value(validation), ")")
+            if lines[-1].cell_len + dot.cell_len + field.cell_len <= width:
+                lines[-1] = dot.join([lines[-1], field])
             else:
-                lines.append([("    ", ""), *field])
-        return [_cropped(line, width) for line in lines]
+                lines.append(Text.assemble("    ", field))
+        for each in lines:
+            each.truncate(width, overflow="crop")
+        return lines
 
 
-def _head(title: str, elapsed_s: float, ascii_only: bool) -> list[Span]:
-    return [(title, TITLE), (_dot(ascii_only), REST), (duration(elapsed_s), "")]
+def _dot(ascii_only: bool) -> Text:
+    from rich.text import Text
+
+    return Text(" - " if ascii_only else " • ", REST)
 
 
-def _with_validation_beside(metrics: Sequence[tuple[str, str]]) -> list[list[Span]]:
-    """The fields with `loss 0.30 (val 0.32)` for a loss and its `val_loss`."""
-    values = dict(metrics)
-    fields = []
-    for name, text in metrics:
-        beside = values.get(f"val_{name}")
-        if beside is not None:
-            value = _value(beside)
-            fields.append([*_metric(name, text), (" (", ""), ("val ", NAME), value, (")", "")])
-        elif not (name.startswith("val_") and name[4:] in values):
-            fields.append(_metric(name, text))
-    return fields
+def _metric(name: str, text: str) -> Text:
+    from rich.text import Text
+
+    return Text.assemble((name, NAME), " ", _value(text))
 
 
-def moment_line(moment: Moment) -> list[Span]:
-    """A moment without a bar, for a file that gets a line now and then."""
-    fields = [moment.count, *(f"{name} {text}" for name, text in moment.metrics)]
-    if moment.steps_per_s:
-        fields.append(speed(moment.steps_per_s))
-    return [(" - ".join([moment.title, *fields, moment.time]), "")]
-
-
-def plain(line: Iterable[Span]) -> str:
-    """A line's text without its styles."""
-    return "".join(text for text, _ in line)
-
-
-def _dot(ascii_only: bool) -> str:
-    return " - " if ascii_only else " • "
-
-
-def _metric(name: str, text: str) -> list[Span]:
-    return [(name, NAME), (" ", ""), _value(text)]
-
-
-def _value(text: str) -> Span:
+def _value(text: str) -> tuple[str, str]:
     return text, BAD if text in ("nan", "inf", "-inf") else ""
 
 
-def _joined(fields: Sequence[list[Span]], dot: str) -> list[Span]:
-    line = list(fields[0])
-    for field in fields[1:]:
-        line += [(dot, REST), *field]
-    return line
+class TerminalDisplay:
+    """A bar in the last line of a terminal, by rich; what is printed goes above it.
 
-
-def _bar(fraction: float, width: int, *, ascii_only: bool) -> list[Span]:
-    full, tip, rest = ("=", ">", ".") if ascii_only else ("━", "╸", "─")
-    halves = int(fraction * width * 2)
-    filled, half = divmod(halves, 2)
-    done = full * filled + tip * half
-    return [(done, BAR), (rest * (width - len(done)), REST)]
-
-
-def _length(line: Iterable[Span]) -> int:
-    return sum(_columns(text) for text, _ in line)
-
-
-def _columns(text: str) -> int:
-    """How many columns a text takes; Chinese characters, for one, take two each."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
-def _cropped(line: list[Span], width: int) -> list[Span]:
-    cropped = []
-    for text, style in line:
-        while _columns(text) > width:
-            text = text[:-1]
-        cropped.append((text, style))
-        width -= _columns(text)
-        if width <= 0:
-            break
-    return cropped
-
-
-Metrics = Sequence[tuple[str, str]]
-
-ENVIRONMENT = "FITKIT_VERBOSE"
-LINES_ONLY_INTERVAL_S = 60.0
-"""A sign of life where there is no bar: a line a minute within a long epoch."""
-
-
-class Display(Protocol):
-    """A place for progress.
+    Args:
+        console: the terminal.
+        interval_s: the shortest time between two calls of `show`, in seconds.
 
     Attributes:
-        interval_s: the shortest time between two calls of `show`, in seconds.
         shows_at_once: whether a beginning is shown before the first batch is done.
     """
-
-    interval_s: float
-    shows_at_once: bool
-
-    def show(self, moment: Moment) -> None:
-        """Show where things are, in place of what was shown before."""
-
-    def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
-        """Put a result in place of what was shown; it stays."""
-
-    def close(self, *, erase: bool) -> None:
-        """Give the place back. What is shown now stays, unless `erase`."""
-
-
-class TerminalDisplay:
-    """A bar in the last line of a terminal, by rich; what is printed goes above it."""
 
     shows_at_once = True
 
@@ -335,18 +260,31 @@ class TerminalDisplay:
         self._results = ResultLines()
 
     def show(self, moment: Moment) -> None:
+        """Show where things are, in place of what was shown before."""
         ascii_only = self._console.options.ascii_only
-        content = self._rendered([bar_line(moment, self._console.width, ascii_only=ascii_only)])
+        content = self._joined([bar_line(moment, self._console.width, ascii_only=ascii_only)])
         if self._live is None:
-            self._live = self._started(content)
+            from rich.live import Live
+
+            self._live = Live(
+                content,
+                console=self._console,
+                auto_refresh=False,
+                # Where stderr goes to a file, rich would take it from there into the terminal.
+                redirect_stderr=_is_terminal(sys.stderr),
+            )
+            self._live.start()
+            # rich hides the cursor: a process that gets killed would leave a terminal without.
+            self._console.show_cursor(True)
         self._live.update(content, refresh=True)
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
+        """Put a result in place of what was shown; it stays."""
         console = self._console
-        lines = self._results.lines(
-            title, elapsed_s, metrics, console.width, ascii_only=console.options.ascii_only
+        ascii_only = console.options.ascii_only
+        content = self._joined(
+            self._results.lines(title, elapsed_s, metrics, console.width, ascii_only=ascii_only)
         )
-        content = self._rendered(lines)
         if self._live is None:
             console.print(content)
         else:
@@ -354,42 +292,26 @@ class TerminalDisplay:
             self.close(erase=False)
 
     def close(self, *, erase: bool) -> None:
+        """Give the place back. What is shown now stays, unless `erase`."""
         live, self._live = self._live, None
         if live is not None:
             live.transient = erase
             live.stop()
 
-    def _started(self, content: Segments) -> Live:
-        from rich.live import Live
+    def _joined(self, lines: Sequence[Text]) -> Text:
+        """Lines as one text that the terminal's encoding has."""
+        from rich.text import Text
 
-        live = Live(
-            content,
-            console=self._console,
-            auto_refresh=False,
-            # Where stderr goes to a file, rich would take it from there into the terminal.
-            redirect_stderr=_is_terminal(sys.stderr),
-        )
-        live.start()
-        # rich hides the cursor: a process that gets killed would leave a terminal without one.
-        self._console.show_cursor(True)
-        return live
-
-    def _rendered(self, lines: Sequence[Sequence[Span]]) -> Segments:
-        """Lines for rich; ready segments take it half the time that a Text does."""
-        from rich.segment import Segment, Segments
-        from rich.style import Style
-
-        encoding = self._console.encoding
-        segments = []
-        for line in lines:
-            for text, style in line:
-                segments.append(Segment(encodable(text, encoding), Style.parse(style)))
-            segments.append(Segment.line())
-        return Segments(segments)
+        text = Text("\n", no_wrap=True, overflow="crop").join(lines)
+        text.plain = encodable(text.plain, self._console.encoding)
+        return text
 
 
 class NotebookDisplay:
-    """One output of a notebook's cell, updated in place; it needs IPython alone."""
+    """One output of a notebook's cell, updated in place; it needs IPython alone.
+
+    As `TerminalDisplay`.
+    """
 
     shows_at_once = True
     width = 100
@@ -407,11 +329,12 @@ class NotebookDisplay:
         self._last_result_s = -float("inf")
 
     def show(self, moment: Moment) -> None:
-        self._current = plain(bar_line(moment, self.width))
+        self._current = bar_line(moment, self.width).plain
         self._update(self._lines[-self.lines_while_running :])
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
-        self._lines += map(plain, self._results.lines(title, elapsed_s, metrics, self.width))
+        lines = self._results.lines(title, elapsed_s, metrics, self.width)
+        self._lines += [line.plain for line in lines]
         self._current = ""
         if self._clock() - self._last_result_s >= self.interval_s:
             self._last_result_s = self._clock()
@@ -439,7 +362,10 @@ class NotebookDisplay:
 
 
 class LinesDisplay:
-    """Plain lines in a file or a pipe: no colour, no control characters."""
+    """Plain lines in a file or a pipe, without colour or control characters.
+
+    As `TerminalDisplay`, but for the width: no line is cut.
+    """
 
     shows_at_once = False
 
@@ -448,17 +374,28 @@ class LinesDisplay:
         self._file = file
 
     def show(self, moment: Moment) -> None:
-        self._write(plain(moment_line(moment)))
+        fields = [moment.title, moment.count, *map(" ".join, moment.metrics)]
+        if moment.steps_per_s:
+            fields.append(speed(moment.steps_per_s))
+        self._write([*fields, moment.time])
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
-        self._write(plain(result_line(title, elapsed_s, metrics, ascii_only=True)))
+        self._write([title, duration(elapsed_s), *map(" ".join, metrics)])
 
     def close(self, *, erase: bool) -> None:
         pass
 
-    def _write(self, line: str) -> None:
-        self._file.write(encodable(line, getattr(self._file, "encoding", None)) + "\n")
+    def _write(self, fields: Iterable[str]) -> None:
+        line = encodable(" - ".join(fields), getattr(self._file, "encoding", None))
+        self._file.write(line + "\n")
         self._file.flush()
+
+
+Display = TerminalDisplay | NotebookDisplay | LinesDisplay
+
+ENVIRONMENT = "FITKIT_VERBOSE"
+LINES_ONLY_INTERVAL_S = 60.0
+"""A sign of life where there is no bar: a line a minute within a long epoch."""
 
 
 def display_for(

@@ -87,7 +87,7 @@ class ProgressBar(Callback):
 
     def _close(self, *, erase: bool) -> None:
         if self._display is not None:
-            self._tell(self._display.close, erase=erase)
+            self._guarded(self._display.close, erase=erase)
         self._reset()
 
     # fit
@@ -225,7 +225,7 @@ class ProgressBar(Callback):
         self._is_shown = True
         # Reading the logs may have waited for a device; that is no cost of drawing.
         began_s = self._clock()
-        self._tell(display.show, moment)
+        self._guarded(display.show, moment)
         if self._display is not None:
             ended_s = self._clock()
             spent_s = ended_s - began_s
@@ -242,9 +242,9 @@ class ProgressBar(Callback):
         if self._display is not None:
             self._is_shown = False
             elapsed_s = self._clock() - self._began_s
-            self._tell(self._display.keep, self._title, elapsed_s, metrics)
+            self._guarded(self._display.keep, self._title, elapsed_s, metrics)
 
-    def _tell(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _guarded(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Show something; a terminal that has gone ends the display, not the training."""
         try:
             act(*args, **kwargs)
