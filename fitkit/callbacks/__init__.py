@@ -3,24 +3,24 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fitkit.callbacks.accumulation import GradientAccumulationScheduler
 from fitkit.callbacks.averages import EMA, StochasticWeightAveraging, SwapEMAWeights
 from fitkit.callbacks.backbone_finetuning import BackboneFinetuning
 from fitkit.callbacks.backup import BackupAndRestore
-from fitkit.callbacks.base import Callback, LambdaCallback
-from fitkit.callbacks.collection import CallbackList
-from fitkit.callbacks.device_stats import DeviceStatsMonitor
-from fitkit.callbacks.early_stopping import EarlyStopping
-from fitkit.callbacks.evaluate_every import EvaluateEvery, MetricCallback
+from fitkit.callbacks.base import Callback, CallbackList, LambdaCallback
+from fitkit.callbacks.early_stopping import EarlyStopping, OptunaPruning
+from fitkit.callbacks.evaluations import EvaluateEvery, MetricCallback
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
-from fitkit.callbacks.optuna_pruning import OptunaPruning
 from fitkit.callbacks.profiler import Profiler
 from fitkit.callbacks.progress import ProgressBar
-from fitkit.callbacks.rates import LearningRateMonitor, LearningRateScheduler, ReduceLROnPlateau
+from fitkit.callbacks.rates import (
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    LearningRateScheduler,
+    ReduceLROnPlateau,
+)
+from fitkit.callbacks.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
 from fitkit.callbacks.text_files import CSVLogger, JSONLogger
-from fitkit.callbacks.throughput import ThroughputMonitor
-from fitkit.callbacks.timer import Timer
 from fitkit.callbacks.watches import DetectLossSpike, DetectNonFinite, TerminateOnNaN
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fitkit.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from fitkit.callbacks.timer import seconds_of
+from fitkit.callbacks.resources import seconds_of
 from fitkit.callbacks.watches import NonFiniteError
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 

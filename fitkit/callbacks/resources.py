@@ -1,0 +1,312 @@
+"""What a training takes: a limit on its time, its speed, the devices' memory and use."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fitkit.arguments import check_choice, check_count, check_flag, describe
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, say, several_ranks
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+LONGEST_GAP_S = 1.0
+"""On several ranks, how often rank 0's clock is asked."""
+
+WRITTEN = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
+
+
+class Timer(Callback):
+    """Ends `fit` after a time, and tells how long it took.
+
+    Args:
+        duration: how long: `"DD:HH:MM:SS"`, a `timedelta`, or a dict of its arguments
+            (`{"hours": 8}`). None (default) only measures.
+        interval: `"step"` (default) stops after the batch in which time runs out (on several
+            ranks up to a second later, since they ask each other), `"epoch"` after the epoch.
+        verbose: whether to say that time ran out. Default True.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be.
+
+    Ranks:
+        Rank 0's clock counts.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        duration: str | timedelta | Mapping[str, float] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        check_choice("interval", interval, ("step", "epoch"))
+        check_flag("verbose", verbose)
+        self.duration_s = None if duration is None else seconds_of(duration)
+        self.interval = interval
+        self.verbose = verbose
+        self._clock = time.monotonic
+        self._before_s = 0.0
+        self._began_s: float | None = None
+        self._ended_s: float | None = None
+        self._steps = 0
+        self._due = 0
+        self._said = False
+
+    def time_elapsed(self) -> float:
+        """Seconds that the last (or present) fit took, with those before a checkpoint."""
+        if self._began_s is None:
+            return self._before_s
+        end = self._clock() if self._ended_s is None else self._ended_s
+        return self._before_s + end - self._began_s
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the limit, at least 0; None where there is none."""
+        if self.duration_s is None:
+            return None
+        return max(self.duration_s - self.time_elapsed(), 0.0)
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._before_s = 0.0
+        self._began_s, self._ended_s = self._clock(), None
+        self._steps = self._due = 0
+        self._said = False
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._steps += 1
+        if self.duration_s is None or self.interval != "step" or self._steps < self._due:
+            return
+        is_over, wait = from_rank_zero(self.model, (self._is_over(), self._gap()))
+        self._due = self._steps + wait
+        if is_over:
+            self._stop()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self.duration_s is not None and from_rank_zero(self.model, self._is_over()):
+            self._stop()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._ended_s = self._clock()
+
+    def _is_over(self) -> bool:
+        return self.time_remaining() == 0.0
+
+    def _gap(self) -> int:
+        """Steps until the clock is asked again: each on one rank, a second's on several."""
+        if not several_ranks(self.model):
+            return 1
+        elapsed, remaining = self.time_elapsed() - self._before_s, self.time_remaining() or 0.0
+        steps_per_s = self._steps / max(elapsed, 1e-9)
+        return max(1, int(steps_per_s * min(LONGEST_GAP_S, remaining)))
+
+    def _stop(self) -> None:
+        self.model.stop_training = True
+        if self.verbose and not self._said:
+            self._said = True
+            limit = timedelta(seconds=self.duration_s or 0.0)
+            say(self.model, f"The time limit of {limit} is over; training ends.")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed_s": self.time_elapsed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before_s = float(state["time_elapsed_s"])
+
+
+def seconds_of(duration: object) -> float:
+    """A duration in seconds.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: nothing that is one, or none above 0.
+    """
+    if isinstance(duration, str):
+        found = WRITTEN.fullmatch(duration.strip())
+        if found is None:
+            raise ConfigurationError(f"duration={duration!r} must be written 'DD:HH:MM:SS'.")
+        days, hours, minutes, seconds = map(int, found.groups())
+        length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(duration, timedelta):
+        length = duration
+    elif isinstance(duration, Mapping):
+        try:
+            length = timedelta(**duration)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"duration={describe(duration)} isn't what timedelta takes: {error}"
+            ) from None
+    else:
+        raise ArgumentTypeError(
+            f"duration={describe(duration)} must be 'DD:HH:MM:SS', a timedelta, or a dict such "
+            "as {'hours': 8}."
+        )
+    if length <= timedelta(0):
+        raise ConfigurationError(f"duration={describe(duration)} must be more than 0 seconds.")
+    return length.total_seconds()
+
+
+class ThroughputMonitor(Callback):
+    """Adds `batches_per_sec` and `samples_per_sec` to the epoch's logs.
+
+    Over the epoch's last steps on all ranks together, without the first (which compiles and
+    warms up) and without the validation. An epoch of one step has none.
+
+    Args:
+        window_size: at most so many steps. Default 100.
+        separator: what joins the names to `prefix`. Default `"/"`.
+        prefix: what the names begin with: `"train"` gives `train/batches_per_sec`. Default `""`.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be.
+    """
+
+    stops_alike = True
+
+    def __init__(self, window_size: int = 100, separator: str = "/", prefix: str = "") -> None:
+        check_count("window_size", window_size, minimum=2)
+        for name, value in (("separator", separator), ("prefix", prefix)):
+            if not isinstance(value, str):
+                raise ArgumentTypeError(f"{name}={describe(value)} must be a string.")
+        self.window_size = window_size
+        self.separator = separator
+        self.prefix = prefix
+        self._clock = time.monotonic
+        self._ends: deque[float] = deque(maxlen=window_size + 1)
+        self._end_s: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._ends.clear()
+        self._end_s = None
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._ends.append(self._clock())
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        self._note_end()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._note_end()
+        if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0]:
+            return
+        groups = (len(self._ends) - 1) / (self._end_s - self._ends[0])
+        batches = groups * self.params.get("steps_per_execution", 1)
+        logs[self._name("batches_per_sec")] = batches * self.model.world_size
+        samples = self._samples_in_a_step()
+        if samples is not None:
+            logs[self._name("samples_per_sec")] = batches * samples
+
+    def _note_end(self) -> None:
+        # A GPU works behind the loop; by now its losses were read, so it has caught up.
+        if self._end_s is None:
+            self._end_s = self._clock()
+
+    def _samples_in_a_step(self) -> float | None:
+        samples, steps = self.params.get("samples"), self.params.get("steps")
+        if samples and steps:
+            return float(samples) / steps
+        return self.model.effective_batch_size
+
+    def _name(self, name: str) -> str:
+        return f"{self.prefix}{self.separator}{name}" if self.prefix else name
+
+
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+MIB = 2**20
+
+
+class DeviceStatsMonitor(Callback):
+    """Adds the devices' memory to the epoch's logs; asked once an epoch, not in the loop.
+
+    On CUDA `gpu_memory_peak_mib` is the most that torch held on any of the run's GPUs in the
+    epoch. On the CPU `cpu_percent` is this process's use of one core (rank 0's, over the epoch),
+    `cpu_memory_peak_mib` its peak so far.
+
+    Args:
+        cpu_stats: whether to log the CPU's; None (default): where the run is on the CPU.
+        log_gpu_memory: `"all"` adds for each GPU of the run `gpu_<index>_memory_mib`, what is
+            used there by anybody, as nvidia-smi shows it (on several nodes
+            `rank_<rank>_gpu_<index>_…`); `"min_max"` adds the least and the most of them,
+            `gpu_memory_min_mib` and `gpu_memory_max_mib`. None (default): neither.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be.
+    """
+
+    stops_alike = True
+
+    def __init__(self, cpu_stats: bool | None = None, log_gpu_memory: str | None = None) -> None:
+        check_flag("cpu_stats", cpu_stats, optional=True)
+        check_choice("log_gpu_memory", log_gpu_memory, (None, "all", "min_max"))
+        self.cpu_stats = cpu_stats
+        self.log_gpu_memory = log_gpu_memory
+        self._began = (0.0, 0.0)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._began = _times()
+        for device in self._gpus():
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        on_cpu = self.model.device.type == "cpu"
+        if on_cpu if self.cpu_stats is None else self.cpu_stats:
+            logs.update(self._cpu_values())
+        if self.model.device.type == "cuda":
+            mine = {device.index or 0: _memory(device) for device in self._gpus()}
+            logs.update(self._gpu_values(from_all_ranks(self.model, mine)))
+
+    def _gpus(self) -> list[torch.device]:
+        """The GPUs of this rank: its own, or all where one process has them."""
+        strategy = self.model._fitkit.compilation.strategy
+        devices = list(strategy.devices) if strategy.world.size == 1 else [strategy.device]
+        return [device for device in devices if device.type == "cuda"]
+
+    def _cpu_values(self) -> dict[str, float]:
+        used, passed = (now - then for now, then in zip(_times(), self._began, strict=True))
+        values = {"cpu_percent": 100.0 * used / max(passed, 1e-9)}
+        if resource is not None:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            values["cpu_memory_peak_mib"] = peak / (MIB if sys.platform == "darwin" else 1024)
+        return values
+
+    def _gpu_values(self, ranks: list[dict[int, tuple[float, float]]]) -> dict[str, float]:
+        """The logs from every rank's (peak, used) by device index."""
+        places = [(rank, index) for rank, found in enumerate(ranks) for index in found]
+        several_nodes = len({index for _, index in places}) < len(places)
+        used = {}
+        for rank, index in places:
+            name = f"rank_{rank}_gpu_{index}" if several_nodes else f"gpu_{index}"
+            used[f"{name}_memory_mib"] = ranks[rank][index][1]
+        peaks = [peak for found in ranks for peak, _ in found.values()]
+        values = {"gpu_memory_peak_mib": max(peaks)} if peaks else {}
+        if self.log_gpu_memory == "all":
+            values.update(used)
+        elif self.log_gpu_memory == "min_max" and used:
+            values["gpu_memory_min_mib"] = min(used.values())
+            values["gpu_memory_max_mib"] = max(used.values())
+        return values
+
+
+def _memory(device: torch.device) -> tuple[float, float]:
+    """What torch held at most since the epoch's begin, and what anybody uses now, in MiB."""
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_allocated(device) / MIB, (total - free) / MIB
+
+
+def _times() -> tuple[float, float]:
+    """Seconds of computing by this process, and of the clock."""
+    times = os.times()
+    return times.user + times.system, time.monotonic()
