@@ -15,17 +15,16 @@ from typing import Any
 
 import fitkit.checkpoint as files
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.callbacks.backup import Preempted
 from fitkit.callbacks.base import Callback, Logs, run_of
-from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.ranks import from_rank_zero, say, several_ranks
-from fitkit.callbacks.writing import (
+from fitkit.callbacks.checkpoint_writer import (
     CheckpointWriter,
-    Preempted,
-    Wishes,
     newest_whole,
     remove_unwanted,
     written_at,
 )
+from fitkit.callbacks.monitor import Monitor
+from fitkit.callbacks.ranks import Wishes, from_rank_zero, say, several_ranks
 from fitkit.checkpoint import is_there
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import nearest

@@ -17,9 +17,9 @@ from fitkit.callbacks import (
     Callback,
     EarlyStopping,
     ModelCheckpoint,
-    writing,
+    checkpoint_writer,
 )
-from fitkit.callbacks.writing import Preempted, SignalNotes
+from fitkit.callbacks.backup import Preempted, SignalNotes
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.folders import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
@@ -126,14 +126,14 @@ def test_a_damaged_backup_is_told_and_the_one_before_serves(tmp_path, keep):
 
 
 def test_a_thread_never_writes_a_number_twice(tmp_path, monkeypatch):
-    written, save = [], writing.save_checkpoint
+    written, save = [], checkpoint_writer.save_checkpoint
 
     def slow(path, *contents):
         written.append(os.path.basename(path))
         time.sleep(0.02)  # longer than a step takes
         save(path, *contents)
 
-    monkeypatch.setattr(writing, "save_checkpoint", slow)
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", slow)
     fit(compiled(), BackupAndRestore(tmp_path / "b", save_freq=1, asynchronous=True), epochs=1)
     assert written == [f"backup-{number:06d}.h5" for number in range(1, len(written) + 1)]
     assert len(written) > 1
@@ -161,13 +161,13 @@ def test_what_killed_runs_left_is_removed_and_what_a_living_one_writes_stays(tmp
 
 
 def test_a_backup_is_saved_after_the_files_of_the_epoch_whatever_the_order(tmp_path, monkeypatch):
-    written, save = [], writing.save_checkpoint
+    written, save = [], checkpoint_writer.save_checkpoint
 
     def noted(path, *contents):
         written.append(os.path.basename(path))
         save(path, *contents)
 
-    monkeypatch.setattr(writing, "save_checkpoint", noted)
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", noted)
     fit(compiled(), BackupAndRestore(tmp_path / "b"), ModelCheckpoint(tmp_path / "{epoch}.h5"),
         epochs=2)  # fmt: skip
     assert written == ["1.h5", "backup-000001.h5", "2.h5", "backup-000002.h5"]

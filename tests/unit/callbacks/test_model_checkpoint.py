@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.callbacks import Callback, ModelCheckpoint, writing
+from fitkit.callbacks import Callback, ModelCheckpoint, checkpoint_writer
 from fitkit.callbacks.model_checkpoint import FileNames
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
@@ -262,7 +262,7 @@ class FailsAtOnce(Callback):
 def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path, monkeypatch):
     """The writer is held until the next epoch has changed the weights."""
     trained_on, threads = threading.Event(), []
-    write = writing.save_checkpoint
+    write = checkpoint_writer.save_checkpoint
 
     def held(path, weights, state):
         threads.append(threading.current_thread())
@@ -270,7 +270,7 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path, monkeyp
             assert trained_on.wait(20)
         write(path, weights, state)
 
-    monkeypatch.setattr(writing, "save_checkpoint", held)
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", held)
     weights = []
 
     class Looks(Callback):
@@ -309,7 +309,7 @@ def test_an_error_of_the_thread_comes_at_the_next_save_or_at_the_end(tmp_path):
 def test_copies_share_memory_as_the_originals_do_and_memory_is_used_again():
     shared = torch.arange(6.0)
     value = {"a": shared[:4], "b": [shared.view(2, 3).t(), (1, "x", None)], "c": torch.ones(())}
-    copies = writing.HostCopies()
+    copies = checkpoint_writer.HostCopies()
     first = copies.of(value)
     assert first["a"].data_ptr() != shared.data_ptr()
     before = first["a"].data_ptr()
