@@ -11,7 +11,7 @@ from torch import nn
 
 from fitkit.arguments import check_count, check_flag, check_number, describe
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import say
+from fitkit.callbacks.ranks import print_on_rank_zero
 from fitkit.callbacks.rates import optimizers_of, refuse_scheduler
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
@@ -151,7 +151,9 @@ class BackboneFinetuning(Callback):
             put_rate(own, rest * self.backbone_initial_ratio_lr if first is None else first)
             if self.verbose:
                 rate = float(own["lr"])
-                say(self.model, f"Epoch {epoch + 1}: {self.backbone} learns at {rate:.4g}.")
+                print_on_rank_zero(
+                    self.model, f"Epoch {epoch + 1}: {self.backbone} learns at {rate:.4g}."
+                )
 
     def _raise_rate(self, epoch: int) -> None:
         for own, rest in self._rates():

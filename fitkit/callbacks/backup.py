@@ -17,7 +17,7 @@ from typing import Any
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.callbacks.base import Callback, Logs, WeakModel, run_of
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, remove_unwanted
-from fitkit.callbacks.ranks import Wishes, from_all_ranks, from_rank_zero, several_ranks
+from fitkit.callbacks.ranks import AnyRankFlag, from_all_ranks, from_rank_zero, several_ranks
 from fitkit.checkpoint import (
     remove_abandoned,
 )
@@ -101,7 +101,7 @@ class BackupAndRestore(Callback):
         self.delete_checkpoint = delete_checkpoint
         self.catch_signals = catch_signals
         self._writer = CheckpointWriter(asynchronous=asynchronous)
-        self._wishes = Wishes()
+        self._flag_of_any = AnyRankFlag()
         self._signals = SignalNotes()
         self._damaged: list[str] = []
         self._since = 0
@@ -115,7 +115,7 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._since, self._due, self._ends, self._in_step = 0, False, False, False
-        self._wishes.begin()
+        self._flag_of_any.begin()
         self._check_alike()
         if self.model.is_global_zero:
             remove_abandoned(self.backup_dir)
@@ -147,7 +147,7 @@ class BackupAndRestore(Callback):
         self._in_step = False
         if self.catch_signals:
             arrived = self._signals.arrived is not None
-            self._ends = self._wishes.after_step(self.model, arrived) or self._ends
+            self._ends = self._flag_of_any.after_step(self.model, arrived) or self._ends
         if type(self.save_freq) is int:
             self._since += self.params.get("steps_per_execution", 1)
             if self._since >= self.save_freq:

@@ -10,7 +10,7 @@ import torch
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.ranks import from_rank_zero, say
+from fitkit.callbacks.ranks import from_rank_zero, print_on_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 
 KEPT = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")
@@ -112,11 +112,13 @@ class EarlyStopping(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         if self.stopped_epoch and self.verbose:
-            say(self.model, f"Stopped early after epoch {self.stopped_epoch + 1}.")
+            print_on_rank_zero(self.model, f"Stopped early after epoch {self.stopped_epoch + 1}.")
         if self.best_weights is None:
             return
         if self.verbose:
-            say(self.model, f"Restored the weights of epoch {self.best_epoch + 1}, the best.")
+            print_on_rank_zero(
+                self.model, f"Restored the weights of epoch {self.best_epoch + 1}, the best."
+            )
         self.model.load_state_dict(self.best_weights)
         self.best_weights = None
 

@@ -24,7 +24,7 @@ from fitkit.callbacks.checkpoint_writer import (
     written_at,
 )
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.ranks import Wishes, from_rank_zero, say, several_ranks
+from fitkit.callbacks.ranks import AnyRankFlag, from_rank_zero, print_on_rank_zero, several_ranks
 from fitkit.checkpoint import is_there
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import nearest
@@ -143,7 +143,7 @@ class ModelCheckpoint(Callback):
             # Only then: a hook at batches costs a little.
             vars(self)["on_train_batch_end"] = self._after_batch
         self._writer = CheckpointWriter(weights_only=save_weights_only, asynchronous=asynchronous)
-        self._wishes = Wishes()
+        self._flag_of_any = AnyRankFlag()
         self._kept: list[tuple[float, str]] = []  # the best first
         self._removing: list[str] = []  # what the newest save ends
         self._last: str | None = None
@@ -184,7 +184,7 @@ class ModelCheckpoint(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._since, self._due = 0, False
         self._saved_at = time.monotonic()
-        self._wishes.begin()
+        self._flag_of_any.begin()
         self._updates_before = self.model.global_step
         self._remove_abandoned()
         if self._watch is None:
@@ -219,7 +219,7 @@ class ModelCheckpoint(Callback):
         is_time = (
             self.model.is_global_zero and self._interval_s <= time.monotonic() - self._saved_at
         )
-        return self._wishes.after_step(self.model, is_time)
+        return self._flag_of_any.after_step(self.model, is_time)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self._due or not self._within_epochs:
@@ -246,7 +246,7 @@ class ModelCheckpoint(Callback):
         self._last = path
         at_once = CheckpointWriter(weights_only=self.save_weights_only)
         at_once.save(self.model, path)
-        say(self.model, f"fit ended by {type(error).__name__}; saved {path}.")
+        print_on_rank_zero(self.model, f"fit ended by {type(error).__name__}; saved {path}.")
 
     # ------------------------------------------------------------------ saving
 
@@ -272,7 +272,7 @@ class ModelCheckpoint(Callback):
         self._removing = removed
         self._writer.save(self.model, first, lambda: _afterwards(first, last, removed))
         if self.verbose:
-            say(self.model, f"Saved {first}.")
+            print_on_rank_zero(self.model, f"Saved {first}.")
 
     def _path(self, logs: Mapping[str, Any]) -> str:
         """This save's name, the same on all ranks."""
@@ -295,7 +295,9 @@ class ModelCheckpoint(Callback):
             wanted = self._is_among_best(value, path, removed)
         if is_best and wanted:
             if self.verbose:
-                say(self.model, f"{self.monitor} improved from {self.best:g} to {value:g}.")
+                print_on_rank_zero(
+                    self.model, f"{self.monitor} improved from {self.best:g} to {value:g}."
+                )
             self.best, self.best_model_path = value, path
         return wanted
 

@@ -13,7 +13,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import from_all_ranks, say
+from fitkit.callbacks.ranks import from_all_ranks, print_on_rank_zero
 from fitkit.callbacks.rates import optimizers_of
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
@@ -235,7 +235,9 @@ class Profiler(Callback):
         if self.every and (epoch + 1) % self.every == 0:
             epochs = self.params.get("epochs", epoch + 1)
             title = f"Epoch {epoch + 1}/{epochs} took {self.wall_s:,.3f} s:"
-            say(self.model, table(title, self.ranks, self.callbacks, may_fuse=self._may_fuse()))
+            print_on_rank_zero(
+                self.model, table(title, self.ranks, self.callbacks, may_fuse=self._may_fuse())
+            )
 
     def _may_fuse(self) -> bool:
         """Whether an optimizer could update all weights in one kernel, and doesn't."""

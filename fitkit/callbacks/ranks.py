@@ -39,7 +39,7 @@ def share_buffers(model: Module) -> None:
     model._fitkit.compilation.strategy.before_evaluation(model)
 
 
-def say(model: Module, text: str) -> None:
+def print_on_rank_zero(model: Module, text: str) -> None:
     """Print a line, on rank 0 only."""
     if model.is_global_zero:
         print(text, flush=True)
@@ -66,8 +66,8 @@ MOST_STEPS = 100
 """Between two questions, however short the steps are: they may become longer."""
 
 
-class Wishes:
-    """Wishes that come to single ranks (a signal, a clock) and need a step of all.
+class AnyRankFlag:
+    """AnyRankFlag that come to single ranks (a signal, a clock) and need a step of all.
 
     To ask after every step would cost an exchange each time; so several steps pass between two
     questions, as many as rank 0 makes in a twentieth of a second.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.ranks import from_rank_zero, say
+from fitkit.callbacks.ranks import from_rank_zero, print_on_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
 from fitkit.optimizers import put_rate
@@ -108,7 +108,7 @@ class LearningRateScheduler(Callback):
         assert rate is not None
         set_rate(self.model, rate)
         if self.verbose:
-            say(self.model, f"Epoch {epoch + 1}: the learning rate is {rate:.4g}.")
+            print_on_rank_zero(self.model, f"Epoch {epoch + 1}: the learning rate is {rate:.4g}.")
 
     def _asked(self, epoch: int) -> float:
         rate = rate_of(self.model)
@@ -312,7 +312,9 @@ class ReduceLROnPlateau(Callback):
         self.wait = 0
         if self.verbose:
             rate = rate_of(self.model)
-            say(self.model, f"Epoch {epoch + 1}: the learning rate becomes {rate:.4g}.")
+            print_on_rank_zero(
+                self.model, f"Epoch {epoch + 1}: the learning rate becomes {rate:.4g}."
+            )
 
     def _lowered(self, rate: float) -> float:
         return rate if rate <= self.min_lr else max(rate * self.factor, self.min_lr)

@@ -16,7 +16,7 @@ import torch
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, say, several_ranks
+from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, print_on_rank_zero, several_ranks
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 LONGEST_GAP_S = 1.0
@@ -114,7 +114,7 @@ class Timer(Callback):
         if self.verbose and not self._said:
             self._said = True
             limit = timedelta(seconds=self.duration_s or 0.0)
-            say(self.model, f"The time limit of {limit} is over; training ends.")
+            print_on_rank_zero(self.model, f"The time limit of {limit} is over; training ends.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed_s": self.time_elapsed()}

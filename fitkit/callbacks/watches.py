@@ -13,7 +13,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import any_rank, from_all_ranks, say
+from fitkit.callbacks.ranks import any_rank, from_all_ranks, print_on_rank_zero
 from fitkit.distributed.sharding.whole import whole
 from fitkit.errors import FitkitError, warn
 
@@ -218,7 +218,7 @@ class DetectLossSpike(Callback):
         if self.action == "raise":
             raise (LossSpikeError if math.isfinite(loss) else NonFiniteError)(finding)
         if self.action == "stop":
-            say(self.model, f"{finding} Training stops.")
+            print_on_rank_zero(self.model, f"{finding} Training stops.")
             self.model.stop_training = True
         elif not self._warned and self.model.is_global_zero:
             self._warned = True
@@ -399,7 +399,7 @@ class DetectNonFinite(Callback):
         if self.action == "raise":
             raise NonFiniteError(f"{finding[0].upper()}{finding[1:]}.")
         if self.action == "stop":
-            say(self.model, f"Training stops: {finding}.")
+            print_on_rank_zero(self.model, f"Training stops: {finding}.")
             self.model.stop_training = True
         elif self.model.is_global_zero:
             warn(f"{finding[0].upper()}{finding[1:]}.")
