@@ -1,7 +1,7 @@
 """Callbacks: the base class, and those that ship."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fitkit.callbacks.averages import EMA, StochasticWeightAveraging, SwapEMAWeights
 from fitkit.callbacks.backbone_finetuning import BackboneFinetuning
@@ -22,9 +22,6 @@ from fitkit.callbacks.rates import (
 from fitkit.callbacks.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
 from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.callbacks.watches import DetectLossSpike, DetectNonFinite, TerminateOnNaN
-
-if TYPE_CHECKING:
-    from fitkit.loggers import TensorBoard
 
 ProgbarLogger = ProgressBar
 """Keras's name for the progress bar."""

@@ -226,11 +226,11 @@ class LambdaCallback(Callback):
         >>> import torch, fitkit
         >>> model = fitkit.Model(torch.nn.Linear(2, 1))
         >>> model.compile("sgd", "mse")
-        >>> told = fitkit.callbacks.LambdaCallback(
+        >>> prints = fitkit.callbacks.LambdaCallback(
         ...     on_epoch_end=lambda epoch, logs: print(epoch, sorted(logs))
         ... )
         >>> x, y = torch.ones(32, 2), torch.ones(32, 1)
-        >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=told)
+        >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=prints)
         0 ['loss']
         1 ['loss']
     """

@@ -90,7 +90,7 @@ class CheckpointWriter:
     def __init__(self, *, weights_only: bool = False, asynchronous: bool = False) -> None:
         self.weights_only = weights_only
         self.asynchronous = asynchronous
-        self._copies = HostCopies()
+        self._copies = StateCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -221,7 +221,7 @@ def _make_folder(path: str) -> None:
     remove_abandoned(folder)
 
 
-class HostCopies:
+class StateCopies:
     """Copies of tensors in main memory, which is used again for the next copies."""
 
     def __init__(self) -> None:

@@ -118,5 +118,5 @@ class MetricCallback(EvaluateEvery):
         finally:
             self.model._fitkit.compilation = compilation
         # The loss, and those of several outputs, are none of these metrics.
-        told = {name for name in values if name == "loss" or name.endswith("_loss")}
-        return {name: value for name, value in values.items() if name not in told}
+        losses = {name for name in values if name == "loss" or name.endswith("_loss")}
+        return {name: value for name, value in values.items() if name not in losses}

@@ -157,7 +157,7 @@ class ProgressBar(Callback):
         self._advance(batch, None)  # Its logs are outputs.
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        if self._quiet_until_s == -NEVER:  # Otherwise nobody asked to be told.
+        if self._quiet_until_s == -NEVER:  # Otherwise nobody asked for it.
             self._keep([])
         self._close(erase=True)
 

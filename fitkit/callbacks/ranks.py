@@ -1,4 +1,4 @@
-"""What callbacks say to their copies on other ranks; one rank asks nobody."""
+"""What callbacks exchange with their copies on other ranks; one rank alone exchanges nothing."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def any_rank(model: Module, flag: Any) -> bool:
 
 
 PERIOD_S = 0.05
-"""About how long a wish may wait."""
+"""About how long a flag may wait until the ranks compare theirs."""
 MOST_STEPS = 100
-"""Between two questions, however short the steps are: they may become longer."""
+"""Between two exchanges, however short the steps are: they may become longer."""
 
 
 class AnyRankFlag:
-    """AnyRankFlag that come to single ranks (a signal, a clock) and need a step of all.
+    """Tells all ranks at the same step that one has a flag set, by a signal or a clock.
 
-    To ask after every step would cost an exchange each time; so several steps pass between two
-    questions, as many as rank 0 makes in a twentieth of a second.
+    An exchange after every step would cost too much; so several steps pass between two, as many
+    as rank 0 makes in a twentieth of a second.
     """
 
     def __init__(self) -> None:
@@ -81,23 +81,23 @@ class AnyRankFlag:
         self._pause = self._left = 1
         self._asked_at = time.monotonic()
 
-    def after_step(self, model: Module, wish: bool) -> bool:
-        """Whether some rank had a wish when the ranks asked each other; False in between.
+    def after_step(self, model: Module, flag: bool) -> bool:
+        """Whether some rank's flag was set at an exchange; False in between.
 
         Ranks:
             Collective: after each step on each rank.
         """
         if not several_ranks(model):
-            return wish
+            return flag
         self._left -= 1
         if self._left:
             return False
-        answers = from_all_ranks(model, (wish, self._next_pause()))
+        answers = from_all_ranks(model, (flag, self._next_pause()))
         self._pause = self._left = answers[0][1]
-        return any(wanted for wanted, _ in answers)
+        return any(flagged for flagged, _ in answers)
 
     def _next_pause(self) -> int:
-        """How many steps to wait until the next question."""
+        """How many steps to make until the next exchange."""
         now = time.monotonic()
         step_s = max(now - self._asked_at, 1e-9) / self._pause
         self._asked_at = now

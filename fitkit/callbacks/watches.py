@@ -375,10 +375,10 @@ class DetectNonFinite(Callback):
         sightings, self._sightings = self._sightings, []
         if self.found is not None:
             return
-        told = from_all_ranks(self.model, self._first(sightings))
-        for rank, finding in enumerate(told):
+        findings = from_all_ranks(self.model, self._first(sightings))
+        for rank, finding in enumerate(findings):
             if finding is not None:
-                where = f" (rank {rank})" if len(told) > 1 else ""
+                where = f" (rank {rank})" if len(findings) > 1 else ""
                 self.found = finding + where
                 self._act(self.found)
                 return
@@ -412,13 +412,13 @@ class DetectNonFinite(Callback):
 
 
 def non_finite_losses(logs: Logs, callbacks: Iterable[Callback]) -> str | None:
-    """What to say of an epoch's or an evaluation's losses that are NaN or infinite.
+    """The warning about an epoch's or an evaluation's losses that are NaN or infinite.
 
     Returns:
         A sentence, or None: there is none, or a callback looks after them.
     """
-    told = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
-    found = [f"{name} is {loss}" for name, loss in told.items() if not math.isfinite(loss)]
+    losses = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
+    found = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
     if not found or any(isinstance(callback, WATCHES) for callback in callbacks):
         return None
     return (

@@ -309,7 +309,7 @@ def test_an_error_of_the_thread_comes_at_the_next_save_or_at_the_end(tmp_path):
 def test_copies_share_memory_as_the_originals_do_and_memory_is_used_again():
     shared = torch.arange(6.0)
     value = {"a": shared[:4], "b": [shared.view(2, 3).t(), (1, "x", None)], "c": torch.ones(())}
-    copies = checkpoint_writer.HostCopies()
+    copies = checkpoint_writer.StateCopies()
     first = copies.of(value)
     assert first["a"].data_ptr() != shared.data_ptr()
     before = first["a"].data_ptr()
