@@ -304,7 +304,7 @@ class SignalNotes:
         self._owner = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other ranks: nothing; each has handlers of its own."""
+        """Send other ranks nothing: each has handlers of its own."""
         return vars(SignalNotes())
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ Logs = Mapping[str, Any]
 
 
 class Run(Protocol):
-    """What callbacks ask of the `fit` that runs.
+    """The `fit` that runs, as far as callbacks use it.
 
     Attributes:
         steps_done: the steps made in this epoch.
@@ -113,11 +113,11 @@ class Callback:
         self.params = params
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other ranks: all but the model, which is there already."""
+        """Send other ranks all but the model, which is there already."""
         return {name: value for name, value in vars(self).items() if name not in MODELS}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: plain data and tensors."""
+        """Give what a checkpoint keeps of this callback: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

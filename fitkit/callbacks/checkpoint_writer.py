@@ -38,7 +38,7 @@ def remove_unwanted(path: str | os.PathLike[str]) -> None:
 
 
 def written_at(path: str | os.PathLike[str]) -> int | None:
-    """When a checkpoint was written, in ns, which tells it from a later one; None: not there."""
+    """The time of a checkpoint's writing in ns, by which a later one differs; None: not there."""
     index = os.path.join(path, INDEX)
     try:
         return os.stat(index if os.path.isdir(path) else path).st_mtime_ns
@@ -95,7 +95,7 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other ranks: how to write, and nothing that is being written."""
+        """Send other ranks how to write, and nothing that is being written."""
         fresh = CheckpointWriter(weights_only=self.weights_only, asynchronous=self.asynchronous)
         return vars(fresh)
 
@@ -115,15 +115,22 @@ class CheckpointWriter:
         if is_folder_name(path):
             self._save_folder(model, path, then)
             return
-        contents = self._contents(model)
-        if model.is_global_zero:
-            if self.asynchronous:
+        run = _running(model)
+        contents: Any = run.weights() if self.weights_only else run.contents()
+        if self.asynchronous:
+            if model.is_global_zero:
                 contents = self._copies.of(contents)
-                self._start(lambda: self._write(path, contents, then))
-                return
+                self._thread = threading.Thread(
+                    target=self._attempt,
+                    args=(lambda: self._write(path, contents, then),),
+                    name="fitkit-checkpoint",
+                    daemon=False,  # The interpreter waits for a file that is half written.
+                )
+                self._thread.start()
+            return
+        if model.is_global_zero:
             self._attempt(lambda: self._write(path, contents, then))
-        if not self.asynchronous:
-            self._share(model)
+        self._share(model)
 
     def _save_folder(self, model: Module, path: str, then: Callable[[], None]) -> None:
         """Let every rank write its part; what follows is rank 0's."""
@@ -167,10 +174,6 @@ class CheckpointWriter:
         if error is not None:
             warn(f"The last checkpoint wasn't written: {error}")
 
-    def _contents(self, model: Module) -> Any:
-        run = _running(model)
-        return run.weights() if self.weights_only else run.contents()
-
     def _write(self, path: str, contents: Any, then: Callable[[], None]) -> None:
         _make_folder(path)
         if self.weights_only:
@@ -178,13 +181,6 @@ class CheckpointWriter:
         else:
             save_checkpoint(path, *contents)
         then()
-
-    def _start(self, work: Callable[[], None]) -> None:
-        # No daemon: the interpreter waits for a file that is half written.
-        self._thread = threading.Thread(
-            target=self._attempt, args=(work,), name="fitkit-checkpoint", daemon=False
-        )
-        self._thread.start()
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:

@@ -198,7 +198,7 @@ class ResultLines:
         *,
         ascii_only: bool = False,
     ) -> list[Text]:
-        """What stays when an epoch or an evaluation is over."""
+        """Make the lines that stay when an epoch or an evaluation is over."""
         from rich.text import Text
 
         dot = _dot(ascii_only)

@@ -270,7 +270,7 @@ class ModelCheckpoint(Callback):
         if last in (first, *removed):
             removed, last = [other for other in removed if other != last], None
         self._removing = removed
-        self._writer.save(self.model, first, lambda: _afterwards(first, last, removed))
+        self._writer.save(self.model, first, lambda: _link_and_remove(first, last, removed))
         if self.verbose:
             print_on_rank_zero(self.model, f"Saved {first}.")
 
@@ -407,8 +407,8 @@ def _frequency(
     return steps or every_n_train_steps, train_time_interval
 
 
-def _afterwards(path: str, last: str | None, removed: list[str]) -> None:
-    """What rank 0 does when a file is there: a second name for it, and others' end."""
+def _link_and_remove(path: str, last: str | None, removed: list[str]) -> None:
+    """Give a file that was written its second name, and delete those that it replaces."""
     if last is not None:
         files.link_checkpoint(path, last)
     for other in removed:

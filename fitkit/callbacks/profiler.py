@@ -495,7 +495,7 @@ def with_waits(ranks: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 def advice(
     seconds: dict[str, float], callbacks: dict[str, float], *, may_fuse: bool = False
 ) -> list[str]:
-    """What to do about the parts that take a notable share, the largest first."""
+    """Say what to do about the parts that take a notable share, the largest first."""
     whole = max(sum(seconds.values()), 1e-9)
     shares = {part: spent / whole for part, spent in seconds.items()}
     lines = []

@@ -301,7 +301,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """What torch held at most since the epoch's begin, and what anybody uses now, in MiB."""
+    """The most that torch held since the epoch's begin, and what anybody uses now, in MiB."""
     free, total = torch.cuda.mem_get_info(device)
     return torch.cuda.max_memory_allocated(device) / MIB, (total - free) / MIB
 

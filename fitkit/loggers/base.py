@@ -203,7 +203,7 @@ class Logger(Callback):
         self.resumes = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other ranks: no open file, and nobody there writes."""
+        """Send other ranks no open file: nobody writes there."""
         return {**super().__getstate__(), "connection": None, "_is_open": False}
 
 
@@ -239,7 +239,7 @@ def scalars(logs: Logs) -> dict[str, float]:
 
 
 def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
-    """What a training was asked: strings, numbers and flags by name.
+    """Collect a training's settings: strings, numbers and flags by name.
 
     The model's own `hparams`, where it has them; what `compile` was given, with the optimizer's
     class and rate where it was left out; `epochs`, `batch_size` and `world_size`; the net's name
