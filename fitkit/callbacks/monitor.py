@@ -62,16 +62,16 @@ class Monitor:
     def begin(self, model: Module, params: dict[str, Any]) -> None:
         """Begin a fit; warn of a validation's value where fit has nothing to validate on."""
         self._was_there = False
-        if not self.name.startswith("val_") or params.get("validation") is not False:
+        own = self.name.removeprefix("val_")
+        if params.get("validation") is not False or own == self.name:
             return
-        if any(self.name.startswith(prefix) for prefix, _ in params.get("evaluations", ())):
-            return
-        if model.is_global_zero:
+        # Other names with val_ may be a callback's own.
+        evaluated = any(self.name.startswith(prefix) for prefix, _ in params.get("evaluations", ()))
+        if own in model.metrics_names and not evaluated and model.is_global_zero:
             warn(
                 f"{self.callback} monitors {self.name!r}, but fit has no validation data. Give fit "
-                "validation_data or validation_split, or write "
-                f"monitor={self.name.removeprefix('val_')!r}. Where no callback before it logs "
-                f"{self.name!r}, fit ends with an error after its first epoch."
+                f"validation_data or validation_split, or write monitor={own!r}. Where no callback "
+                f"before it logs {self.name!r}, fit ends with an error after its first epoch."
             )
 
     def better(self, value: float, than: float) -> bool:
