@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fitkit.distributed.notice_boards import private_folder, process_name
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, WorkerError
 
 if sys.platform != "win32":
     import fcntl
@@ -42,10 +42,14 @@ class MeetingFolder:
 
     Args:
         path: of a folder that `make` has made, in this process or another.
+
+    Attributes:
+        calls: how many have begun, of those that `next_store` counts.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.calls = 0
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -78,9 +82,20 @@ class MeetingFolder:
         store.set_timeout(timedelta(seconds=LOST_S))
         return store
 
-    def forget(self, call: int) -> None:
-        """Remove a call's store, which no rank uses any more."""
-        (self.path / str(call)).unlink(missing_ok=True)
+    def next_store(self) -> Store:
+        """The store of the next call, where each process counts its calls.
+
+        Raises:
+            WorkerError: the folder has gone with the process that made it.
+        """
+        self.calls += 1
+        if self._lock is not None and self.calls > 2:
+            # All ranks have come to the call before this one, so they have left the one before
+            # that; in the store of the last call they may still read what rank 0 has done since.
+            (self.path / str(self.calls - 2)).unlink(missing_ok=True)
+        if not self.path.is_dir():
+            raise WorkerError("Rank 0's process has ended.")
+        return self.store(self.calls)
 
     def remove(self) -> None:
         """Remove the folder."""

@@ -7,18 +7,19 @@
 | openmpi, pmi | rank 0's: at MASTER_ADDR, or on one node at a free port, left in a file |
 | horovodrun | rank 0's: at MASTER_ADDR, or at a free port, left at horovodrun's own server |
 
-Each call gets a room of its own in that store, which all ranks enter before anything else is
+Each call gets a part of that store of its own, which all ranks find before anything else is
 done. So nobody reads keys that an earlier call, or the ranks before a restart, left behind:
 such keys end most of torchrun's restarts with gloo and `env://` (pytorch issue 135712, still so
-in 2.13). Naming the room by TORCHELASTIC_RESTART_COUNT is the usual advice, but that count can
-be 1 on one host and 0 on another, and they would wait for each other in two rooms. Here rank 0
-makes up a name and gives it to each rank in answer to a note that the rank has just written:
+in 2.13). Naming the part by TORCHELASTIC_RESTART_COUNT is the usual advice, but that count can
+be 1 on one host and 0 on another, and they would wait for each other in two parts. Here rank 0
+makes up a name and gives it to each rank in answer to a question that the rank has just asked:
 only a rank 0 that lives can have answered that.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import socket
 import threading
@@ -37,6 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fitkit.distributed.cluster import Cluster, Environment
+from fitkit.distributed.launchers.watch import Failure
 from fitkit.distributed.notice_boards import NoticeBoard, board_for
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -45,7 +47,10 @@ Result = TypeVar("Result")
 DEFAULT_PORT = 29500
 """torch's own, where MASTER_ADDR is set and MASTER_PORT is not."""
 
-LONGEST_PAUSE_S = 0.1
+COMMON = "fitkit/meeting"
+"""The part of a store that the ranks of all calls know."""
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.1
 """Between two looks at the store."""
 
 LINGER_S = 0.5
@@ -63,66 +68,208 @@ _reached: dict[Cluster, TCPStore] = {}
 later call finds rank 0's server where it was, not one that is just about to move."""
 
 
-def store_for(cluster: Cluster, timeout: timedelta, environment: Environment = os.environ) -> Store:
-    """A store of this call's own, once all processes have come.
+class Meeting:
+    """The ranks of a call come together, each with the same call.
+
+    Rank 0 waits for all, and the others for its word: so a store has one request of each rank at a
+    time, however many there are. Torch's own wait couldn't be broken off.
+
+    Args:
+        rank, size: of this process.
+        verb: of the call that it makes.
+        timeout: how long to wait for the other ranks.
+        where: the store's address, for the message.
+    """
+
+    def __init__(
+        self, rank: int, size: int, verb: str, timeout: timedelta, where: str = ""
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._verb = verb
+        self.patience = Patience(timeout)
+        self.where = where
+
+    def at(self, store: Store, lost: Callable[[], Failure | None]) -> Store:
+        """Meet at a store that is this call's alone.
+
+        Args:
+            lost: gives the failure of a rank that won't come, where this process can know that.
+
+        Returns:
+            The store, once all have come.
+
+        Raises:
+            WorkerError: a rank has failed, or won't come, or didn't in time.
+            ConfigurationError: the ranks make different calls.
+        """
+        here = [f"here/{rank}" for rank in range(self._size)]
+        store.set(here[self._rank], self._verb)
+        awaited = ["all are here"] if self._rank else here
+        self.patience.pause_s = SHORTEST_PAUSE_S
+        try:
+            while not store.check(awaited):
+                if (failure := Failure.first(store)) is not None:
+                    raise failure.as_error()
+                failure, late = lost(), not self.patience.remains()
+                if failure is not None or late:
+                    missing = [rank for rank, key in enumerate(here) if not store.check([key])]
+                    raise self._incomplete(missing, failure)
+        except DistError:
+            raise
+        except BaseException as error:
+            Failure.of(self._rank, error).write(store)
+            raise
+        if self._rank == 0:
+            calls = {store.get(key).decode(): rank for rank, key in enumerate(here)}
+            store.set("all are here", json.dumps(calls))
+        else:
+            calls = json.loads(store.get("all are here"))
+        for verb, rank in calls.items():
+            if verb != self._verb:
+                raise ConfigurationError(
+                    f"This rank ({self._rank}) calls {self._verb}, but rank {rank} calls {verb}. "
+                    "Every rank has to make the same calls in the same order: is one of them "
+                    "under `if model.is_global_zero:`?"
+                )
+        return store
+
+    def in_part_of(self, store: Store) -> Store:
+        """Meet in a part of a store that only this call's ranks know.
+
+        Returns:
+            The part, once all have come.
+
+        Raises:
+            WorkerError, ConfigurationError: as `at`.
+        """
+        common = PrefixStore(COMMON, store)
+        try:
+            if self._rank == 0:
+                return self._open_part(store, common)
+            question = uuid.uuid4().hex
+            common.set(f"question/{self._rank}", question)
+            while not common.check([f"answer/{question}"]):
+                failure, late = _ended(common, 0), not self.patience.remains()
+                if failure is not None or late:
+                    raise self._incomplete([0], failure, count=1)  # that it knows of
+            part = PrefixStore(common.get(f"answer/{question}").decode(), store)
+            return self.at(part, lambda: _ended(common, 0))
+        except DistError as error:
+            raise WorkerError(
+                f"rank {self._rank} lost its connection to {self.where} while the {self._size} "
+                f"processes met ({_first_line(error)}): the process that serves there ended."
+            ) from error
+
+    def _open_part(self, store: Store, common: Store) -> Store:
+        """Rank 0: answer each rank's newest question until all have come."""
+        name = f"fitkit/call/{uuid.uuid4().hex}"
+        part = PrefixStore(name, store)
+        absent = list(range(1, self._size))
+        answered: dict[int, str] = {}
+
+        def answer() -> Failure | None:
+            for other in [rank for rank in absent if part.check([f"here/{rank}"])]:
+                absent.remove(other)
+            for other in absent:
+                if common.check([f"question/{other}"]):
+                    question = common.get(f"question/{other}").decode()
+                    if answered.get(other) != question:
+                        common.set(f"answer/{question}", name)
+                        answered[other] = question
+            return next(filter(None, (_ended(common, other) for other in absent)), None)
+
+        try:
+            self.at(part, answer)
+        except WorkerError:
+            time.sleep(LINGER_S)
+            raise
+        for other, question in answered.items():
+            common.delete_key(f"question/{other}")
+            common.delete_key(f"answer/{question}")
+        return part
+
+    def _incomplete(
+        self, missing: list[int], failure: Failure | None, count: int | None = None
+    ) -> WorkerError:
+        """The error of a meeting to which not all have come.
+
+        Args:
+            missing: ranks.
+            failure: why one of them won't come; None where the time is over.
+            count: how many have come; None for all but those.
+        """
+        count = self._size - len(missing) if count is None else count
+        joined = f"{count} of {self._size} ranks joined this call of {self._verb}"
+        if self.where:
+            joined = f"{count} of {self._size} processes joined at {self.where}"
+        if failure is not None:
+            return failure.as_error(f"{joined}. ")
+        listing = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        return WorkerError(
+            f"{joined} within {self.patience.timeout_s:g} s; missing: rank {listing}. Every rank "
+            "has to be started and to make the same calls in the same order: is this one under "
+            "`if model.is_global_zero:`?",
+            missing[0] if missing else 0,
+        )
+
+
+def _ended(common: Store, rank: int) -> Failure | None:
+    """The failure of a rank that has said at its end that it won't come."""
+    if not common.check([f"ended/{rank}"]):
+        return None
+    return Failure(
+        rank,
+        f"No other will follow: the script of rank {rank} has ended. Every rank has to make the "
+        "same calls of fit, evaluate and predict; is an exit or a call under a condition on the "
+        "rank?",
+    )
+
+
+def meet_launched(
+    cluster: Cluster, verb: str, timeout: timedelta, environment: Environment = os.environ
+) -> Store:
+    """Meet with the processes that a launcher started.
 
     For `init_process_group(store=…, rank=cluster.rank, world_size=cluster.world_size)`.
 
     Args:
         cluster: this process's place.
+        verb: of the call.
         timeout: how long to wait for the other processes.
         environment: the variables that `cluster` was read from.
+
+    Returns:
+        A store of this call's own.
 
     Ranks:
         Collective: every rank calls it, equally often.
 
     Raises:
-        ConfigurationError: there is no way to meet, or rank 0's port is taken.
+        ConfigurationError: there is no way to meet, or rank 0's port is taken, or the ranks make
+            different calls.
         WorkerError: not all processes came in time; the message says how many did, and where.
     """
     if cluster.world_size == 1:
         return HashStore()
     board = None if cluster.master_address else board_for(cluster, environment)
-    patience = _Patience(timeout)
+    meeting = Meeting(cluster.rank, cluster.world_size, verb, timeout)
 
     def meet() -> Store:
         if cluster not in _reached:
-            _reached[cluster] = _reach(cluster, board, environment, patience)
+            _reached[cluster] = _reach(cluster, board, environment, meeting.patience)
         store = _reached[cluster]
-        where = f"{cluster.master_address or store.host}:{store.port}"
-        return _enter(store, cluster.rank, cluster.world_size, where, patience)
+        meeting.where = f"{cluster.master_address or store.host}:{store.port}"
+        return meeting.in_part_of(store)
 
     try:
-        return _bounded(meet, cluster, patience)
+        return _bounded(meet, cluster, meeting.patience)
     except BaseException:
         _reached.pop(cluster, None)
         raise
     finally:
         if board is not None and cluster.rank == 0:
             board.clear()
-
-
-def enter_room(
-    store: Store, rank: int, world_size: int, timeout: timedelta, where: str = "the store"
-) -> Store:
-    """A part of `store` that only this call's ranks know, once all of them have come.
-
-    For launchers that have a store already.
-
-    Args:
-        store: what all ranks can reach.
-        rank: of this process.
-        world_size: how many come.
-        timeout: how long to wait for them.
-        where: the store's address, for the message.
-
-    Ranks:
-        Collective.
-
-    Raises:
-        WorkerError: not all came in time.
-    """
-    return _enter(store, rank, world_size, where, _Patience(timeout))
 
 
 def tell_at_exit(cluster: Cluster, environment: Environment = os.environ) -> None:
@@ -144,11 +291,11 @@ def _tell(cluster: Cluster, environment: Environment, owner: int) -> None:
         return  # a fork of that process
     store, port = _reached.get(cluster), cluster.master_port or DEFAULT_PORT
     if store is None and cluster.master_address and _agent_serves(environment):
-        patience = _Patience(timedelta(seconds=FAREWELL_S))
+        patience = Patience(timedelta(seconds=FAREWELL_S))
         store, _ = _try(cluster.master_address, port, patience)
     try:
         if store is not None:
-            PrefixStore("fitkit/hall", store).set(f"ended/{cluster.rank}", "")
+            PrefixStore(COMMON, store).set(f"ended/{cluster.rank}", "")
     except DistError:
         pass  # The process that serves has ended before.
 
@@ -158,18 +305,18 @@ def _agent_serves(environment: Environment) -> bool:
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-class _Patience:
+class Patience:
     """How long a wait may last, on the monotonic clock."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout_s = timeout.total_seconds()
         self._end = time.monotonic() + self.timeout_s
-        self._pause_s = 0.002
+        self.pause_s = 0.002
 
     def remains(self) -> bool:
         """Pause a little, longer each time; whether there is time for another look."""
-        self._pause_s = min(self._pause_s * 1.5, LONGEST_PAUSE_S)
-        time.sleep(self._pause_s)
+        self.pause_s = min(self.pause_s * 1.2, LONGEST_PAUSE_S)
+        time.sleep(self.pause_s)
         return time.monotonic() < self._end
 
     @property
@@ -182,7 +329,7 @@ class _Patience:
         self._end = 0.0
 
 
-def _bounded(work: Callable[[], Result], cluster: Cluster, patience: _Patience) -> Result:
+def _bounded(work: Callable[[], Result], cluster: Cluster, patience: Patience) -> Result:
     """`work` in a thread, so that Ctrl-C is heard and the wait ends whatever happens.
 
     Nothing in C++ hears Ctrl-C, and some of it has no limit: a TCPStore waits for ever for a
@@ -212,7 +359,7 @@ def _bounded(work: Callable[[], Result], cluster: Cluster, patience: _Patience) 
 
 
 def _reach(
-    cluster: Cluster, board: NoticeBoard | None, environment: Environment, patience: _Patience
+    cluster: Cluster, board: NoticeBoard | None, environment: Environment, patience: Patience
 ) -> TCPStore:
     """Rank 0's server or the agent's, served or connected to."""
     if board is not None and cluster.rank > 0:
@@ -229,7 +376,7 @@ def _reach(
     return _connect(cluster, port, patience)
 
 
-def _serve(cluster: Cluster, port: int, patience: _Patience) -> TCPStore:
+def _serve(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
     timeout = timedelta(seconds=patience.timeout_s)
     listening = _listen_here_only(cluster, port)
     try:
@@ -264,7 +411,7 @@ def _listen_here_only(cluster: Cluster, port: int) -> socket.socket | None:
         return None
 
 
-def _connect(cluster: Cluster, port: int, patience: _Patience) -> TCPStore:
+def _connect(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
     assert cluster.master_address is not None
     while True:
         store, reason = _try(cluster.master_address, port, patience)
@@ -274,7 +421,7 @@ def _connect(cluster: Cluster, port: int, patience: _Patience) -> TCPStore:
             raise _unreached(cluster, reason, patience)
 
 
-def _follow(board: NoticeBoard, cluster: Cluster, patience: _Patience) -> TCPStore:
+def _follow(board: NoticeBoard, cluster: Cluster, patience: Patience) -> TCPStore:
     """The server that rank 0's notice names; one from an earlier run leads nowhere."""
     reason = "rank 0 left no address there"
     while patience.remains():
@@ -288,7 +435,7 @@ def _follow(board: NoticeBoard, cluster: Cluster, patience: _Patience) -> TCPSto
     raise _unreached(cluster, f"{board}: {reason}", patience)
 
 
-def _try(host: str, port: int, patience: _Patience) -> tuple[TCPStore | None, str]:
+def _try(host: str, port: int, patience: Patience) -> tuple[TCPStore | None, str]:
     """A connection, or None and the reason.
 
     Asked with a plain socket first: TCPStore prints pages of C++ stacks while nobody listens.
@@ -301,105 +448,7 @@ def _try(host: str, port: int, patience: _Patience) -> tuple[TCPStore | None, st
         return None, _first_line(error)
 
 
-def _enter(store: Store, rank: int, world_size: int, where: str, patience: _Patience) -> Store:
-    hall = PrefixStore("fitkit/hall", store)
-    try:
-        if rank == 0:
-            room = _open_room(hall, world_size, where, patience)
-        else:
-            room = _be_let_in(hall, rank, world_size, where, patience)
-    except DistError as error:
-        raise WorkerError(
-            f"rank {rank} lost its connection to {where} while the {world_size} processes met "
-            f"({_first_line(error)}): the process that serves there ended."
-        ) from error
-    return PrefixStore(f"fitkit/room/{room}", store)
-
-
-def _open_room(hall: Store, world_size: int, where: str, patience: _Patience) -> str:
-    """Rank 0: answer each rank's newest note until all have said that they are in."""
-    room = uuid.uuid4().hex
-    absent = set(range(1, world_size))
-    answered: dict[int, str] = {}
-    while True:
-        for other in sorted(absent):
-            if hall.check([f"{room}/{other}"]):
-                absent.discard(other)
-                hall.delete_key(f"note/{other}")
-                hall.delete_key(f"answer/{answered[other]}")
-            elif hall.check([f"note/{other}"]):
-                note = hall.get(f"note/{other}").decode()
-                if answered.get(other) != note:
-                    hall.set(f"answer/{note}", room)
-                    answered[other] = note
-        if not absent:
-            hall.set(f"{room}/verdict", "")
-            return room
-        ended = {other for other in absent if hall.check([f"ended/{other}"])}
-        if ended or not patience.remains():
-            error = (
-                _ended(world_size, ended, absent)
-                if ended
-                else _incomplete(world_size, absent, where, patience)
-            )
-            hall.set(f"{room}/verdict", str(error))
-            time.sleep(LINGER_S)
-            raise error
-
-
-def _be_let_in(hall: Store, rank: int, world_size: int, where: str, patience: _Patience) -> str:
-    """Another rank: leave a note, take rank 0's answer, and wait until all are in."""
-    note = uuid.uuid4().hex
-    hall.set(f"note/{rank}", note)
-    room = _read(hall, f"answer/{note}", patience)
-    if room is None and hall.check(["ended/0"]):
-        raise _ended(world_size, {0}, {0})
-    if room is None:
-        raise _incomplete(world_size, {0}, where, patience)
-    hall.set(f"{room}/{rank}", "")
-    verdict = _read(hall, f"{room}/verdict", patience)
-    if verdict is None:
-        absent = {other for other in range(1, world_size) if not hall.check([f"{room}/{other}"])}
-        raise _incomplete(world_size, absent, where, patience)
-    if verdict:
-        raise WorkerError(verdict)
-    return room
-
-
-def _read(hall: Store, key: str, patience: _Patience) -> str | None:
-    """The value of a key that rank 0 is still to set; None where it doesn't, or has ended."""
-    while not hall.check([key]):
-        if not patience.remains() or hall.check(["ended/0"]):
-            return None
-    return hall.get(key).decode()
-
-
-def _incomplete(world_size: int, absent: set[int], where: str, patience: _Patience) -> WorkerError:
-    """Too few joined. What a rank that waits for rank 0 knows is itself only."""
-    ranks = sorted(absent)
-    joined = 1 if ranks == [0] else world_size - len(ranks)
-    listing = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return WorkerError(
-        f"{joined} of {world_size} processes joined at {where} within {patience.timeout_s:g} s; "
-        f"missing: rank {listing}. Every process has to be started and to make the same calls of "
-        "fit, evaluate and predict.",
-        rank=ranks[0] if ranks else 0,
-    )
-
-
-def _ended(world_size: int, ended: set[int], absent: set[int]) -> WorkerError:
-    """Some of those who don't come have ended: there is nothing to wait for."""
-    ranks = sorted(ended)
-    listing = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return WorkerError(
-        f"{world_size - len(absent)} of {world_size} processes joined this call, and none will "
-        f"follow: the script of rank {listing} has ended. Every rank has to make the same calls "
-        "of fit, evaluate and predict; is an exit or a call under a condition on the rank?",
-        rank=ranks[0],
-    )
-
-
-def _unreached(cluster: Cluster, reason: str, patience: _Patience) -> WorkerError:
+def _unreached(cluster: Cluster, reason: str, patience: Patience) -> WorkerError:
     address, port = cluster.master_address, cluster.master_port or DEFAULT_PORT
     where = f" at {address}:{port}" if address else ""
     return WorkerError(

@@ -399,6 +399,16 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs():
     assert "time.sleep(600)" in str(caught.value)
 
 
+def test_a_call_of_another_model_on_several_devices_inside_a_call_is_refused_at_once():
+    other = compiled()
+
+    def inside(epoch, logs):
+        other.evaluate(X, Y, verbose=0)
+
+    with pytest.raises(fitkit.ConfigurationError, match=r"inside another model.*devices=1"):
+        compiled().fit(X, Y, verbose=0, callbacks=LambdaCallback(on_epoch_end=inside))
+
+
 def test_fewer_samples_than_ranks_are_refused_before_a_process_starts():
     end_workers()
     with pytest.raises(fitkit.ConfigurationError, match="1 samples.*2 ranks"):

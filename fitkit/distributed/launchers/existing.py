@@ -17,9 +17,8 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers.watch import Failure, Watch, broken_exchange
-from fitkit.distributed.launchers.worker import is_collateral
-from fitkit.distributed.rendezvous import enter_room, store_for, tell_at_exit
+from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
+from fitkit.distributed.rendezvous import Meeting, meet_launched, tell_at_exit
 from fitkit.errors import ConfigurationError, WorkerError
 
 if TYPE_CHECKING:
@@ -50,11 +49,13 @@ class ExistingLauncher:
 
     prints_apart = True
     """Whether the user sees what the other ranks print."""
+    ends_process = True
+    """Whether a process that doesn't come out of a call after another's failure may be ended."""
 
     def __init__(self, strategy: Strategy, cluster: Cluster) -> None:
         self.strategy = strategy
         self.cluster = cluster
-        self._room: Store | None = None  # of the last call
+        self._store: Store | None = None  # of the last call
         self._done: dict[str, int] = {}  # since then, on rank 0 alone
         if cluster.launcher != "fitkit":
             tell_at_exit(cluster)
@@ -73,24 +74,22 @@ class ExistingLauncher:
         """
         if world.in_own_group():
             return self._inside(function, arguments)
-        timeout = self.strategy.timeout or DEFAULT_TIMEOUT
-        self._room, self._done = None, {}
-        room = self.meet(timeout)
+        self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
-        watch = Watch(room, rank, size, self.lost, self.break_off)
-        with self.surroundings(), watch:
-            try:
-                self._gather_ranks(_verb(function), room, watch, timeout)
-                self.strategy.join(room)
-                result = function(*arguments)
-                self.strategy.collectives.gather(None)  # Every rank has come to the end.
-                self.strategy.leave()
-                self._room = room
-                return result
-            except BaseException as error:
-                failure = self._settle(error, watch)
-                if failure is None:
-                    raise
+        with self.surroundings():
+            store = self.meet(getattr(function, "__name__", "a call").removeprefix("run_"))
+            with Watch(store, rank, size, self.lost, world.abort, self.ends_process) as watch:
+                try:
+                    self.strategy.join(store)
+                    result = function(*arguments)
+                    self.strategy.collectives.gather(None)  # Every rank has come to the end.
+                    self.strategy.leave()
+                    self._store = store
+                    return result
+                except BaseException as error:
+                    failure = self._failure_behind(error, watch)
+                    if failure is None:
+                        raise
         try:
             raise failure
         finally:
@@ -107,7 +106,7 @@ class ExistingLauncher:
         Raises:
             WorkerError: it failed on rank 0, or isn't done in time.
         """
-        room, rank = self._room, self.strategy.world.rank
+        store, rank = self._store, self.strategy.world.rank
         self._done[what] = self._done.get(what, 0) + 1
         key = f"done/{self._done[what]}/{what}"
         if rank == 0:
@@ -120,36 +119,46 @@ class ExistingLauncher:
                 raise
             finally:
                 with contextlib.suppress(Exception):  # nobody may be there to read it
-                    if room is not None:
-                        room.set(key, problem)
-        elif room is not None and (told := self._awaited(room, key)):
+                    if store is not None:
+                        store.set(key, problem)
+        elif store is not None and (told := self._awaited(store, key)):
             raise WorkerError(told, 0)
 
-    def _awaited(self, room: Store, key: str) -> str:
+    def _awaited(self, store: Store, key: str) -> str:
         """What rank 0 says at its work's end: nothing where that went well."""
-        timeout = self.strategy.timeout or DEFAULT_TIMEOUT
-        deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
+        timeout_s = self.timeout.total_seconds()
+        deadline, pause_s = time.monotonic() + timeout_s, 0.002
         try:
-            while not room.check([key]):
+            while not store.check([key]):
                 if time.monotonic() > deadline:
-                    return f"Rank 0 wasn't done within {timeout.total_seconds():g} s."
-                if (failure := self.lost()) is not None and not room.check([key]):
+                    return f"Rank 0 wasn't done within {timeout_s:g} s."
+                if (failure := self.lost()) is not None and not store.check([key]):
                     return failure.what
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
-            return room.get(key).decode()
+            return store.get(key).decode()
         except (DistError, OSError):
             return ""  # rank 0, which served the store, has ended after its work
 
     # ------------------------------------------------------------------ what launchers differ in
 
-    def meet(self, timeout: timedelta) -> Store:
-        """A part of a store for this call alone."""
-        store = world.users_store()
+    @property
+    def timeout(self) -> timedelta:
+        """How long the ranks wait for each other to come to a call."""
+        return self.strategy.timeout or DEFAULT_TIMEOUT
+
+    def meet(self, verb: str) -> Store:
+        """Wait until all ranks make this call; a store, or a part of one, for it alone.
+
+        Raises:
+            WorkerError: a rank ended or failed, or doesn't come.
+            ConfigurationError: a rank makes another call.
+        """
+        store, place = world.users_store(), self.strategy.world
         if store is None:
-            return store_for(self.cluster, timeout)
-        place = self.strategy.world
-        return enter_room(store, place.rank, place.size, timeout, "the script's process group")
+            return meet_launched(self.cluster, verb, self.timeout)
+        where = "the script's process group"
+        return Meeting(place.rank, place.size, verb, self.timeout, where).in_part_of(store)
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """What holds for the length of a call."""
@@ -158,10 +167,6 @@ class ExistingLauncher:
     def lost(self) -> Failure | None:
         """The failure of a rank that has ended; None where none has, or nobody here can know."""
         return None
-
-    def break_off(self) -> None:
-        """End this process's exchanges."""
-        world.abort()
 
     # ------------------------------------------------------------------ a call
 
@@ -173,81 +178,28 @@ class ExistingLauncher:
         finally:
             self.strategy.leave()
 
-    def _gather_ranks(self, verb: str, room: Store, watch: Watch, timeout: timedelta) -> None:
-        """Wait until all ranks make this call; torch's own wait couldn't be broken off.
-
-        Raises:
-            WorkerError: a rank ended or failed, or doesn't come.
-            ConfigurationError: a rank makes another call.
-        """
-        size = self.strategy.world.size
-        keys = [f"here/{rank}" for rank in range(size)]
-        room.set(keys[self.strategy.world.rank], verb)
-        deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.002
-        while not room.check(keys):
-            late = time.monotonic() > deadline
-            if watch.failure is not None or late:
-                missing = [rank for rank in range(size) if not room.check([keys[rank]])]
-                raise self._incomplete(verb, missing, watch.failure, timeout)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
-        for rank, key in enumerate(keys):
-            other = room.get(key).decode()
-            if other != verb:
-                raise ConfigurationError(
-                    f"This rank ({self.strategy.world.rank}) calls {verb}, but rank {rank} calls "
-                    f"{other}. Every rank has to make the same calls in the same order: is one of "
-                    "them under `if model.is_global_zero:`?"
-                )
-
-    def _incomplete(
-        self, verb: str, missing: list[int], failure: Failure | None, timeout: timedelta
-    ) -> WorkerError:
-        size = self.strategy.world.size
-        joined = f"{size - len(missing)} of {size} ranks joined this call of {verb}"
-        if failure is not None:
-            return WorkerError(f"{joined}. {self._told(failure)}", failure.rank, failure.text)
-        listing = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        return WorkerError(
-            f"{joined} within {timeout.total_seconds():g} s; missing: rank {listing}. Every rank "
-            "has to make the same calls in the same order: is this one under "
-            "`if model.is_global_zero:`?",
-            missing[0] if missing else 0,
-        )
-
-    def _settle(self, error: BaseException, watch: Watch) -> WorkerError | None:
+    def _failure_behind(self, error: BaseException, watch: Watch) -> WorkerError | None:
         """Leave the call; the error of the rank that failed first, or None if that is this one."""
-        if isinstance(error, WorkerError):
-            watch.tell(Failure(error.rank, str(error), error.remote_traceback))
+        rank = self.strategy.world.rank
+        if isinstance(error, WorkerError) or not (watch.broken_off or broke_off(error)):
+            own = Failure.of(rank, error)
+            first = watch.tell(own)
             self._leave()
-            return None
-        if not (watch.broken_off or _broke_off(error)):
-            watch.tell(Failure.of(self.strategy.world.rank, error))
-            self._leave()
-            return None
+            # Where all ranks raise one error (a file that can't be written), it is rank 0's, and
+            # so is what was asked and can't be, on any rank, and what the user does.
+            is_same = first.what.partition(":")[2] == own.what.partition(":")[2]
+            is_own = self.prints_apart or rank != 0 or not first.raised or is_same
+            if is_own or not own.raised or not isinstance(error, Exception):
+                return None
+            return None if isinstance(error, ConfigurationError) else first.as_error()
         self._leave()  # First: ranks that wait for this one come out, too.
-        failure = watch.cause(error)
-        if failure is None:
-            rank = self.strategy.world.rank
-            place = "".join(traceback.format_exception(error))
-            failure = broken_exchange(
-                rank,
-                error,
-                watch.elsewhere,
-                f"Rank {rank} waited here:\n{place}",
-                time.monotonic() - watch.began,
-            )
-        return self._error(failure)
-
-    def _error(self, failure: Failure) -> WorkerError:
-        return WorkerError(self._told(failure), failure.rank, failure.text)
-
-    def _told(self, failure: Failure) -> str:
-        """A failure in words; what the user has seen already isn't repeated."""
-        if failure.raised and self.prints_apart:
-            return f"{failure.what}\nThat rank prints its traceback; remote_traceback has it, too."
-        label = "Its traceback:\n" if failure.raised else ""
-        return f"{failure.what}\n\n{label}{failure.text}" if failure.text else failure.what
+        failure = watch.cause(error) or broken_exchange(rank, error, watch)
+        # What this rank was doing explains nothing, and holds DataLoader workers and ports.
+        traceback.clear_frames(error.__traceback__)
+        if not (failure.raised and self.prints_apart):
+            return failure.as_error()
+        note = "That rank prints its traceback; remote_traceback has it, too."
+        return WorkerError(f"{failure.what}\n{note}", failure.rank, failure.text)
 
     def _leave(self) -> None:
         """Leave the process group although its threads may hang in an exchange."""
@@ -258,15 +210,6 @@ class ExistingLauncher:
         if thread.is_alive():
             world.abandon()
             atexit.register(_end_in_time)
-
-
-def _verb(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", "a call").removeprefix("run_")
-
-
-def _broke_off(error: BaseException) -> bool:
-    """Whether an error only shows that an exchange broke off (torch's are no OSErrors)."""
-    return is_collateral(error) and not isinstance(error, OSError)
 
 
 def _end_in_time() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -11,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NoReturn
 
 import torch
 
-from fitkit.distributed.launchers.worker import FILES_AT_A_TIME, Report
+from fitkit.distributed.launchers.watch import Failure
 
 
 def share_of_cores(ranks: int) -> int:
@@ -77,87 +76,101 @@ def ended_by_interrupt(end: Callable[[], None]) -> Iterator[None]:
         reading.close()
 
 
-START = (
-    "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
-    "from fitkit.distributed.launchers.worker import main; main({}, {})"
-)
-
-
-class WorkerProcess:
-    """Starts a worker; what its parent says to it, hears of it, and does with it.
+class RankProcess:
+    """The process of one of the other ranks: its start, its last words and its end.
 
     Args:
         rank: which it holds.
+        command: the program and its arguments.
+        variables: of its environment, beside this process's.
+        folder: where it starts; None for where this process is.
+        files: open files that it gets, by the same numbers.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        command: list[str],
+        variables: Mapping[str, str],
+        folder: str | None = None,
+        files: tuple[int, ...] = (),
+    ) -> None:
         self.rank = rank
-        ours, theirs = socket.socketpair()
-        self._files, their_files = socket.socketpair()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
-        threads = str(share_of_cores(2))
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                "-c",
-                START.format(theirs.fileno(), their_files.fileno()),
-            ],
-            pass_fds=(theirs.fileno(), their_files.fileno()),
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the rank
+        self._process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **variables},
+            pass_fds=files,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # rank 0 prints; the others would repeat it
             stderr=self._said,
             start_new_session=True,  # Ctrl-C goes to the whole group; rank 0 alone handles it
-            env={"OMP_NUM_THREADS": threads, **os.environ, "FITKIT_PATH": json.dumps(sys.path)},
         )
-        theirs.close()
-        their_files.close()
-        self.connection = Connection(ours.detach())
 
-    def send(self, message: Any) -> None:
-        self.connection.send(message)
+    def lives(self) -> bool:
+        """Whether it hasn't ended."""
+        return self._process.poll() is None
 
-    def send_files(self, files: list[int]) -> None:
-        for start in range(0, len(files), FILES_AT_A_TIME):
-            socket.send_fds(self._files, [b"f"], files[start : start + FILES_AT_A_TIME])
-
-    def receive(self, seconds: float) -> Report | None:
-        """The next report; None where none comes in time, or the worker has gone."""
+    def ends_before(self, deadline: float) -> bool:
+        """Wait for its end, until a time of the monotonic clock."""
         try:
-            if self.connection.poll(max(seconds, 0.0)):
-                report = self.connection.recv()
-                return report if isinstance(report, Report) else None
-        except (EOFError, OSError):
-            pass
-        return None
+            self._process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
-    def how_it_ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2.0)
-        code = self.process.returncode
+    def end(self) -> None:
+        """End it, where it still lives, and what it started: it has its own session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def broke(self) -> bool:
+        """Whether it ended by a signal or an exception; other statuses are the script's own."""
+        code = self._process.returncode
+        return code is not None and (code < 0 or (code > 0 and "Traceback (most" in self.words()))
+
+    def failure(self) -> Failure | None:
+        """How it ended, with the end of what it wrote to its standard error; None while it lives.
+
+        What it has left behind is ended: its DataLoader workers hold copies of its connections,
+        so that the other ranks wouldn't notice that it has gone.
+        """
+        code = self._process.poll()
         if code is None:
-            return "did not finish"
+            return None
+        self.end()
         if code < 0:
             name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return f"was ended by {name}{hint}"
-        return f"left with status {code}, without a word"
+            how = f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        else:
+            how = f"left with status {code}"
+        return Failure(self.rank, f"Rank {self.rank} {how}.", self.words())
 
-    def last_words(self) -> str:
-        """The end of what the worker wrote to its standard error."""
+    def words(self) -> str:
+        """The end of what it wrote to its standard error."""
         with contextlib.suppress(OSError, ValueError):
             length = self._said.seek(0, os.SEEK_END)
             self._said.seek(max(length - 4000, 0))
             return self._said.read().decode(errors="replace")
         return ""
 
-    def end_children(self) -> None:
-        """End the worker, where it still lives, and what it started: it has its own session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        self.end_children()
-        self.process.wait()
-        for thing in (self.connection, self._files, self._said):
-            thing.close()
+def first_lost(processes: Iterable[RankProcess]) -> Failure | None:
+    """The failure of the first rank, in their order, whose process has ended."""
+    return next(filter(None, (process.failure() for process in processes)), None)
+
+
+def end_own_session() -> NoReturn:
+    """End this process and what it started at once: threads of torch may hang for ever.
+
+    DataLoader workers hold copies of this rank's connections: while one of them lives, the other
+    ranks don't notice that this one has gone.
+    """
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if os.getsid(0) == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.launchers.process import ended_by_interrupt, threads_shared
 from fitkit.distributed.launchers.script_ranks import ScriptRanks, ranks_of_script
 from fitkit.distributed.launchers.watch import Failure
+from fitkit.distributed.rendezvous import Meeting
 
 if TYPE_CHECKING:
     from fitkit.distributed.strategies.base import Strategy
@@ -55,8 +55,11 @@ class ScriptLauncher(ExistingLauncher):
     def _ranks(self) -> ScriptRanks:
         return ranks_of_script(self._size)
 
-    def meet(self, timeout: timedelta) -> Store:
-        return self._ranks.next_room()
+    def meet(self, verb: str) -> Store:
+        ranks = self._ranks
+        return Meeting(ranks.rank, ranks.size, verb, self.timeout).at(
+            ranks.folder.next_store(), self.lost
+        )
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:

@@ -11,21 +11,20 @@ import atexit
 import contextlib
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
-
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import detect
-from fitkit.distributed.launchers.process import share_of_cores
+from fitkit.distributed.launchers.process import (
+    RankProcess,
+    end_own_session,
+    first_lost,
+    share_of_cores,
+)
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.distributed.meeting_folder import MeetingFolder
 from fitkit.distributed.notice_boards import is_private, process_name
@@ -53,26 +52,15 @@ class ScriptRanks:
     Attributes:
         rank, size: of this process.
         failed: whether a call has failed here.
+        folder: where they meet.
     """
 
     def __init__(self, rank: int, size: int, folder: MeetingFolder) -> None:
         self.rank = rank
         self.size = size
         self.failed = False
-        self._folder = folder
+        self.folder = folder
         self._store = folder.store(0)
-        self._calls = 0
-
-    def next_room(self) -> Store:
-        """The store for the next call; each rank counts its calls."""
-        self._calls += 1
-        if self.rank == 0 and self._calls > 2:
-            # All ranks have come to the call before this one, so they have left the one before
-            # that; in the store of the last call they may still read what rank 0 has done since.
-            self._folder.forget(self._calls - 2)
-        if not self._folder.path.is_dir():
-            raise WorkerError("Rank 0's process has ended.")
-        return self._folder.store(self._calls)
 
     def lost(self) -> Failure | None:
         """The failure of a rank that has ended, as far as this one can know."""
@@ -95,10 +83,10 @@ class StartedRanks(ScriptRanks):
         port = _free_port()
         super().__init__(0, size, MeetingFolder.make())
         self._owner = os.getpid()
-        self._variables = {
+        variables = {
             "FITKIT_LAUNCHED": "1",
             "FITKIT_PARENT": process_name(self._owner),
-            "FITKIT_MEETING": str(self._folder.path),
+            "FITKIT_MEETING": str(self.folder.path),
             # For groups that the script makes itself by torch's `env://`.
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(port),
@@ -106,19 +94,25 @@ class StartedRanks(ScriptRanks):
             "LOCAL_WORLD_SIZE": str(size),
             "NODE_RANK": "0",
         }
-        self._children = [_Child(rank, size, self._variables) for rank in range(1, size)]
-        os.environ.update({**self._variables, "RANK": "0", "LOCAL_RANK": "0"})
+        threads = os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size))
+        self._others = [
+            RankProcess(
+                rank,
+                [sys.executable, *sys.orig_argv[1:]],
+                {**variables, "OMP_NUM_THREADS": threads, "RANK": name, "LOCAL_RANK": name},
+                STARTED_IN,
+            )
+            for rank, name in enumerate(map(str, range(1, size)), 1)
+        ]
+        os.environ.update({**variables, "RANK": "0", "LOCAL_RANK": "0"})
         atexit.register(self.finish)
 
     def lost(self) -> Failure | None:
-        for child in self._children:
-            if child.process.poll() is not None:
-                return child.failure()
-        return None
+        return first_lost(self._others)
 
     def end(self) -> None:
-        for child in self._children:
-            child.end()
+        for other in self._others:
+            other.end()
 
     def finish(self) -> None:
         """At the end of rank 0's script: let the others come to their end, too."""
@@ -128,20 +122,19 @@ class StartedRanks(ScriptRanks):
         with contextlib.suppress(OSError, RuntimeError):
             self._store.set("over", "")
         deadline = time.monotonic() + (EXIT_AFTER_FAILURE_S if failed else EXIT_S)
-        late = [child for child in self._children if not child.ends_before(deadline)]
+        late = [other for other in self._others if not other.ends_before(deadline)]
         self.end()
-        self._folder.remove()
+        self.folder.remove()
         if failed:
             return
-        for child in late:
+        for other in late:
             print(
-                f"fitkit: rank {child.rank}'s script was still running {EXIT_S:g} s after rank "
+                f"fitkit: rank {other.rank}'s script was still running {EXIT_S:g} s after rank "
                 "0's had ended, and was ended.",
                 file=sys.stderr,
             )
-        broken = [child for child in self._children if child not in late and child.broke()]
-        for child in broken:
-            failure = child.failure()
+        broken = [other.failure() for other in self._others if other not in late and other.broke()]
+        for failure in filter(None, broken):
             print(f"fitkit: {failure.what}\n{failure.text}", file=sys.stderr)
         if broken:
             # A script that failed on some rank hasn't succeeded.
@@ -165,64 +158,6 @@ class JoinedRanks(ScriptRanks):
                 f"for the ranks of a script. Unset {', '.join(VARIABLES)} to start the script anew."
             )
         super().__init__(place.rank, place.world_size, MeetingFolder(path))
-
-
-class _Child:
-    """One of the other ranks' processes."""
-
-    def __init__(self, rank: int, size: int, variables: Mapping[str, str]) -> None:
-        self.rank = rank
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the rank
-        self.process = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
-            cwd=STARTED_IN,
-            env={
-                "OMP_NUM_THREADS": str(share_of_cores(size)),
-                **os.environ,
-                **variables,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # rank 0 prints; the others would repeat it
-            stderr=self._said,
-            start_new_session=True,  # Ctrl-C goes to the whole group; rank 0 alone handles it
-        )
-
-    def ends_before(self, deadline: float) -> bool:
-        try:
-            self.process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            # Its own session: DataLoader workers go with it.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def broke(self) -> bool:
-        """Whether it ended by a signal or an exception; other statuses are the script's own."""
-        code = self.process.returncode
-        return code is not None and (code < 0 or (code > 0 and "Traceback (most" in self._words()))
-
-    def failure(self) -> Failure:
-        """How it ended, with the end of what it wrote to its standard error."""
-        code = self.process.returncode
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            how = f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-        else:
-            how = f"ended with status {code}"
-        return Failure(self.rank, f"Rank {self.rank} {how}.", self._words())
-
-    def _words(self) -> str:
-        with contextlib.suppress(OSError, ValueError):
-            length = self._said.seek(0, os.SEEK_END)
-            self._said.seek(max(length - 4000, 0))
-            return self._said.read().decode(errors="replace")
-        return ""
 
 
 def _free_port() -> int:
@@ -292,16 +227,9 @@ def _follow_parent() -> None:
     def follow() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_S)
-        _end_own_session()
+        end_own_session()
 
     threading.Thread(target=follow, name="fitkit-parent", daemon=True).start()
-
-
-def _end_own_session() -> None:
-    """End this process and what it started."""
-    if os.getsid(0) == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
 
 
 def _is_orphan(environment: Mapping[str, str]) -> bool:

@@ -26,6 +26,8 @@ from typing import Any
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from fitkit.errors import WorkerError
+
 PERIOD_S = 0.5
 """Between two looks while all is well."""
 HURRY_S = 0.05
@@ -60,13 +62,33 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
+        """That of an exception on a rank; a `WorkerError` tells of another's itself."""
+        if isinstance(error, WorkerError):
+            return cls(error.rank, str(error), error.remote_traceback)
         line = "".join(traceback.format_exception_only(error)).strip()
         return cls(
             rank, f"Rank {rank} failed: {line}", "".join(traceback.format_exception(error)), True
         )
 
-    def as_json(self) -> str:
-        return json.dumps(dataclasses.astuple(self))
+    @classmethod
+    def first(cls, store: Store) -> Failure | None:
+        """The one that was written down first; None where none was."""
+        return cls(*json.loads(store.get("failed"))) if store.check(["failed"]) else None
+
+    def write(self, store: Store) -> Failure:
+        """Write it down for the other ranks, where none was; the first one."""
+        text = json.dumps(dataclasses.astuple(self))
+        return Failure(*json.loads(store.compare_set("failed", "", text)))
+
+    def as_error(self, before: str = "") -> WorkerError:
+        """The error that tells of it, on another rank.
+
+        Args:
+            before: what its message begins with.
+        """
+        label = "Its traceback:\n" if self.raised else ""
+        text = "" if self.text in self.what else f"\n\n{label}{self.text}"
+        return WorkerError(f"{before}{self.what}{text}", self.rank, self.text)
 
 
 class Watch:
@@ -77,12 +99,14 @@ class Watch:
         rank, size: of this process.
         lost: gives the failure of a rank that has ended, where this process can know that.
         break_off: ends this process's exchanges.
+        ends_process: whether this process may be ended where it doesn't come out of the call.
 
     Attributes:
         failure: the first, as far as known here.
         broken_off: whether this process's exchanges have been ended.
         began: when, on the monotonic clock.
-        elsewhere: what broke off the other ranks' exchanges, where `cause` found no failure.
+        elsewhere: of the other ranks' exchanges that broke off too, where `cause` found no failure:
+            what broke them off, and where, by rank.
     """
 
     def __init__(
@@ -92,6 +116,7 @@ class Watch:
         size: int,
         lost: Callable[[], Failure | None],
         break_off: Callable[[], None],
+        ends_process: bool = True,
     ) -> None:
         self.failure: Failure | None = None
         self.broken_off = False
@@ -100,11 +125,12 @@ class Watch:
         self._others = [other for other in range(size) if other != rank]
         self._lost = lost
         self._break_off = break_off
+        self._ends_process = ends_process
         self._caller = threading.get_ident()
         self._own: Failure | None = None
-        self.elsewhere: list[str] = []
+        self.elsewhere: dict[int, tuple[str, str]] = {}
         self.began = time.monotonic()
-        self._error = ""  # of an exchange that broke off here
+        self._error = self._place = ""  # of an exchange that broke off here
         self._error_at = self._failure_at = 0.0
         self._asked = self._answered = False
         self._told, self._settled = threading.Event(), threading.Event()
@@ -127,14 +153,16 @@ class Watch:
 
     # ------------------------------------------------------------------ for the caller
 
-    def tell(self, failure: Failure) -> None:
-        """Write down this rank's failure for the others; the first one stays."""
+    def tell(self, failure: Failure) -> Failure:
+        """Write down this rank's failure for the others; the first of all, as far as known."""
         self._own = failure
         self._wake.set()
         self._told.wait(TELL_S)
+        return self.failure or failure
 
     def cause(self, error: BaseException) -> Failure | None:
         """Why an exchange broke off; None where all ranks are there and none knows."""
+        self._place = "".join(traceback.format_exception(error))
         self._error = first_line(error)
         self._wake.set()
         self._settled.wait(SILENCE_S + ANSWER_S + TELL_S)
@@ -160,14 +188,12 @@ class Watch:
 
     def _look(self) -> None:
         if self._own is not None and not self._told.is_set():
-            self._store.compare_set("failed", "", self._own.as_json())
-            self._told.set()
-        if self.failure is None and self._store.check(["failed"]):
-            self._found(Failure(*json.loads(self._store.get("failed"))))
-        lost = None if self.failure is not None else self._lost()
-        if lost is not None:
-            first = self._store.compare_set("failed", "", lost.as_json())
-            self._found(Failure(*json.loads(first)))
+            self._found(self._own.write(self._store))
+        failure = self.failure or Failure.first(self._store)
+        if failure is None and (failure := self._lost()) is not None:
+            failure = failure.write(self._store)
+        if failure is not None:
+            self._found(failure)
         if not self._answered and self._store.check(["where"]):
             self._store.set(f"stack/{self._rank}", self._stack())
             self._answered = True
@@ -185,7 +211,7 @@ class Watch:
         now = time.monotonic()
         if not self._error_at:
             self._error_at = now
-            self._store.set(f"broke/{self._rank}", self._error)
+            self._store.set(f"broke/{self._rank}", json.dumps([self._error, self._place]))
         elif not self._asked and now - self._error_at > SILENCE_S:
             self._store.set("where", "")
             self._asked = True
@@ -193,8 +219,9 @@ class Watch:
             missing = [r for r in self._others if not self._store.check([f"broke/{r}"])]
             if missing:
                 self._found(self._missing(missing))
-            said = [rank for rank in self._others if rank not in missing]
-            self.elsewhere = [self._store.get(f"broke/{rank}").decode() for rank in said]
+            for rank in set(self._others).difference(missing):
+                error, place = json.loads(self._store.get(f"broke/{rank}"))
+                self.elsewhere[rank] = error, place
             self._settled.set()
 
     def _missing(self, ranks: list[int]) -> Failure:
@@ -208,8 +235,8 @@ class Watch:
         if silent:
             return Failure(
                 silent[0],
-                f"Rank {silent[0]} broke off without a word and does not answer: it has ended, or "
-                f"its process is stopped, or its machine is out of reach ({self._error}).",
+                f"Rank {silent[0]} does not answer, and hasn't said why: it has ended, or its "
+                f"process is stopped, or its machine is out of reach ({self._error}).",
             )
         told = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
@@ -222,7 +249,7 @@ class Watch:
             self.broken_off = True
             with contextlib.suppress(Exception):
                 self._break_off()
-        if waited > LAST_RESORT_S:
+        if waited > LAST_RESORT_S and self._ends_process:
             # Python can't raise in a thread that waits in C++, and nobody will answer it.
             message = f"fitkit: rank {self._rank} is ended, because another failed. {failure.what}"
             print(f"{message}\n{failure.text}", file=sys.stderr, flush=True)
@@ -233,35 +260,55 @@ class Watch:
         return "".join(traceback.format_stack(frame)) if frame else "nowhere: its thread has ended"
 
 
-def broken_exchange(
-    rank: int, error: BaseException, others: list[str], places: str, seconds: float
-) -> Failure:
+def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
     """The failure of ranks whose exchange broke off although none of them failed.
 
     Args:
-        rank: which the failure is told of.
-        error: that of the exchange, on this rank.
-        others: what it was on the other ranks, as far as known.
-        places: where the ranks were, as far as known.
-        seconds: since the call began.
+        rank: of this process.
+        error: that of the exchange, here.
+        watch: has looked for a cause.
     """
     own = first_line(error)
-    if not any(re.search("timed? ?out", line, re.IGNORECASE) for line in (own, *others)):
-        return Failure(
-            rank,
-            f"The connection between ranks was closed although no rank failed: {own}, after "
-            f"{seconds:.0f} s of this call. Another program, a firewall or the network may have "
-            "closed it. Start the call again (resume_from goes on from a checkpoint).",
-            places,
+    lines = [own, *(line for line, _ in watch.elsewhere.values())]
+    places = {rank: "".join(traceback.format_exception(error))}
+    places.update((other, place) for other, (_, place) in watch.elsewhere.items())
+    if any(re.search("timed? ?out", line, re.IGNORECASE) for line in lines):
+        what = (
+            "The ranks waited for each other in different exchanges until the strategy's timeout "
+            f"({own}): one of them makes a call that the others don't, for example under "
+            "`if model.is_global_zero:`, or was slower than that, or its machine is out of reach."
         )
-    return Failure(
-        rank,
-        "The ranks waited for each other in different exchanges until the strategy's timeout "
-        f"({own}): one of them makes a call that the others don't, for example "
-        "under `if model.is_global_zero:`, or was slower than that, or its machine is out of "
-        "reach.",
-        places,
-    )
+    else:
+        what = (
+            f"The connection between ranks was closed although no rank failed: {own}, after "
+            f"{time.monotonic() - watch.began:.0f} s of this call. Another program, a firewall or "
+            "the network may have closed it. Start the call again (resume_from goes on from a "
+            "checkpoint)."
+        )
+    waited = (f"Rank {number} waited here:\n{place}" for number, place in sorted(places.items()))
+    return Failure(max(places), what, "\n".join(waited))
+
+
+BROKEN_OFF = (
+    "connection closed by peer", "connection reset", "connection refused", "broken pipe",
+    "timed out waiting", "socket timeout", "gloo", "nccl", "wait timeout", "tcpstore",
+    "failed to connect", "connection was likely closed",
+)  # fmt: skip
+
+
+def broke_off(error: BaseException) -> bool:
+    """Whether an error only shows that an exchange with another rank broke off."""
+    if isinstance(error, OSError):
+        return False  # torch's are none: a file, or a connection of the user's own
+    seen: BaseException | None = error
+    while seen is not None:
+        about_ranks = any(part in str(seen).lower() for part in BROKEN_OFF)
+        if isinstance(seen, DistError):
+            return True
+        if about_ranks and isinstance(seen, RuntimeError | OSError):
+            return True
+        seen = seen.__cause__
+    return False
 
 
 def first_line(error: BaseException) -> str:

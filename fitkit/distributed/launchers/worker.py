@@ -1,7 +1,7 @@
 """A worker process: holds one rank of each call until the process that started it goes.
 
 The main thread runs calls. A second thread reads the connection all the time, so that the worker
-leaves as soon as its parent is gone (even by `kill -9`), and can tell where it hangs.
+leaves as soon as its parent is gone, even by `kill -9`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,30 @@ import dataclasses
 import os
 import queue
 import random
-import signal
 import socket
 import sys
 import threading
-import traceback
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.launchers.existing import ExistingLauncher
+from fitkit.distributed.launchers.payload import load
+from fitkit.distributed.launchers.process import end_own_session, share_of_cores
+from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
+from fitkit.distributed.meeting_folder import MeetingFolder
+from fitkit.distributed.rendezvous import Meeting
+from fitkit.distributed.world import World
+from fitkit.errors import WorkerError
+
+if TYPE_CHECKING:
+    from fitkit.distributed.strategies.base import Strategy
 
 FILES_AT_A_TIME = 200
 """Unix sockets pass at most 253 files in one message."""
@@ -25,170 +42,102 @@ FILES_AT_A_TIME = 200
 
 @dataclasses.dataclass
 class Call:
-    """What the parent sends to run something on one rank."""
-
-    number: int
-    rank: int
-    size: int
-    folder: str
-    seed: int
-    threads: int
-    data: bytes
-    file_count: int
-    working_folder: str
-    path: list[str]
-
-
-@dataclasses.dataclass
-class Report:
-    """What a worker answers.
+    """What the parent sends to run something on one rank.
 
     Attributes:
-        kind: `"ready"`, `"loaded"`, `"done"`, `"failed"` or `"where"`.
-        number: the call that it is about.
-        error: what failed, in one line.
-        text: the traceback, or the stack of a worker that was asked where it is.
-        collateral: whether the failure only shows that another rank has gone.
+        number: of the call, by which its store is found.
+        seed: of the rank's random numbers.
+        folder: where it works.
+        path: of its imports.
+        data, file_count: the payload.
     """
 
-    kind: str
-    number: int = 0
-    error: str = ""
-    text: str = ""
-    collateral: bool = False
+    number: int
+    seed: int
+    folder: str
+    path: list[str]
+    data: bytes
+    file_count: int
 
 
-class Worker:
-    """The worker's side of the connection.
+class WorkerLauncher(ExistingLauncher):
+    """Makes a worker's part of a call.
 
     Args:
-        connection: to and from the parent.
-        files: the socket over which shared memory comes.
+        strategy: as sent by rank 0.
+        cluster: this process's place.
+        store: of the call.
     """
 
-    def __init__(self, connection: Connection, files: socket.socket) -> None:
-        self._connection = connection
-        self._files = files
-        self._calls: queue.Queue[Call] = queue.Queue()
-        self._sending = threading.Lock()
-        self._parent = os.getppid()
-        self._main = threading.main_thread().ident
+    def __init__(self, strategy: Strategy, cluster: Cluster, store: Store) -> None:
+        super().__init__(strategy, cluster)
+        self._call_store = store
 
-    def run(self) -> None:
-        """Serve calls; never returns."""
-        threading.Thread(target=self._listen, daemon=True).start()
-        self._send(Report("ready"))
-        while True:
-            call = self._calls.get()
-            try:
-                self._run_call(call)
-            except BaseException as error:
-                self._send(_failure(call.number, error))
-                # A rank that failed but stayed alive would leave the others waiting for it.
-                self._leave()
-            self._send(Report("done", call.number))
+    def meet(self, verb: str) -> Store:
+        place = self.cluster
+        meeting = Meeting(place.rank, place.world_size, verb, self.timeout)
+        return meeting.at(self._call_store, self.lost)
 
-    def _run_call(self, call: Call) -> None:
-        import numpy as np
-        import torch
 
-        from fitkit.distributed.launchers.payload import load
-        from fitkit.distributed.meeting_folder import MeetingFolder
-        from fitkit.distributed.world import World
+def main(connection_file: int, files_file: int, folder: str, rank: int, size: int) -> None:
+    """Serve calls; never returns.
 
-        with contextlib.suppress(OSError):
-            os.chdir(call.working_folder)
-        sys.path[:] = call.path
-        strategy, function, arguments = load(call.data, self._receive_files(call.file_count))
-        # Rank 0 enters the process group only now: nothing could call it out of there.
-        self._send(Report("loaded", call.number))
+    Args:
+        connection_file: from where calls come.
+        files_file: from where shared memory comes.
+        folder: where the ranks meet.
+        rank, size: of this process.
+    """
+    connection, files = Connection(connection_file), socket.socket(fileno=files_file)
+    calls: queue.Queue[Call] = queue.Queue()
+    threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
+    meeting = MeetingFolder(Path(folder))
+    meeting.store(0).set(f"ready/{rank}", "")
+    while True:
+        call = calls.get()
+        store = meeting.store(call.number)
+        try:
+            with contextlib.suppress(OSError):
+                os.chdir(call.folder)
+            sys.path[:] = call.path
+            strategy, function, arguments = load(call.data, _receive(files, call.file_count))
+        except BaseException as error:
+            Failure.of(rank, error).write(store)
+            end_own_session()
         random.seed(call.seed)
         np.random.seed(call.seed % 2**32)
         torch.manual_seed(call.seed)
-        torch.set_num_threads(call.threads)
-        strategy.world = World(call.rank, call.size, call.rank)
-        # After a failure the group isn't ended in good order: leaving the process does it.
-        strategy.join(MeetingFolder(Path(call.folder)).store(call.number))
-        function(*arguments)
-        strategy.leave()
-
-    def _receive_files(self, count: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < count:
-            _, files, _, _ = socket.recv_fds(self._files, 1, FILES_AT_A_TIME)
-            if not files:
-                self._leave()
-            found.extend(files)
-        return found
-
-    def _listen(self) -> None:
-        """Read what the parent sends; leave when it has gone."""
+        torch.set_num_threads(share_of_cores(size))
+        strategy.world = World(rank, size, rank)
+        cluster = Cluster("fitkit", rank, rank, size, size, 0, 1)
         try:
-            while True:
-                while not self._connection.poll(1.0):
-                    if os.getppid() != self._parent:
-                        self._leave()
-                message = self._connection.recv()
-                if message == "where":
-                    frame = sys._current_frames().get(self._main or 0)
-                    stack = "".join(traceback.format_stack(frame)) if frame else ""
-                    self._send(Report("where", text=stack))
-                elif message == "stop":
-                    self._leave()
-                else:
-                    self._calls.put(message)
-        except (EOFError, OSError):
-            self._leave()
-
-    def _send(self, report: Report) -> None:
-        with self._sending, contextlib.suppress(OSError):
-            self._connection.send(report)
-
-    def _leave(self) -> None:
-        """End this process at once: threads of torch may hang in a collective for ever."""
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if os.getsid(0) == os.getpid():
-            # DataLoader workers hold copies of this rank's connections: while one of them lives,
-            # the other ranks don't notice that this one has gone.
-            os.killpg(os.getpid(), signal.SIGKILL)
-        os._exit(1)
+            WorkerLauncher(strategy, cluster, store).launch(function, *arguments)
+        except WorkerError as error:
+            # Not this rank's failure. Rank 0 ends this process once it knows whose that is: were it
+            # to go by itself, that might be taken for the cause.
+            time.sleep(LAST_RESORT_S)
+            with contextlib.suppress(Exception):
+                Failure.of(rank, error).write(store)
+            end_own_session()
+        except BaseException:
+            end_own_session()  # it has been told; what it holds of torch may hang for ever
 
 
-COLLATERAL = (
-    "connection closed by peer", "connection reset", "connection refused", "broken pipe",
-    "timed out waiting", "socket timeout", "gloo", "nccl", "wait timeout", "tcpstore",
-    "failed to connect", "connection was likely closed",
-)  # fmt: skip
+def _receive(files: socket.socket, count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        _, new, _, _ = socket.recv_fds(files, 1, FILES_AT_A_TIME)
+        if not new:
+            end_own_session()
+        found.extend(new)
+    return found
 
 
-def is_collateral(error: BaseException) -> bool:
-    """Whether an error only shows that an exchange with another rank broke off."""
-    import torch.distributed as dist
-
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, dist.DistError):
-            return True
-        text = str(seen).lower()
-        if isinstance(seen, (RuntimeError, OSError)) and any(part in text for part in COLLATERAL):
-            return True
-        seen = seen.__cause__
-    return False
-
-
-def _failure(number: int, error: BaseException) -> Report:
-    return Report(
-        "failed",
-        number,
-        error="".join(traceback.format_exception_only(error)).strip(),
-        text="".join(traceback.format_exception(error)),
-        collateral=is_collateral(error),
-    )
-
-
-def main(connection_file: int, files_file: int) -> None:
-    """What a worker process runs."""
-    worker = Worker(Connection(connection_file), socket.socket(fileno=files_file))
-    worker.run()
+def _listen(connection: Connection, calls: queue.Queue[Call]) -> None:
+    """Read what the parent sends; leave when it has gone."""
+    parent = os.getppid()
+    with contextlib.suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            if connection.poll(1.0):
+                calls.put(connection.recv())
+    end_own_session()

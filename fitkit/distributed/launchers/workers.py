@@ -8,30 +8,37 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
+from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.launchers.payload import Payload
 from fitkit.distributed.launchers.process import (
-    WorkerProcess,
+    RankProcess,
     ended_by_interrupt,
+    first_lost,
     share_of_cores,
     threads_shared,
 )
-from fitkit.distributed.launchers.watch import broken_exchange, first_line
-from fitkit.distributed.launchers.worker import Call, Report, is_collateral
+from fitkit.distributed.launchers.watch import Failure
+from fitkit.distributed.launchers.worker import FILES_AT_A_TIME, Call
 from fitkit.distributed.meeting_folder import MeetingFolder
+from fitkit.distributed.rendezvous import Meeting
 from fitkit.errors import ConfigurationError, WorkerError
 
 if TYPE_CHECKING:
@@ -41,19 +48,11 @@ Result = TypeVar("Result")
 
 START_TIMEOUT_S = 120.0
 """A worker imports torch first, which takes long on a busy machine."""
-REPORT_TIMEOUT_S = 5.0
-"""How long rank 0 waits for the word of a rank that broke off an exchange."""
-REPORTS_S = {"loaded": 300.0, "done": 60.0}
-"""How long a worker may take to unpack a call, which may import anything, and to end it."""
-WATCH_S = 0.5
-"""How often rank 0 looks whether a worker has ended."""
-GRACE_S = 3.0
-"""How long after that an exchange may go on before it is broken off."""
-ANSWER_S = 1.5
-"""How long a worker may take to say where it is."""
+LOAD_TIMEOUT = timedelta(seconds=300)
+"""How long a worker may take to unpack a call, which may import anything."""
 
 
-class WorkersLauncher:
+class WorkersLauncher(ExistingLauncher):
     """Runs a call on rank 0 here and on the other ranks in worker processes.
 
     Args:
@@ -61,8 +60,11 @@ class WorkersLauncher:
         size: how many ranks there are.
     """
 
+    prints_apart = False
+    ends_process = False  # it may be a notebook's
+
     def __init__(self, strategy: Strategy, size: int) -> None:
-        self.strategy = strategy
+        super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1))
         self.size = size
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -76,37 +78,40 @@ class WorkersLauncher:
                 ended then, and the next call starts new ones.
         """
         with _calls:
-            return self._launched(function, arguments)
+            if world.in_own_group():
+                raise ConfigurationError(
+                    "A call on several devices was made inside another model's call, whose ranks "
+                    "are its worker processes. Compile this model with devices=1, or call it "
+                    "after the other call."
+                )
+            with contextlib.closing(self._payload(function, arguments)) as payload:
+                self._pool = _pool_of(self.size - 1)
+                self._pool.begin(payload)
+            try:
+                return super().launch(function, *arguments)
+            except BaseException:
+                self._pool.end()
+                self.strategy.leave()
+                raise
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
         """Do it here: the workers do nothing between calls."""
         work()
 
-    def _launched(self, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
-        with contextlib.closing(self._payload(function, arguments)) as payload:
-            pool = _pool_of(self.size - 1)
-            pool.begin(payload, self.size)
-        try:
-            with ended_by_interrupt(pool.end), threads_shared(self.size), pool.watched():
-                pool.wait_for("loaded")
-                self.strategy.join(pool.room)
-                result = function(*arguments)
-                self.strategy.leave()
-            pool.wait_for("done")
-            pool.close_room()
-        except BaseException as error:
-            failure = pool.failure_behind(error)
-            pool.end()
-            self.strategy.leave()
-            if failure is None or failure is error:
-                raise
-            # What rank 0 was doing explains nothing, and holds DataLoader workers and ports.
-            traceback.clear_frames(error.__traceback__)
-            try:
-                raise failure from error
-            finally:
-                del failure  # Else this frame and the error keep each other.
-        return result
+    def meet(self, verb: str) -> Store:
+        return Meeting(0, self.size, verb, LOAD_TIMEOUT).at(self._pool.store, self.lost)
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        with ended_by_interrupt(self._pool.end), threads_shared(self.size):
+            yield
+
+    def lost(self) -> Failure | None:
+        return first_lost(self._pool.workers)
+
+    def _leave(self) -> None:
+        """Let ranks that wait for this one come out; once they have ended, the group is left."""
+        world.hang_up()
 
     def _payload(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Payload:
         sent = [
@@ -121,24 +126,75 @@ class WorkersLauncher:
         return Payload((self.strategy, function, sent), hollow, parts)
 
 
+START = (
+    "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
+    "from fitkit.distributed.launchers.worker import main; main({}, {}, {!r}, {}, {})"
+)
+
+
+class WorkerProcess(RankProcess):
+    """The process of a worker, and the way to it.
+
+    Args:
+        rank: which it holds.
+        size: how many ranks there are.
+        folder: where the ranks meet.
+    """
+
+    def __init__(self, rank: int, size: int, folder: MeetingFolder) -> None:
+        ours, theirs = socket.socketpair()
+        self._files, their_files = socket.socketpair()
+        files = theirs.fileno(), their_files.fileno()
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        super().__init__(
+            rank,
+            [sys.executable, *flags, "-c", START.format(*files, str(folder.path), rank, size)],
+            {
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size)),
+                "FITKIT_PATH": json.dumps(sys.path),
+            },
+            files=files,
+        )
+        theirs.close()
+        their_files.close()
+        self._connection = Connection(ours.detach())
+
+    def send(self, call: Call, files: list[int]) -> None:
+        """Let it begin a call."""
+        self._connection.send(call)
+        for start in range(0, len(files), FILES_AT_A_TIME):
+            socket.send_fds(self._files, [b"f"], files[start : start + FILES_AT_A_TIME])
+
+    def end(self) -> None:
+        super().end()
+        self._connection.close()
+        self._files.close()
+
+
 class Pool:
     """Worker processes, one for each rank but 0.
 
     Args:
         count: how many.
+
+    Attributes:
+        store: where the ranks of the call meet.
     """
 
     def __init__(self, count: int) -> None:
-        self.number = 0
         self.owner = os.getpid()
-        self._began = 0.0
         self._folder = MeetingFolder.make()
-        self._workers = [WorkerProcess(rank) for rank in range(1, count + 1)]
+        self.workers = [
+            WorkerProcess(rank, count + 1, self._folder) for rank in range(1, count + 1)
+        ]
+        self.store = self._folder.store(0)
         deadline = time.monotonic() + START_TIMEOUT_S
-        for worker in self._workers:
-            report = worker.receive(deadline - time.monotonic())
-            if report is None or report.kind != "ready":
-                said = worker.last_words()
+        for worker in self.workers:
+            while not self.store.check([f"ready/{worker.rank}"]):
+                if time.monotonic() < deadline and worker.lives():
+                    time.sleep(0.01)
+                    continue
+                said = worker.words()
                 self.end()
                 raise WorkerError(
                     f"The worker process for rank {worker.rank} did not start within "
@@ -148,181 +204,30 @@ class Pool:
                 )
 
     @property
-    def count(self) -> int:
-        """How many workers there are."""
-        return len(self._workers)
-
-    @property
     def usable(self) -> bool:
         """Whether all workers live, in the process that started them."""
         return (
-            bool(self._workers)
+            bool(self.workers)
             and self.owner == os.getpid()
-            and all(worker.process.poll() is None for worker in self._workers)
+            and all(worker.lives() for worker in self.workers)
         )
 
-    def begin(self, payload: Payload, size: int) -> None:
+    def begin(self, payload: Payload) -> None:
         """Let every worker begin a call."""
-        self.number += 1
-        self._began = time.monotonic()
+        self.store = self._folder.next_store()
         # From rank 0's state, without a draw: its numbers stay those of one process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-        for worker in self._workers:
-            worker.send(
-                Call(
-                    number=self.number, rank=worker.rank, size=size, folder=str(self._folder.path),
-                    seed=seed + worker.rank, threads=share_of_cores(size), data=payload.data,
-                    file_count=len(payload.files), working_folder=os.getcwd(), path=list(sys.path),
-                )
+        for worker in self.workers:
+            call = Call(
+                self._folder.calls, seed + worker.rank, os.getcwd(), list(sys.path), payload.data,
+                len(payload.files),
             )  # fmt: skip
-            worker.send_files(payload.files)
-
-    @property
-    def room(self) -> Store:
-        """Where the ranks meet for this call."""
-        return self._folder.store(self.number)
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """End what workers leave behind as soon as they have gone.
-
-        Their DataLoader workers hold copies of their connections, and so rank 0 wouldn't be told.
-        """
-        over = threading.Event()
-
-        def watch() -> None:
-            gone: dict[int, float] = {}
-            while not over.wait(WATCH_S):
-                for worker in self._workers:
-                    if worker.rank not in gone and worker.process.poll() is not None:
-                        gone[worker.rank] = time.monotonic()
-                        worker.end_children()
-                if gone and time.monotonic() - min(gone.values()) > GRACE_S:
-                    world.abort()
-
-        thread = threading.Thread(target=watch, name="fitkit-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def wait_for(self, kind: str) -> None:
-        """Wait until every worker has reported that.
-
-        Raises:
-            WorkerError: one failed, or doesn't in time.
-        """
-        deadline = time.monotonic() + REPORTS_S[kind]
-        for worker in self._workers:
-            report = worker.receive(deadline - time.monotonic())
-            if report is None or report.kind != kind:
-                raise self._error(worker, report)
-
-    def close_room(self) -> None:
-        """End the place where the ranks of a call met."""
-        self._folder.forget(self.number)
-
-    def failure_behind(self, error: BaseException) -> WorkerError | None:
-        """The worker's failure that made rank 0 fail; None where rank 0 failed by itself."""
-        if isinstance(error, WorkerError):
-            return error
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            return None
-        broken = is_collateral(error)
-        if isinstance(error, ConfigurationError) and not broken:
-            return None  # what was asked can't be, on no rank
-        told = self._told(REPORT_TIMEOUT_S if broken else 0.0)
-        own = "".join(traceback.format_exception_only(error)).strip()
-        for worker, report in told:
-            if report is not None and not report.collateral:
-                # Where all ranks raise one error (a file that can't be written), it is rank 0's.
-                return None if report.error == own else self._error(worker, report)
-        if not broken:
-            return None
-        for worker, report in told:
-            if report is None:  # it went without a word
-                return self._error(worker, None)
-        return self._stuck(error, told)
-
-    def _told(self, seconds: float) -> list[tuple[WorkerProcess, Report | None]]:
-        """What workers say of their failures within some seconds; the first own one ends the wait.
-
-        A worker that has gone without a word is there with None; one that still works isn't.
-        """
-        deadline = time.monotonic() + seconds
-        told: list[tuple[WorkerProcess, Report | None]] = []
-        waiting = list(self._workers)
-        while waiting:
-            ready = wait([w.connection for w in waiting], max(deadline - time.monotonic(), 0.0))
-            for worker in [w for w in waiting if w.connection in ready]:
-                report = worker.receive(0.0)
-                if report is None or report.kind == "failed":
-                    waiting.remove(worker)
-                    told.append((worker, report))
-            if not ready or any(report and not report.collateral for _, report in told):
-                break
-        return told
-
-    def _error(self, worker: WorkerProcess, report: Report | None) -> WorkerError:
-        rank = worker.rank
-        if report is not None and report.kind == "failed":
-            return WorkerError(
-                f"Rank {rank} failed: {report.error}\n\nIts traceback:\n{report.text}",
-                rank,
-                report.text,
-            )
-        said = worker.last_words()
-        how = worker.how_it_ended()
-        return WorkerError(f"Rank {rank} {how}.{said and chr(10) + said}", rank, said)
-
-    def _stuck(
-        self, error: BaseException, told: list[tuple[WorkerProcess, Report | None]]
-    ) -> WorkerError:
-        """An exchange took too long although all ranks live: say where each of them is.
-
-        Args:
-            told: workers that gave up an exchange themselves.
-        """
-        gave_up = {worker.rank: report.text for worker, report in told if report is not None}
-        asked = [worker for worker in self._workers if worker.rank not in gave_up]
-        if not asked:
-            others = [report.error for _, report in told if report is not None]
-            return self._broken(error, others, gave_up)
-        for worker in asked:
-            with contextlib.suppress(OSError):
-                worker.send("where")
-        stacks = {}
-        for worker in asked:
-            report = worker.receive(ANSWER_S)
-            stacks[worker.rank] = report.text if report and report.kind == "where" else None
-        silent = [rank for rank, stack in stacks.items() if stack is None]
-        outside = [r for r, s in stacks.items() if s is not None and "torch/distributed" not in s]
-        rank = (silent or outside or list(stacks))[0]
-        text = "\n".join(
-            f"Rank {rank} is here:\n{stack}" if stack else f"Rank {rank} does not answer."
-            for rank, stack in stacks.items()
-        )
-        return WorkerError(
-            f"Rank {rank} did not take part in an exchange in time ({first_line(error)}).\n{text}",
-            rank,
-            text,
-        )
-
-    def _broken(
-        self, error: BaseException, others: list[str], places: dict[int, str]
-    ) -> WorkerError:
-        """All ranks' exchanges broke off: they waited for different ones, or were cut."""
-        places = {0: "".join(traceback.format_exception(error)), **places}
-        text = "\n".join(f"Rank {rank} waited here:\n{place}" for rank, place in places.items())
-        seconds = time.monotonic() - self._began
-        failure = broken_exchange(max(places), error, others, text, seconds)
-        return WorkerError(f"{failure.what}\n{text}", failure.rank, text)
+            with contextlib.suppress(OSError):  # it has ended: `first_lost` says how
+                worker.send(call, payload.files)
 
     def end(self) -> None:
         """End the workers now."""
-        workers, self._workers = self._workers, []
+        workers, self.workers = self.workers, []
         for worker in workers:
             worker.end()
         self._folder.remove()
@@ -336,7 +241,7 @@ _calls = threading.RLock()
 def _pool_of(count: int) -> Pool:
     """The living pool of that many workers, or a new one."""
     global _pool
-    if _pool is None or not _pool.usable or _pool.count != count:
+    if _pool is None or not _pool.usable or len(_pool.workers) != count:
         end_workers()
         _pool = Pool(count)
     return _pool

@@ -17,8 +17,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from fitkit.distributed import notice_boards, rendezvous
 from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.launchers.watch import Failure
 from fitkit.distributed.notice_boards import FileBoard, board_for, launch_name, private_folder
-from fitkit.distributed.rendezvous import enter_room, store_for
+from fitkit.distributed.rendezvous import Meeting, meet_launched
 from fitkit.errors import ConfigurationError, WorkerError
 
 SECONDS = timedelta(seconds=10)
@@ -58,6 +59,14 @@ def on_ranks(call, size=2):
         return list(pool.map(guarded, range(size)))
 
 
+def store_for(place, timeout, environment=os.environ, verb="fit"):
+    return meet_launched(place, verb, timeout, environment)
+
+
+def meet_in(store, rank, size, verb="fit", timeout=SECONDS):
+    return Meeting(rank, size, verb, timeout, "the store").in_part_of(store)
+
+
 def talk(stores):
     """Whether all ranks' stores are one: what each writes, each reads."""
     for rank, store in enumerate(stores):
@@ -83,13 +92,41 @@ def test_ranks_on_one_node_meet_without_an_address():
     assert time.monotonic() - started < 3
 
 
-def test_each_call_has_a_room_of_its_own():
+def test_each_call_has_a_part_of_its_own():
     port = free_port()
-    rooms = [on_ranks(lambda rank: store_for(cluster(rank, port=port), SECONDS)) for _ in range(3)]
-    assert all(talk(stores) for stores in rooms)
-    rooms[0][0].set("left behind", "1")
-    assert not rooms[1][0].check(["left behind"])
-    assert not rooms[2][1].check(["left behind"])
+    calls = [on_ranks(lambda rank: store_for(cluster(rank, port=port), SECONDS)) for _ in range(3)]
+    assert all(talk(stores) for stores in calls)
+    calls[0][0].set("left behind", "1")
+    assert not calls[1][0].check(["left behind"])
+    assert not calls[2][1].check(["left behind"])
+
+
+@pytest.mark.parametrize("different", [0, 1, 2])
+def test_ranks_that_make_different_calls_are_all_refused(different):
+    store = HashStore()
+    errors = on_ranks(
+        lambda rank: meet_in(store, rank, 3, "fit" if rank == different else "evaluate"), 3
+    )
+    for rank, error in enumerate(errors):
+        assert isinstance(error, ConfigurationError)
+        own, others = ("fit", "evaluate") if rank == different else ("evaluate", "fit")
+        assert f"This rank ({rank}) calls {own}, but rank" in str(error)
+        assert f" calls {others}. Every rank has to make the same calls" in str(error)
+
+
+def test_a_rank_that_fails_while_it_waits_ends_the_others_wait_with_its_words():
+    store = HashStore()
+
+    def meet(rank):
+        meeting = Meeting(rank, 3, "fit", SECONDS)
+        lost = Failure(2, "Rank 2 was ended by SIGKILL.", "its last words")
+        return meeting.at(store, lambda: lost if rank == 0 else None)
+
+    errors = on_ranks(lambda rank: rank < 2 and meet(rank), 3)
+    for error in errors[:2]:
+        assert isinstance(error, WorkerError) and error.rank == 2
+        assert "ranks joined this call of fit. Rank 2 was ended by SIGKILL." in str(error)
+        assert str(error).count("its last words") == 1 and error.remote_traceback
 
 
 def test_one_process_needs_no_port():
@@ -109,16 +146,17 @@ def test_the_agent_s_store_is_used_where_torchrun_serves_one():
 
 def test_what_ranks_before_a_restart_left_behind_misleads_nobody():
     store = HashStore()
-    hall = PrefixStore("fitkit/hall", store)
-    # Rank 1 of the last round left a note, and had its answer.
-    hall.set("note/1", "old")
-    hall.set("answer/old", "old room")
-    hall.set("old room/1", "")
-    hall.set("old room/verdict", "")
+    common, old = PrefixStore("fitkit/meeting", store), PrefixStore("fitkit/call/old", store)
+    # Rank 1 of the last round asked, and had its answer.
+    common.set("question/1", "old")
+    common.set("answer/old", "fitkit/call/old")
+    old.set("here/0", "fit")
+    old.set("here/1", "fit")
+    old.set("all are here", '{"fit": 0}')
 
     def late(rank):
         time.sleep(0.3 * rank)
-        return enter_room(store, rank, 2, SECONDS)
+        return meet_in(store, rank, 2)
 
     assert talk(on_ranks(late))
 
@@ -128,7 +166,7 @@ def test_ranks_that_come_in_any_order_meet():
 
     def late(rank):
         time.sleep((0.2, 0.0, 0.1)[rank])
-        return enter_room(store, rank, 3, SECONDS)
+        return meet_in(store, rank, 3)
 
     assert talk(on_ranks(late, 3))
 
