@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.distributed.launchers.script_ranks import is_script_rank
+from fitkit.distributed.launchers.script import is_script_rank
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 GIB = 2**30

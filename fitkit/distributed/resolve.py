@@ -7,10 +7,9 @@ import os
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.distributed.agreement import check_agreement
 from fitkit.distributed.assignment import Assignment
-from fitkit.distributed.cluster import Cluster, Environment, detect
-from fitkit.distributed.launchers.script_ranks import check_script_size, is_script_rank
+from fitkit.distributed.cluster import Cluster, Environment, check_agreement, detect
+from fitkit.distributed.launchers.script import check_script_size, is_script_rank
 from fitkit.distributed.placement import Machine, choose_kind, device_for, parse_devices
 from fitkit.distributed.precision import resolve_precision
 from fitkit.distributed.strategies import STRATEGIES, Strategy

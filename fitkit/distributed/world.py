@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, ProcessGroup, Solo, agree_on_key
-from fitkit.distributed.meeting_folder import PromptStore, meets_by_files
+from fitkit.distributed.launchers.meeting_folder import PromptStore, meets_by_files
 from fitkit.errors import ConfigurationError, WorkerError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"

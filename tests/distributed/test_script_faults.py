@@ -11,7 +11,7 @@ import time
 import pytest
 
 from fitkit.distributed import free_devices
-from fitkit.distributed.notice_boards import process_name
+from fitkit.distributed.launchers.address_file import process_name
 
 pytestmark = pytest.mark.timeout(120)
 

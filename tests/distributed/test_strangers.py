@@ -14,8 +14,8 @@ import torch
 import fitkit
 from fitkit.callbacks import LambdaCallback
 from fitkit.distributed import collectives, world
+from fitkit.distributed.launchers.address_file import private_folder
 from fitkit.distributed.launchers.workers import end_workers
-from fitkit.distributed.notice_boards import private_folder
 
 pytestmark = [
     pytest.mark.timeout(120),

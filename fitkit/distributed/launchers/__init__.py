@@ -1,5 +1,30 @@
-"""How the ranks of a run come to make the same call."""
+"""How the ranks of a run come to make the same call; where there is one, it is made here."""
 
-from fitkit.distributed.launchers.inline import InlineLauncher, Launcher
+from __future__ import annotations
 
-__all__ = ["InlineLauncher", "Launcher"]
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Launcher(Protocol):
+    """Makes one call on every rank of a run and returns rank 0's result."""
+
+    def launch(self, function: Callable[..., Result], *args: Any) -> Result: ...
+
+    def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
+        """Do something on rank 0 alone, outside of a call; where the others run the same program
+        they wait until it is done."""
+
+
+class InlineLauncher:
+    """The caller's process is the only rank."""
+
+    def launch(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call `function(*args)` here."""
+        return function(*args)
+
+    def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
+        """Do it here."""
+        work()

@@ -17,8 +17,8 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.launchers.meeting import Meeting, meet_launched, tell_at_exit
 from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
-from fitkit.distributed.rendezvous import Meeting, meet_launched, tell_at_exit
 from fitkit.errors import ConfigurationError, WorkerError
 
 if TYPE_CHECKING:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
+import re
+import socket
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.cluster import Cluster, detect
+from fitkit.distributed.launchers.address_file import is_private, process_name
 from fitkit.distributed.launchers.existing import ExistingLauncher
-from fitkit.distributed.launchers.process import ended_by_interrupt, threads_shared
-from fitkit.distributed.launchers.script_ranks import ScriptRanks, ranks_of_script
+from fitkit.distributed.launchers.meeting import Meeting
+from fitkit.distributed.launchers.meeting_folder import MeetingFolder
+from fitkit.distributed.launchers.process import (
+    RankProcess,
+    end_own_session,
+    ended_by_interrupt,
+    first_lost,
+    share_of_cores,
+    threads_shared,
+)
 from fitkit.distributed.launchers.watch import Failure
-from fitkit.distributed.rendezvous import Meeting
+from fitkit.errors import ConfigurationError, WorkerError
 
 if TYPE_CHECKING:
     from fitkit.distributed.strategies.base import Strategy
@@ -89,3 +103,238 @@ def what_runs_instead_of_a_script() -> str | None:
     if not (found and sys.executable and sys.orig_argv):
         return "code from standard input or the command line"
     return None
+
+
+EXIT_S = 10.0
+"""How long the other ranks' scripts may go on after rank 0's has ended."""
+EXIT_AFTER_FAILURE_S = 2.0
+PARENT_S = 1.0
+"""How often a rank looks whether rank 0's process is still there."""
+HOST = "127.0.0.1"
+VARIABLES = ("FITKIT_LAUNCHED", "FITKIT_PARENT", "RANK")
+"""By which a process knows that it is one of a script's ranks."""
+
+try:
+    STARTED_IN = os.getcwd()
+    """Where the script was started, or was when it imported fitkit: its path is relative to it."""
+except FileNotFoundError:
+    STARTED_IN = os.path.sep
+
+
+class ScriptRanks:
+    """The ranks of this script, as one of them sees them.
+
+    Attributes:
+        rank, size: of this process.
+        failed: whether a call has failed here.
+        folder: where they meet.
+    """
+
+    def __init__(self, rank: int, size: int, folder: MeetingFolder) -> None:
+        self.rank = rank
+        self.size = size
+        self.failed = False
+        self.folder = folder
+        self._store = folder.store(0)
+
+    def lost(self) -> Failure | None:
+        """The failure of a rank that has ended, as far as this one can know."""
+        if self._store.check(["over"]):
+            return Failure(0, "Rank 0's script has ended.")
+        return None
+
+    def end(self) -> None:
+        """End the other ranks; rank 0 alone can."""
+
+
+class StartedRanks(ScriptRanks):
+    """Rank 0's side.
+
+    Args:
+        size: how many ranks there are, this one included.
+    """
+
+    def __init__(self, size: int) -> None:
+        port = _free_port()
+        super().__init__(0, size, MeetingFolder.make())
+        self._owner = os.getpid()
+        variables = {
+            "FITKIT_LAUNCHED": "1",
+            "FITKIT_PARENT": process_name(self._owner),
+            "FITKIT_MEETING": str(self.folder.path),
+            # For groups that the script makes itself by torch's `env://`.
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "NODE_RANK": "0",
+        }
+        threads = os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size))
+        self._others = [
+            RankProcess(
+                rank,
+                [sys.executable, *sys.orig_argv[1:]],
+                {**variables, "OMP_NUM_THREADS": threads, "RANK": name, "LOCAL_RANK": name},
+                STARTED_IN,
+            )
+            for rank, name in enumerate(map(str, range(1, size)), 1)
+        ]
+        os.environ.update({**variables, "RANK": "0", "LOCAL_RANK": "0"})
+        atexit.register(self.finish)
+
+    def lost(self) -> Failure | None:
+        return first_lost(self._others)
+
+    def end(self) -> None:
+        for other in self._others:
+            other.end()
+
+    def finish(self) -> None:
+        """At the end of rank 0's script: let the others come to their end, too."""
+        if os.getpid() != self._owner:
+            return
+        failed = self.failed or getattr(sys, "last_value", None) is not None
+        with contextlib.suppress(OSError, RuntimeError):
+            self._store.set("over", "")
+        deadline = time.monotonic() + (EXIT_AFTER_FAILURE_S if failed else EXIT_S)
+        late = [other for other in self._others if not other.ends_before(deadline)]
+        self.end()
+        self.folder.remove()
+        if failed:
+            return
+        for other in late:
+            print(
+                f"fitkit: rank {other.rank}'s script was still running {EXIT_S:g} s after rank "
+                "0's had ended, and was ended.",
+                file=sys.stderr,
+            )
+        broken = [other.failure() for other in self._others if other not in late and other.broke()]
+        for failure in filter(None, broken):
+            print(f"fitkit: {failure.what}\n{failure.text}", file=sys.stderr)
+        if broken:
+            # A script that failed on some rank hasn't succeeded.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class JoinedRanks(ScriptRanks):
+    """The side of a rank that was started by rank 0."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        place = detect(environment)
+        assert place is not None
+        path = Path(environment.get("FITKIT_MEETING", ""))
+        if not is_private(path):
+            if is_private(path.parent):
+                raise WorkerError("Rank 0's process has ended.")
+            raise ConfigurationError(
+                f"FITKIT_MEETING={str(path)!r} must be a folder of this user alone; fitkit sets it "
+                f"for the ranks of a script. Unset {', '.join(VARIABLES)} to start the script anew."
+            )
+        super().__init__(place.rank, place.world_size, MeetingFolder(path))
+
+
+def _free_port() -> int:
+    """A port of this machine for the script's own process groups."""
+    # A script that a rank of another script started has that script's port.
+    inherited = bool(os.environ.get("FITKIT_LAUNCHED"))
+    wanted = "" if inherited else os.environ.get("MASTER_PORT", "").strip()
+    try:
+        with socket.create_server((HOST, int(wanted or 0))) as listening:
+            return int(listening.getsockname()[1])
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"MASTER_PORT={wanted!r} can't be used ({error}). Unset it, and a free port is found."
+        ) from error
+
+
+_ranks: ScriptRanks | None = None
+
+
+def ranks_of_script(size: int) -> ScriptRanks:
+    """This script's ranks; started, where they aren't yet.
+
+    Raises:
+        ConfigurationError: there are others than `size`.
+    """
+    global _ranks
+    if _ranks is None:
+        joined = is_script_rank(os.environ)
+        _ranks = JoinedRanks(os.environ) if joined else StartedRanks(size)
+    check_script_size(_ranks.size, size)
+    return _ranks
+
+
+def check_script_size(started: int, asked: int) -> None:
+    """Refuse another number of ranks than the script has already.
+
+    Raises:
+        ConfigurationError: with both numbers.
+    """
+    if started != asked:
+        raise ConfigurationError(
+            f"devices asks for {asked} ranks, but this script runs on {started} already, and a "
+            "script can't be started again in the middle. Give all models with strategy='ddp' "
+            f"{started} devices, or write strategy='ddp_spawn'."
+        )
+
+
+def is_script_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of a script's ranks, not only started by one of them.
+
+    What a rank starts inherits its variables. FITKIT_LAUNCHED is `"1"` until the process that it
+    is meant for has imported fitkit, and is that process's name from then on.
+    """
+    launched = environment.get("FITKIT_LAUNCHED", "").strip()
+    parent = environment.get("FITKIT_PARENT", "")
+    if environment.get("RANK") == "0":
+        return bool(launched) and parent == process_name(os.getpid())
+    if launched == "1":
+        return parent == process_name(os.getppid())
+    return bool(launched) and launched == process_name(os.getpid())
+
+
+def _follow_parent() -> None:
+    """End this rank as soon as rank 0's process has gone, even by `kill -9`."""
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        end_own_session()
+
+    threading.Thread(target=follow, name="fitkit-parent", daemon=True).start()
+
+
+def _is_orphan(environment: Mapping[str, str]) -> bool:
+    """Whether this is a rank whose rank 0 ended before it came here.
+
+    What a rank started later names the rank itself, or belongs to the rank's session.
+    """
+    parent = environment.get("FITKIT_PARENT", "").strip()
+    number = re.match("[0-9]{1,9}(?=-|$)", parent)
+    if environment.get("FITKIT_LAUNCHED", "").strip() != "1" or number is None:
+        return False
+    if environment.get("RANK") == "0" or os.getsid(0) != os.getpid():
+        return False
+    try:
+        os.kill(int(number[0]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    # Numbers are used again: another process has this one by now.
+    return process_name(int(number[0])) != parent
+
+
+if is_script_rank(os.environ) and os.environ.get("RANK") != "0":
+    os.environ["FITKIT_LAUNCHED"] = process_name(os.getpid())
+    _follow_parent()
+elif _is_orphan(os.environ):
+    _found = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+    sys.exit(
+        f"fitkit: this process is a rank of a script, by its environment ({_found}), but rank 0's "
+        "process has ended: so this one ends, too. If it is a program of its own, unset "
+        f"{', '.join(VARIABLES)}."
+    )

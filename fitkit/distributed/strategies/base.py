@@ -12,9 +12,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from fitkit.distributed.agreement import check_agreement, check_one_process
 from fitkit.distributed.assignment import Assignment
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.cluster import Cluster, check_agreement, check_one_process
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.launchers import InlineLauncher, Launcher

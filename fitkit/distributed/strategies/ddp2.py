@@ -6,9 +6,8 @@ import dataclasses
 
 import torch
 
-from fitkit.distributed.agreement import check_agreement, check_one_process_a_node
 from fitkit.distributed.assignment import Assignment
-from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.cluster import Cluster, check_agreement, check_one_process_a_node
 from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher

@@ -2,8 +2,7 @@
 
 import pytest
 
-from fitkit.distributed.agreement import check_agreement
-from fitkit.distributed.cluster import Cluster, detect, expand_counts, expand_hosts
+from fitkit.distributed.cluster import Cluster, check_agreement, detect, expand_counts, expand_hosts
 from fitkit.errors import ConfigurationError
 
 TORCHRUN = {

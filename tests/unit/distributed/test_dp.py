@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fitkit
+from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
-from fitkit.distributed.launchers.inline import InlineLauncher
 from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
-from fitkit.distributed.launchers.inline import InlineLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.placement import Machine

@@ -15,11 +15,16 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from fitkit.distributed import notice_boards, rendezvous
 from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.launchers import address_file, meeting
+from fitkit.distributed.launchers.address_file import (
+    FileBoard,
+    board_for,
+    launch_name,
+    private_folder,
+)
+from fitkit.distributed.launchers.meeting import Meeting, meet_launched
 from fitkit.distributed.launchers.watch import Failure
-from fitkit.distributed.notice_boards import FileBoard, board_for, launch_name, private_folder
-from fitkit.distributed.rendezvous import Meeting, meet_launched
 from fitkit.errors import ConfigurationError, WorkerError
 
 SECONDS = timedelta(seconds=10)
@@ -28,11 +33,11 @@ SHORT = timedelta(seconds=0.4)
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(notice_boards.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(address_file.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
-    monkeypatch.setattr(rendezvous, "LINGER_S", 0.2)
+    monkeypatch.setattr(meeting, "LINGER_S", 0.2)
     yield
-    rendezvous._reached.clear()
+    meeting._reached.clear()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -206,7 +211,7 @@ def test_without_rank_0_and_an_address_the_file_is_named():
 
 
 def test_a_server_that_accepts_and_says_nothing_ends_the_wait_too(monkeypatch):
-    monkeypatch.setattr(rendezvous, "GRACE_S", 0.1)
+    monkeypatch.setattr(meeting, "GRACE_S", 0.1)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -288,7 +293,8 @@ def test_a_launch_has_a_name_of_its_own():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_a_shell_around_each_rank_does_not_change_the_name():
-    code = "from fitkit.distributed.notice_boards import launch_name; print(launch_name({}))"
+    module = "fitkit.distributed.launchers.address_file"
+    code = f"from {module} import launch_name; print(launch_name({{}}))"
     command = f'"{sys.executable}" -c "{code}"; true'
 
     def name(rank):

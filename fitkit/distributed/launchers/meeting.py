@@ -38,8 +38,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fitkit.distributed.cluster import Cluster, Environment
+from fitkit.distributed.launchers.address_file import NoticeBoard, board_for
 from fitkit.distributed.launchers.watch import Failure
-from fitkit.distributed.notice_boards import NoticeBoard, board_for
 from fitkit.errors import ConfigurationError, WorkerError
 
 Result = TypeVar("Result")

@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
 )
 
-from fitkit.distributed.notice_boards import private_folder, process_name
+from fitkit.distributed.launchers.address_file import private_folder, process_name
 from fitkit.errors import ConfigurationError, WorkerError
 
 if sys.platform != "win32":
