@@ -15,7 +15,7 @@ from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
 from fitkit.errors import ConfigurationError
 
 
-class Notice(NamedTuple):
+class Address(NamedTuple):
     """Rank 0's address, and what its store says to prove that it is the one."""
 
     host: str
@@ -26,33 +26,33 @@ class Notice(NamedTuple):
         return f"{self.host}:{self.port} {self.token}"
 
     @classmethod
-    def parse(cls, text: str) -> Notice | None:
+    def parse(cls, text: str) -> Address | None:
         match = re.fullmatch(r"(\S+):([0-9]{1,5}) (\w+)", text.strip())
         return cls(match[1], int(match[2]), match[3]) if match else None
 
 
-class NoticeBoard(Protocol):
-    """One notice that rank 0 writes and the others read."""
+class SharedAddress(Protocol):
+    """Where rank 0 writes an address and the others read it."""
 
-    def post(self, port: int, token: str) -> None:
-        """Leave the port of a store on this host."""
+    def write(self, port: int, token: str) -> None:
+        """Write the port of a store on this host."""
 
-    def read(self) -> Notice | None:
-        """What was left, or None yet."""
+    def read(self) -> Address | None:
+        """Read what was written, or None yet."""
 
-    def clear(self) -> None:
-        """Take the notice away."""
+    def remove(self) -> None:
+        """Remove it."""
 
 
-def board_for(cluster: Cluster, environment: Environment) -> NoticeBoard:
-    """The board that a cluster without an address can use.
+def shared_address(cluster: Cluster, environment: Environment) -> SharedAddress:
+    """What a cluster without an address can use.
 
     Raises:
         ConfigurationError: there is none, so the address has to be given.
     """
     if cluster.launcher == "horovodrun":
         read = LaunchVariables(environment, "horovodrun", "HOROVOD_RANK")
-        return HttpBoard(
+        return AddressOnServer(
             read.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
             read.number("HOROVOD_GLOO_RENDEZVOUS_PORT", minimum=1, maximum=65535),
         )
@@ -63,10 +63,10 @@ def board_for(cluster: Cluster, environment: Environment) -> NoticeBoard:
             "and MASTER_PORT to a free port there, for all processes (mpirun -x MASTER_ADDR=… "
             "with Open MPI, mpiexec -genv MASTER_ADDR … with MPICH and Intel MPI)."
         )
-    return FileBoard(private_folder() / f"{launch_name(environment)}.address")
+    return AddressFile(private_folder() / f"{launch_name(environment)}.address")
 
 
-class FileBoard:
+class AddressFile:
     """A file, for processes on one node.
 
     What an earlier run of the same name left behind, killed before it could clean up, is
@@ -79,22 +79,22 @@ class FileBoard:
     def __str__(self) -> str:
         return str(self.path)
 
-    def post(self, port: int, token: str) -> None:
+    def write(self, port: int, token: str) -> None:
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        temporary.write_text(str(Notice("127.0.0.1", port, token)))
+        temporary.write_text(str(Address("127.0.0.1", port, token)))
         temporary.replace(self.path)
 
-    def read(self) -> Notice | None:
+    def read(self) -> Address | None:
         try:
-            return Notice.parse(self.path.read_text())
+            return Address.parse(self.path.read_text())
         except FileNotFoundError:
             return None
 
-    def clear(self) -> None:
+    def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
 
-class HttpBoard:
+class AddressOnServer:
     """The key-value server that horovodrun keeps for its workers: PUT and GET, 404 until then."""
 
     PATH = "/fitkit/store"
@@ -106,14 +106,14 @@ class HttpBoard:
     def __str__(self) -> str:
         return f"http://{self.host}:{self.port}{self.PATH}"
 
-    def post(self, port: int, token: str) -> None:
+    def write(self, port: int, token: str) -> None:
         # No urllib: it would ask the proxy that HTTP_PROXY names.
         connection = http.client.HTTPConnection(self.host, self.port, timeout=10)
         try:
             connection.connect()
             # This host's address on the way to the server, which all workers reach.
             own_address = connection.sock.getsockname()[0]
-            connection.request("PUT", self.PATH, body=str(Notice(own_address, port, token)))
+            connection.request("PUT", self.PATH, body=str(Address(own_address, port, token)))
             status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
             raise ConfigurationError(self._unusable(str(error))) from error
@@ -122,18 +122,18 @@ class HttpBoard:
         if status != 200:
             raise ConfigurationError(self._unusable(f"status {status}"))
 
-    def read(self) -> Notice | None:
+    def read(self) -> Address | None:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
         try:
             connection.request("GET", self.PATH)
             response = connection.getresponse()
-            return Notice.parse(response.read().decode()) if response.status == 200 else None
+            return Address.parse(response.read().decode()) if response.status == 200 else None
         except (OSError, http.client.HTTPException):
             return None
         finally:
             connection.close()
 
-    def clear(self) -> None:
+    def remove(self) -> None:
         """Nothing: the server ends with the job, and DELETE means something else to it."""
 
     def _unusable(self, reason: str) -> str:

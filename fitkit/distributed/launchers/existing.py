@@ -17,7 +17,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers.meeting import Meeting, meet_launched, tell_at_exit
+from fitkit.distributed.launchers.meeting import Meeting, announce_exit, meet_launched
 from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -58,7 +58,7 @@ class ExistingLauncher:
         self._store: Store | None = None  # of the last call
         self._done: dict[str, int] = {}  # since then, on rank 0 alone
         if cluster.launcher != "fitkit":
-            tell_at_exit(cluster)
+            announce_exit(cluster)
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` here, as all other ranks do.
@@ -121,8 +121,8 @@ class ExistingLauncher:
                 with contextlib.suppress(Exception):  # nobody may be there to read it
                     if store is not None:
                         store.set(key, problem)
-        elif store is not None and (told := self._awaited(store, key)):
-            raise WorkerError(told, 0)
+        elif store is not None and (problem := self._awaited(store, key)):
+            raise WorkerError(problem, 0)
 
     def _awaited(self, store: Store, key: str) -> str:
         """What rank 0 says at its work's end: nothing where that went well."""
@@ -183,7 +183,7 @@ class ExistingLauncher:
         rank = self.strategy.world.rank
         if isinstance(error, WorkerError) or not (watch.broken_off or broke_off(error)):
             own = Failure.of(rank, error)
-            first = watch.tell(own)
+            first = watch.report(own)
             self._leave()
             # Where all ranks raise one error (a file that can't be written), it is rank 0's, and
             # so is what was asked and can't be, on any rank, and what the user does.

@@ -38,7 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fitkit.distributed.cluster import Cluster, Environment
-from fitkit.distributed.launchers.address_file import NoticeBoard, board_for
+from fitkit.distributed.launchers.address_file import SharedAddress, shared_address
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -54,7 +54,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.1
 """Between two looks at the store."""
 
 LINGER_S = 0.5
-"""How long rank 0 serves after it has said that the meeting failed, for the others to read it."""
+"""How long rank 0 serves after it has written why a meeting failed, for the others to read it."""
 
 GRACE_S = 2.0
 """How long after its end a wait may take to say in its own words what was missing."""
@@ -252,12 +252,12 @@ def meet_launched(
     """
     if cluster.world_size == 1:
         return HashStore()
-    board = None if cluster.master_address else board_for(cluster, environment)
+    address = None if cluster.master_address else shared_address(cluster, environment)
     meeting = Meeting(cluster.rank, cluster.world_size, verb, timeout)
 
     def meet() -> Store:
         if cluster not in _reached:
-            _reached[cluster] = _reach(cluster, board, environment, meeting.patience)
+            _reached[cluster] = _reach(cluster, address, environment, meeting.patience)
         store = _reached[cluster]
         meeting.where = f"{cluster.master_address or store.host}:{store.port}"
         return meeting.in_part_of(store)
@@ -268,11 +268,11 @@ def meet_launched(
         _reached.pop(cluster, None)
         raise
     finally:
-        if board is not None and cluster.rank == 0:
-            board.clear()
+        if address is not None and cluster.rank == 0:
+            address.remove()
 
 
-def tell_at_exit(cluster: Cluster, environment: Environment = os.environ) -> None:
+def announce_exit(cluster: Cluster, environment: Environment = os.environ) -> None:
     """Let ranks that wait for this one know when its process has ended.
 
     Not where ranks are started again: what those before a restart said would mislead.
@@ -283,10 +283,10 @@ def tell_at_exit(cluster: Cluster, environment: Environment = os.environ) -> Non
     """
     if not (cluster.elastic or cluster.world_size == 1 or cluster in _leaving):
         _leaving.add(cluster)
-        atexit.register(_tell, cluster, environment, os.getpid())
+        atexit.register(_announce, cluster, environment, os.getpid())
 
 
-def _tell(cluster: Cluster, environment: Environment, owner: int) -> None:
+def _announce(cluster: Cluster, environment: Environment, owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork of that process
     store, port = _reached.get(cluster), cluster.master_port or DEFAULT_PORT
@@ -344,7 +344,7 @@ def _bounded(work: Callable[[], Result], cluster: Cluster, patience: Patience) -
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="fitkit-rendezvous", daemon=True)
+    thread = threading.Thread(target=run, name="fitkit-meeting", daemon=True)
     thread.start()
     try:
         while thread.is_alive():
@@ -359,16 +359,16 @@ def _bounded(work: Callable[[], Result], cluster: Cluster, patience: Patience) -
 
 
 def _reach(
-    cluster: Cluster, board: NoticeBoard | None, environment: Environment, patience: Patience
+    cluster: Cluster, address: SharedAddress | None, environment: Environment, patience: Patience
 ) -> TCPStore:
     """Rank 0's server or the agent's, served or connected to."""
-    if board is not None and cluster.rank > 0:
-        return _follow(board, cluster, patience)
-    if board is not None:
+    if address is not None and cluster.rank > 0:
+        return _follow(address, cluster, patience)
+    if address is not None:
         server = _serve(cluster, 0, patience)
         token = uuid.uuid4().hex
         server.set("fitkit/token", token)
-        board.post(server.port, token)
+        address.write(server.port, token)
         return server
     port = cluster.master_port or DEFAULT_PORT
     if cluster.rank == 0 and not _agent_serves(environment):
@@ -421,18 +421,18 @@ def _connect(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
             raise _unreached(cluster, reason, patience)
 
 
-def _follow(board: NoticeBoard, cluster: Cluster, patience: Patience) -> TCPStore:
-    """The server that rank 0's notice names; one from an earlier run leads nowhere."""
+def _follow(address: SharedAddress, cluster: Cluster, patience: Patience) -> TCPStore:
+    """The server at the address that rank 0 left; one from an earlier run leads nowhere."""
     reason = "rank 0 left no address there"
     while patience.remains():
-        notice = board.read()
-        if notice is not None:
-            store, reason = _try(notice.host, notice.port, patience)
+        left = address.read()
+        if left is not None:
+            store, reason = _try(left.host, left.port, patience)
             if store is not None and store.check(["fitkit/token"]):
-                if store.get("fitkit/token").decode() == notice.token:
+                if store.get("fitkit/token").decode() == left.token:
                     return store
                 reason = "another program serves at the address that was left there"
-    raise _unreached(cluster, f"{board}: {reason}", patience)
+    raise _unreached(cluster, f"{address}: {reason}", patience)
 
 
 def _try(host: str, port: int, patience: Patience) -> tuple[TCPStore | None, str]:

@@ -32,7 +32,7 @@ PERIOD_S = 0.5
 """Between two looks while all is well."""
 HURRY_S = 0.05
 """Between two looks while the cause of a failure is sought."""
-TELL_S = 3.0
+REPORT_S = 3.0
 """How long a rank tries to write down its failure before it leaves."""
 SILENCE_S = 3.0
 """How long a rank waits for the word of one that failed."""
@@ -133,7 +133,7 @@ class Watch:
         self._error = self._place = ""  # of an exchange that broke off here
         self._error_at = self._failure_at = 0.0
         self._asked = self._answered = False
-        self._told, self._settled = threading.Event(), threading.Event()
+        self._reported, self._explained = threading.Event(), threading.Event()
         self._wake, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="fitkit-watch", daemon=True)
 
@@ -149,15 +149,15 @@ class Watch:
     ) -> None:
         self._over.set()
         self._wake.set()
-        self._thread.join(TELL_S)
+        self._thread.join(REPORT_S)
 
     # ------------------------------------------------------------------ for the caller
 
-    def tell(self, failure: Failure) -> Failure:
+    def report(self, failure: Failure) -> Failure:
         """Write down this rank's failure for the others; the first of all, as far as known."""
         self._own = failure
         self._wake.set()
-        self._told.wait(TELL_S)
+        self._reported.wait(REPORT_S)
         return self.failure or failure
 
     def cause(self, error: BaseException) -> Failure | None:
@@ -165,7 +165,7 @@ class Watch:
         self._place = "".join(traceback.format_exception(error))
         self._error = first_line(error)
         self._wake.set()
-        self._settled.wait(SILENCE_S + ANSWER_S + TELL_S)
+        self._explained.wait(SILENCE_S + ANSWER_S + REPORT_S)
         return self.failure
 
     # ------------------------------------------------------------------ in the thread
@@ -187,7 +187,7 @@ class Watch:
                 self._hurry(self.failure)
 
     def _look(self) -> None:
-        if self._own is not None and not self._told.is_set():
+        if self._own is not None and not self._reported.is_set():
             self._found(self._own.write(self._store))
         failure = self.failure or Failure.first(self._store)
         if failure is None and (failure := self._lost()) is not None:
@@ -197,14 +197,14 @@ class Watch:
         if not self._answered and self._store.check(["where"]):
             self._store.set(f"stack/{self._rank}", self._stack())
             self._answered = True
-        if self._error and self.failure is None and not self._settled.is_set():
+        if self._error and self.failure is None and not self._explained.is_set():
             self._seek()
 
     def _found(self, failure: Failure) -> None:
         if self.failure is None:
             self.failure, self._failure_at = failure, time.monotonic()
-        self._told.set()
-        self._settled.set()
+        self._reported.set()
+        self._explained.set()
 
     def _seek(self) -> None:
         """Nobody has said anything yet: after a while, see who is missing."""
@@ -222,7 +222,7 @@ class Watch:
             for rank in set(self._others).difference(missing):
                 error, place = json.loads(self._store.get(f"broke/{rank}"))
                 self.elsewhere[rank] = error, place
-            self._settled.set()
+            self._explained.set()
 
     def _missing(self, ranks: list[int]) -> Failure:
         """The failure of ranks that neither failed nor saw an exchange fail."""
@@ -238,9 +238,9 @@ class Watch:
                 f"Rank {silent[0]} does not answer, and hasn't said why: it has ended, or its "
                 f"process is stopped, or its machine is out of reach ({self._error}).",
             )
-        told = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
+        places = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
-        return Failure(ranks[0], what, told)
+        return Failure(ranks[0], what, places)
 
     def _hurry(self, failure: Failure) -> None:
         """Another rank has failed: this one must come out of the call."""

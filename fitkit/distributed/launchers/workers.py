@@ -109,7 +109,7 @@ class WorkersLauncher(ExistingLauncher):
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        with ended_by_interrupt(self._pool.end), threads_shared(self.size):
+        with ended_by_interrupt(self._pool.end_processes), threads_shared(self.size):
             yield
 
     def lost(self) -> Failure | None:
@@ -231,11 +231,15 @@ class Pool:
             with contextlib.suppress(OSError):  # it has ended: `first_lost` says how
                 worker.send(call, payload.files)
 
-    def end(self) -> None:
+    def end_processes(self) -> None:
         """End the workers now."""
-        workers, self.workers = self.workers, []
-        for worker in workers:
+        for worker in self.workers:
             worker.end()
+
+    def end(self) -> None:
+        """End the workers, and the place where they met."""
+        self.end_processes()
+        self.workers = []
         self._folder.remove()
 
 
@@ -351,7 +355,7 @@ def main(connection_file: int, files_file: int, folder: str, rank: int, size: in
                 Failure.of(rank, error).write(store)
             end_own_session()
         except BaseException:
-            end_own_session()  # it has been told; what it holds of torch may hang for ever
+            end_own_session()  # it is reported; what it holds of torch may hang for ever
 
 
 def _receive(files: socket.socket, count: int) -> list[int]:

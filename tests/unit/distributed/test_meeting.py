@@ -18,10 +18,10 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.launchers import address_file, meeting
 from fitkit.distributed.launchers.address_file import (
-    FileBoard,
-    board_for,
+    AddressFile,
     launch_name,
     private_folder,
+    shared_address,
 )
 from fitkit.distributed.launchers.meeting import Meeting, meet_launched
 from fitkit.distributed.launchers.watch import Failure
@@ -266,15 +266,15 @@ def test_the_file_goes_also_when_nobody_came():
         store_for(cluster(0, launcher="openmpi", address=None), SHORT)
 
 
-def test_an_unfinished_notice_is_no_notice(tmp_path):
-    board = FileBoard(tmp_path / "address")
-    assert board.read() is None
-    board.path.write_text("127.0.0.1:40")
-    assert board.read() is None
-    board.post(4000, "token")
-    assert board.read() == ("127.0.0.1", 4000, "token")
-    board.clear()
-    board.clear()
+def test_an_unfinished_address_is_none(tmp_path):
+    shared = AddressFile(tmp_path / "address")
+    assert shared.read() is None
+    shared.path.write_text("127.0.0.1:40")
+    assert shared.read() is None
+    shared.write(4000, "token")
+    assert shared.read() == ("127.0.0.1", 4000, "token")
+    shared.remove()
+    shared.remove()
 
 
 def test_the_folder_is_private_and_a_planted_one_is_refused():
@@ -361,7 +361,7 @@ def test_under_horovodrun_ranks_meet_by_its_server(horovod, monkeypatch):
 def test_under_horovodrun_an_absent_server_is_named():
     absent = cluster(0, launcher="horovodrun", address=None)
     with pytest.raises(ConfigurationError, match="HOROVOD_GLOO_RENDEZVOUS_ADDR is not set"):
-        board_for(absent, {"HOROVOD_RANK": "0"})
+        shared_address(absent, {"HOROVOD_RANK": "0"})
     environment = {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port()),
