@@ -11,18 +11,17 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
+from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.launchers.meeting import Meeting, announce_exit, meet_launched
 from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
+from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
-
-if TYPE_CHECKING:
-    from fitkit.distributed.strategies.base import Strategy
 
 Result = TypeVar("Result")
 
@@ -36,6 +35,26 @@ LONGEST_PAUSE_S = 0.05
 """Between two looks at the store."""
 
 
+class RankGroup(Protocol):
+    """What a launcher needs of a strategy.
+
+    Attributes:
+        world: this process's place.
+        collectives: by which the ranks exchange objects, after `join`.
+        timeout: of each exchange; None for the default.
+    """
+
+    world: World
+    collectives: Collectives
+    timeout: timedelta | None
+
+    def join(self, store: Store | None = None) -> None:
+        """Enter the ranks' process group."""
+
+    def leave(self) -> None:
+        """Leave it."""
+
+
 class ExistingLauncher:
     """Makes a call that every rank makes too, in processes that some launcher started.
 
@@ -45,6 +64,8 @@ class ExistingLauncher:
     Args:
         strategy: enters and leaves the ranks' process group.
         cluster: this process's place among the ranks.
+        timeout: how long they wait for each other to come to a call; None for the strategy's.
+        store: for the next call alone, where whoever made this has one.
     """
 
     prints_apart = True
@@ -52,9 +73,17 @@ class ExistingLauncher:
     ends_process = True
     """Whether a process that doesn't come out of a call after another's failure may be ended."""
 
-    def __init__(self, strategy: Strategy, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        strategy: RankGroup,
+        cluster: Cluster,
+        timeout: timedelta | None = None,
+        store: Store | None = None,
+    ) -> None:
         self.strategy = strategy
         self.cluster = cluster
+        self.timeout = timeout or strategy.timeout or DEFAULT_TIMEOUT
+        self.call_store = store
         self._store: Store | None = None  # of the last call
         self._done: dict[str, int] = {}  # since then, on rank 0 alone
         if cluster.launcher != "fitkit":
@@ -77,7 +106,7 @@ class ExistingLauncher:
         self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
         with self.surroundings():
-            store = self.meet(getattr(function, "__name__", "a call").removeprefix("run_"))
+            store = self._meet(getattr(function, "__name__", "a call").removeprefix("run_"))
             with Watch(store, rank, size, self.lost, world.abort, self.ends_process) as watch:
                 try:
                     self.strategy.join(store)
@@ -142,24 +171,6 @@ class ExistingLauncher:
 
     # ------------------------------------------------------------------ what launchers differ in
 
-    @property
-    def timeout(self) -> timedelta:
-        """How long the ranks wait for each other to come to a call."""
-        return self.strategy.timeout or DEFAULT_TIMEOUT
-
-    def meet(self, verb: str) -> Store:
-        """Wait until all ranks make this call; a store, or a part of one, for it alone.
-
-        Raises:
-            WorkerError: a rank ended or failed, or doesn't come.
-            ConfigurationError: a rank makes another call.
-        """
-        store, place = world.users_store(), self.strategy.world
-        if store is None:
-            return meet_launched(self.cluster, verb, self.timeout)
-        where = "the script's process group"
-        return Meeting(place.rank, place.size, verb, self.timeout, where).in_part_of(store)
-
     def surroundings(self) -> AbstractContextManager[Any]:
         """What holds for the length of a call."""
         return contextlib.nullcontext()
@@ -169,6 +180,23 @@ class ExistingLauncher:
         return None
 
     # ------------------------------------------------------------------ a call
+
+    def _meet(self, verb: str) -> Store:
+        """Wait until all ranks make this call; a store, or a part of one, for it alone.
+
+        Raises:
+            WorkerError: a rank ended or failed, or doesn't come.
+            ConfigurationError: a rank makes another call.
+        """
+        place = self.strategy.world
+        if self.call_store is not None:
+            meeting = Meeting(place.rank, place.size, verb, self.timeout)
+            return meeting.at(self.call_store, self.lost)
+        store = world.users_store()
+        if store is None:
+            return meet_launched(self.cluster, verb, self.timeout)
+        where = "the script's process group"
+        return Meeting(place.rank, place.size, verb, self.timeout, where).in_part_of(store)
 
     def _inside(self, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
         """A call inside a call, by a callback for another model: all ranks are here."""

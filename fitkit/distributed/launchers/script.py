@@ -13,14 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
+from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster, detect
 from fitkit.distributed.launchers.address_file import is_private, process_name
-from fitkit.distributed.launchers.existing import ExistingLauncher
-from fitkit.distributed.launchers.meeting import Meeting
+from fitkit.distributed.launchers.existing import ExistingLauncher, RankGroup
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.process import (
     RankProcess,
@@ -32,9 +30,6 @@ from fitkit.distributed.launchers.process import (
 )
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, WorkerError
-
-if TYPE_CHECKING:
-    from fitkit.distributed.strategies.base import Strategy
 
 Result = TypeVar("Result")
 
@@ -52,13 +47,16 @@ class ScriptLauncher(ExistingLauncher):
 
     prints_apart = False
 
-    def __init__(self, strategy: Strategy, size: int) -> None:
+    def __init__(self, strategy: RankGroup, size: int) -> None:
         super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1))
         self._size = size
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank; see `ExistingLauncher.launch`."""
+        if world.in_own_group():
+            return super().launch(function, *arguments)
         ranks = self._ranks
+        self.call_store = ranks.folder.next_store()
         try:
             return super().launch(function, *arguments)
         except BaseException:
@@ -68,12 +66,6 @@ class ScriptLauncher(ExistingLauncher):
     @property
     def _ranks(self) -> ScriptRanks:
         return ranks_of_script(self._size)
-
-    def meet(self, verb: str) -> Store:
-        ranks = self._ranks
-        return Meeting(ranks.rank, ranks.size, verb, self.timeout).at(
-            ranks.folder.next_store(), self.lost
-        )
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers.existing import ExistingLauncher
-from fitkit.distributed.launchers.meeting import Meeting
+from fitkit.distributed.launchers.existing import ExistingLauncher, RankGroup
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.payload import Payload, load
 from fitkit.distributed.launchers.process import (
@@ -46,9 +45,6 @@ from fitkit.distributed.launchers.process import (
 from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
-
-if TYPE_CHECKING:
-    from fitkit.distributed.strategies.base import Strategy
 
 Result = TypeVar("Result")
 
@@ -69,8 +65,8 @@ class WorkersLauncher(ExistingLauncher):
     prints_apart = False
     ends_process = False  # it may be a notebook's
 
-    def __init__(self, strategy: Strategy, size: int) -> None:
-        super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1))
+    def __init__(self, strategy: RankGroup, size: int) -> None:
+        super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1), LOAD_TIMEOUT)
         self.size = size
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -92,7 +88,7 @@ class WorkersLauncher(ExistingLauncher):
                 )
             with contextlib.closing(self._payload(function, arguments)) as payload:
                 self._pool = _pool_of(self.size - 1)
-                self._pool.begin(payload)
+                self.call_store = self._pool.begin(payload)
             try:
                 return super().launch(function, *arguments)
             except BaseException:
@@ -103,9 +99,6 @@ class WorkersLauncher(ExistingLauncher):
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
         """Do it here: the workers do nothing between calls."""
         work()
-
-    def meet(self, verb: str) -> Store:
-        return Meeting(0, self.size, verb, LOAD_TIMEOUT).at(self._pool.store, self.lost)
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -182,9 +175,6 @@ class Pool:
 
     Args:
         count: how many.
-
-    Attributes:
-        store: where the ranks of the call meet.
     """
 
     def __init__(self, count: int) -> None:
@@ -193,10 +183,9 @@ class Pool:
         self.workers = [
             WorkerProcess(rank, count + 1, self._folder) for rank in range(1, count + 1)
         ]
-        self.store = self._folder.store(0)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline, store = time.monotonic() + START_TIMEOUT_S, self._folder.store(0)
         for worker in self.workers:
-            while not self.store.check([f"ready/{worker.rank}"]):
+            while not store.check([f"ready/{worker.rank}"]):
                 if time.monotonic() < deadline and worker.lives():
                     time.sleep(0.01)
                     continue
@@ -218,9 +207,9 @@ class Pool:
             and all(worker.lives() for worker in self.workers)
         )
 
-    def begin(self, payload: Payload) -> None:
-        """Let every worker begin a call."""
-        self.store = self._folder.next_store()
+    def begin(self, payload: Payload) -> Store:
+        """Let every worker begin a call; the store where its ranks meet."""
+        store = self._folder.next_store()
         # From rank 0's state, without a draw: its numbers stay those of one process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         for worker in self.workers:
@@ -230,6 +219,7 @@ class Pool:
             )  # fmt: skip
             with contextlib.suppress(OSError):  # it has ended: `first_lost` says how
                 worker.send(call, payload.files)
+        return store
 
     def end_processes(self) -> None:
         """End the workers now."""
@@ -268,9 +258,6 @@ def end_workers() -> None:
 atexit.register(end_workers)
 
 
-if TYPE_CHECKING:
-    from fitkit.distributed.strategies.base import Strategy
-
 FILES_AT_A_TIME = 200
 """Unix sockets pass at most 253 files in one message."""
 
@@ -293,25 +280,6 @@ class Call:
     path: list[str]
     data: bytes
     file_count: int
-
-
-class WorkerLauncher(ExistingLauncher):
-    """Makes a worker's part of a call.
-
-    Args:
-        strategy: as sent by rank 0.
-        cluster: this process's place.
-        store: of the call.
-    """
-
-    def __init__(self, strategy: Strategy, cluster: Cluster, store: Store) -> None:
-        super().__init__(strategy, cluster)
-        self._call_store = store
-
-    def meet(self, verb: str) -> Store:
-        place = self.cluster
-        meeting = Meeting(place.rank, place.world_size, verb, self.timeout)
-        return meeting.at(self._call_store, self.lost)
 
 
 def main(connection_file: int, files_file: int, folder: str, rank: int, size: int) -> None:
@@ -346,7 +314,8 @@ def main(connection_file: int, files_file: int, folder: str, rank: int, size: in
         strategy.world = World(rank, size, rank)
         cluster = Cluster("fitkit", rank, rank, size, size, 0, 1)
         try:
-            WorkerLauncher(strategy, cluster, store).launch(function, *arguments)
+            launcher = ExistingLauncher(strategy, cluster, LOAD_TIMEOUT, store)
+            launcher.launch(function, *arguments)
         except WorkerError as error:
             # Not this rank's failure. Rank 0 ends this process once it knows whose that is: were it
             # to go by itself, that might be taken for the cause.
