@@ -1,4 +1,9 @@
-"""The launcher of `ddp`: the other ranks are the script, started again for each."""
+"""The launcher of `ddp`: the other ranks are the script, started again for each.
+
+Rank 0 (the process that the user started) makes the others at the first call that needs them.
+They run the script from its beginning and come to the same call. They end with their script, with
+rank 0's (at most `EXIT_S` later), and with rank 0's process, however that ends.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,20 @@ Result = TypeVar("Result")
 
 RUNNERS = {"pytest": "pytest", "py.test": "pytest", "unittest": "unittest", "pdb": "a debugger"}
 """Programs that run user code and would do all else that they do again, too."""
+EXIT_S = 10.0
+"""How long the other ranks' scripts may go on after rank 0's has ended."""
+EXIT_AFTER_FAILURE_S = 2.0
+PARENT_S = 1.0
+"""How often a rank looks whether rank 0's process is still there."""
+HOST = "127.0.0.1"
+VARIABLES = ("FITKIT_LAUNCHED", "FITKIT_PARENT", "RANK")
+"""By which a process knows that it is one of a script's ranks."""
+
+try:
+    STARTED_IN = os.getcwd()
+    """Where the script was started, or was when it imported fitkit: its path is relative to it."""
+except FileNotFoundError:
+    STARTED_IN = os.path.sep
 
 
 class ScriptLauncher(ExistingLauncher):
@@ -56,8 +75,8 @@ class ScriptLauncher(ExistingLauncher):
         if world.in_own_group():
             return super().launch(function, *arguments)
         ranks = self._ranks
-        self.call_store = ranks.folder.next_store()
         try:
+            self.call_store = ranks.folder.next_store()
             return super().launch(function, *arguments)
         except BaseException:
             ranks.failed = True
@@ -95,22 +114,6 @@ def what_runs_instead_of_a_script() -> str | None:
     if not (found and sys.executable and sys.orig_argv):
         return "code from standard input or the command line"
     return None
-
-
-EXIT_S = 10.0
-"""How long the other ranks' scripts may go on after rank 0's has ended."""
-EXIT_AFTER_FAILURE_S = 2.0
-PARENT_S = 1.0
-"""How often a rank looks whether rank 0's process is still there."""
-HOST = "127.0.0.1"
-VARIABLES = ("FITKIT_LAUNCHED", "FITKIT_PARENT", "RANK")
-"""By which a process knows that it is one of a script's ranks."""
-
-try:
-    STARTED_IN = os.getcwd()
-    """Where the script was started, or was when it imported fitkit: its path is relative to it."""
-except FileNotFoundError:
-    STARTED_IN = os.path.sep
 
 
 class ScriptRanks:

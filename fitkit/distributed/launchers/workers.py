@@ -1,7 +1,9 @@
 """The launcher of `ddp_spawn`: the caller's process is rank 0, workers hold the other ranks.
 
 Workers live on between calls, leave with this process, and need no `__main__` guard: they don't
-import the script. What a call needs is sent by `payload.py`.
+import the script. What a call needs is sent by `payload.py`. In a worker the main thread runs
+calls; a second one reads the connection all the time, so that the worker leaves as soon as its
+parent is gone, even by `kill -9`.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ START_TIMEOUT_S = 120.0
 """A worker imports torch first, which takes long on a busy machine."""
 LOAD_TIMEOUT = timedelta(seconds=300)
 """How long a worker may take to unpack a call, which may import anything."""
+FILES_AT_A_TIME = 200
+"""Unix sockets pass at most 253 files in one message."""
 
 
 class WorkersLauncher(ExistingLauncher):
@@ -258,8 +262,7 @@ def end_workers() -> None:
 atexit.register(end_workers)
 
 
-FILES_AT_A_TIME = 200
-"""Unix sockets pass at most 253 files in one message."""
+# ---------------------------------------------------------------------- in a worker
 
 
 @dataclasses.dataclass
