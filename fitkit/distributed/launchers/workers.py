@@ -300,34 +300,40 @@ def main(connection_file: int, files_file: int, folder: str, rank: int, size: in
     meeting = MeetingFolder(Path(folder))
     meeting.store(0).set(f"ready/{rank}", "")
     while True:
-        call = calls.get()
-        store = meeting.store(call.number)
-        try:
-            with contextlib.suppress(OSError):
-                os.chdir(call.folder)
-            sys.path[:] = call.path
-            strategy, function, arguments = load(call.data, _receive(files, call.file_count))
-        except BaseException as error:
+        _take_part(calls.get(), files, meeting, rank, size)
+
+
+def _take_part(
+    call: Call, files: socket.socket, folder: MeetingFolder, rank: int, size: int
+) -> None:
+    """Make one call; nothing of it is held afterwards. Where it fails, this process ends."""
+    store = folder.store(call.number)
+    try:
+        with contextlib.suppress(OSError):
+            os.chdir(call.folder)
+        sys.path[:] = call.path
+        strategy, function, arguments = load(call.data, _receive(files, call.file_count))
+    except BaseException as error:
+        Failure.of(rank, error).write(store)
+        end_own_session()
+    random.seed(call.seed)
+    np.random.seed(call.seed % 2**32)
+    torch.manual_seed(call.seed)
+    torch.set_num_threads(share_of_cores(size))
+    strategy.world = World(rank, size, rank)
+    cluster = Cluster("fitkit", rank, rank, size, size, 0, 1)
+    try:
+        launcher = ExistingLauncher(strategy, cluster, LOAD_TIMEOUT, store)
+        launcher.launch(function, *arguments)
+    except WorkerError as error:
+        # Not this rank's failure. Rank 0 ends this process once it knows whose that is: were it
+        # to go by itself, that might be taken for the cause.
+        time.sleep(LAST_RESORT_S)
+        with contextlib.suppress(Exception):
             Failure.of(rank, error).write(store)
-            end_own_session()
-        random.seed(call.seed)
-        np.random.seed(call.seed % 2**32)
-        torch.manual_seed(call.seed)
-        torch.set_num_threads(share_of_cores(size))
-        strategy.world = World(rank, size, rank)
-        cluster = Cluster("fitkit", rank, rank, size, size, 0, 1)
-        try:
-            launcher = ExistingLauncher(strategy, cluster, LOAD_TIMEOUT, store)
-            launcher.launch(function, *arguments)
-        except WorkerError as error:
-            # Not this rank's failure. Rank 0 ends this process once it knows whose that is: were it
-            # to go by itself, that might be taken for the cause.
-            time.sleep(LAST_RESORT_S)
-            with contextlib.suppress(Exception):
-                Failure.of(rank, error).write(store)
-            end_own_session()
-        except BaseException:
-            end_own_session()  # it is reported; what it holds of torch may hang for ever
+        end_own_session()
+    except BaseException:
+        end_own_session()  # it is reported; what it holds of torch may hang for ever
 
 
 def _receive(files: socket.socket, count: int) -> list[int]:
