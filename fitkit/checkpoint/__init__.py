@@ -1,13 +1,15 @@
 """Files: weights and whole checkpoints, written whole or not at all, and never unpickled."""
 
+# Each adds its suffix to FORMATS.
+from fitkit.checkpoint import safetensors_file, sharded_folder, torch_file
 from fitkit.checkpoint.atomic import remove_abandoned
-from fitkit.checkpoint.comparison import LoadedWeights
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
 from fitkit.checkpoint.optimizer_state import check_fused_state, check_optimizer_state
 from fitkit.checkpoint.sharded_folder import is_folder_name, save_folder
 from fitkit.checkpoint.weights import (
     FittingWeights,
+    LoadedWeights,
     fitting_weights,
     load_weights,
     save_weights,

@@ -13,17 +13,21 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from types import FrameType, TracebackType
+from typing import Any, BinaryIO
+
+from fitkit.errors import CheckpointError
 
 try:
     import fcntl
 except ImportError:  # Windows, where nothing tells a living writer's file from a dead one's
     fcntl = None  # type: ignore[assignment]
 
-from fitkit.errors import CheckpointError
 
 #: How the names of unfinished files end; a killed process leaves one behind.
 UNFINISHED_SUFFIX = ".fitkit-unfinished"
@@ -286,3 +290,43 @@ def _reason(error: OSError, folder: Path, size_bytes: int) -> str:
     if error.errno in _FORBIDDEN:
         return f"the folder {folder} can't be written to. Choose another, or change its rights."
     return f"{error.strerror or error}. Choose another path."
+
+
+class HeldInterrupts:
+    """SIGINT and SIGTERM wait while the block runs; `deliver` lets what has arrived through.
+
+    Only handlers written in Python wait: others (the default SIGTERM) end the process at once.
+    Outside the main thread nothing needs to wait, because Python runs handlers in that thread.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._arrived: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> HeldInterrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._hold)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.deliver()
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.append((number, frame))
+
+    def deliver(self) -> None:
+        """Run the handlers of what has arrived; may raise what they raise."""
+        while self._arrived:
+            number, frame = self._arrived.pop(0)
+            self._handlers[number](number, frame)

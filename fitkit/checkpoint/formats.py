@@ -1,12 +1,14 @@
 """The formats of weight files, by the end of the file's name.
 
-To add one, write a file with a class that has `write` and `open`, and add a line below.
+To add one, write a file with a class that has `write` and `open`, let it end with
+`FORMATS.add(suffix, …)`, and import it in `checkpoint/__init__.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -15,11 +17,11 @@ from typing import Any, Protocol
 import torch
 
 from fitkit.arguments import describe
-from fitkit.checkpoint.hdf5 import HDF5, SUFFIXES
-from fitkit.checkpoint.safetensors_file import SafeTensors
-from fitkit.checkpoint.torch_file import LightningFile, TorchFile
-from fitkit.errors import ArgumentTypeError
+from fitkit.checkpoint.arrays import Numbering, TiedTensors
+from fitkit.checkpoint.container import Reader, read_container, write_container
+from fitkit.errors import ArgumentTypeError, CheckpointError
 from fitkit.registry import Registry, unknown_name
+from fitkit.version import __version__
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,6 @@ class WeightFormat(Protocol):
 
 
 FORMATS: Registry[WeightFormat] = Registry("suffix")
-FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])
-FORMATS.add(".safetensors", SafeTensors())
-FORMATS.add(".pt", TorchFile(), ".pth")
-FORMATS.add(".ckpt", LightningFile())
 
 
 def format_of(path: str | os.PathLike[str]) -> WeightFormat:
@@ -96,3 +94,101 @@ def format_of(path: str | os.PathLike[str]) -> WeightFormat:
         hint = f"The format follows from the end of the file's name, here {os.fspath(path)!r}."
         raise unknown_name("suffix", suffix, FORMATS, hint)
     return FORMATS[suffix]
+
+
+#: How the names of our HDF5 files end.
+SUFFIXES = (".h5", ".hdf5")
+
+
+class HDF5:
+    """The format of `.h5` files: digest, tied tensors stored once, extra state as JSON."""
+
+    def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
+        """Write a file with nothing but `weights`."""
+        numbering = Numbering()
+        content = {
+            "kind": "weights",
+            "software": software(),
+            "weights": encode_weights(weights, numbering),
+        }
+        write_container(path, content, numbering.arrays)
+
+    @contextlib.contextmanager
+    def open(self, path: str | os.PathLike[str]) -> Iterator[HDF5Weights]:
+        """The weights in a checked file."""
+        with read_container(path) as reader:
+            yield HDF5Weights(os.fspath(path), reader)
+
+
+def software() -> dict[str, str]:
+    """The versions that a file is written with, for whoever looks into it."""
+    return {"fitkit": __version__, "torch": str(torch.__version__)}
+
+
+def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:
+    """The part of a document that describes `weights`, whose tensors get numbers."""
+    return {
+        "tensors": {name: numbering.add(tensor) for name, tensor in weights.tensors.items()},
+        "extra": dict(weights.extra),
+        "versions": dict(weights.versions),
+    }
+
+
+class HDF5Weights:
+    """The weights in an open file.
+
+    Attributes:
+        extra: the entries of the state dict that aren't tensors.
+        versions: the version of each submodule's state, by the submodule's name.
+        foreign: whether other programs write such files too.
+    """
+
+    foreign = False
+
+    def __init__(self, path: str, reader: Reader) -> None:
+        part = reader.document.get("weights")
+        if not isinstance(part, dict):
+            raise CheckpointError(
+                f"{path} has no weights in it: it holds {reader.document.get('kind')!r}. "
+                "Give the path of a file of weights or of a checkpoint."
+            )
+        self.extra: Mapping[str, Any] = _mapping(path, part, "extra")
+        self.versions: Mapping[str, int] = _mapping(path, part, "versions", int)
+        self._numbers: dict[str, int] = _mapping(path, part, "tensors", int)
+        if not all(0 <= number < len(reader) for number in self._numbers.values()):
+            raise _refused(path, "it names arrays that it doesn't have")
+        if self.extra.keys() & self._numbers.keys():
+            raise _refused(path, "one name stands for a tensor and for other data")
+        self._reader = reader
+        self._tied = TiedTensors()
+
+    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each tensor, by name; reads none of them."""
+        return {name: self._reader.describe(number) for name, number in self._numbers.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
+        number = self._numbers[name]
+        return self._tied.get(number, lambda: self._reader.read(number))
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        self._reader.read_into(self._numbers[name], tensor)
+
+
+def _mapping(path: str, part: dict[str, Any], key: str, kind: type = object) -> dict[str, Any]:
+    value = part.get(key)
+    # bool is an int to isinstance, and no number of an array.
+    if not isinstance(value, dict) or not all(
+        isinstance(item, kind) and not (kind is int and isinstance(item, bool))
+        for item in value.values()
+    ):
+        raise _refused(path, f"the part {key!r} of its weights isn't as fitkit writes it")
+    return value
+
+
+def _refused(path: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is refused: {reason}. fitkit didn't write it. Use another.")
+
+
+FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from fitkit.checkpoint.stored_arrays import state_of
+from fitkit.checkpoint.arrays import state_of
 from fitkit.errors import CheckpointError
 
 HEADER_SIZE = 512

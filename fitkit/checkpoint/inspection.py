@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fitkit.arguments import describe
+from fitkit.checkpoint.arrays import dtype_name
 from fitkit.checkpoint.container import Reader, read_container
-from fitkit.checkpoint.dtypes import dtype_name
-from fitkit.checkpoint.formats import Weights, WeightSource, format_of
-from fitkit.checkpoint.hdf5 import SUFFIXES, HDF5Weights
+from fitkit.checkpoint.formats import SUFFIXES, HDF5Weights, Weights, WeightSource, format_of
 from fitkit.checkpoint.header import FORMAT_VERSION
 from fitkit.checkpoint.sharded_folder import is_folder_name, opened_folder
 from fitkit.checkpoint.shards import FolderWeights, Numbers, read_index

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.checkpoint.comparison import listing
-from fitkit.checkpoint.dtypes import dtype_name
+from fitkit.checkpoint.arrays import dtype_name
+from fitkit.checkpoint.weights import listing
 from fitkit.errors import CheckpointError, ConfigurationError
 
 # Options that torch has added over the years and fills in where an older state lacks them.

@@ -14,27 +14,26 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
-from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.codec import Numbering
-from fitkit.checkpoint.document import without_repetition
-from fitkit.checkpoint.dtypes import (
+from fitkit.checkpoint.arrays import (
     LARGEST_RANK,
+    Numbering,
+    StoredArrays,
+    TiedTensors,
     dtype_name,
     file_dtype,
+    state_of,
     stored_shape,
+    write_array,
 )
+from fitkit.checkpoint.atomic import HeldInterrupts, replacing
+from fitkit.checkpoint.container import without_repetition
+from fitkit.checkpoint.formats import FORMATS, Weights
 from fitkit.checkpoint.header import damaged, digest_of, former, unreadable
-from fitkit.checkpoint.interrupts import HeldInterrupts
-from fitkit.checkpoint.stored_arrays import StoredArrays, state_of, write_array
-from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError, ConfigurationError
-
-if TYPE_CHECKING:
-    from fitkit.checkpoint.formats import Weights
 
 # The format's names for dtypes, https://github.com/huggingface/safetensors (Dtype). Its F4 counts
 # halves of bytes and torch's pairs of them, so that one is left out.
@@ -326,3 +325,6 @@ def _check_places(entries: Mapping[str, _Entry], start: int, end: int) -> None:
         position += math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
     if position != end:
         raise ValueError(f"its tensors take {position - start} bytes, and {end - start} are there")
+
+
+FORMATS.add(".safetensors", SafeTensors())

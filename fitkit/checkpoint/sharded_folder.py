@@ -1,7 +1,7 @@
 """A checkpoint as a folder to which every rank writes its own part: `.dcp`.
 
 ```
-shard-00001-model-00001-of-00001.safetensors …   each rank's chunks (shard_writer.py)
+shard-00001-model-00001-of-00001.safetensors …   each rank's chunks
 index.h5        the document, as in other checkpoints, and all tensors that aren't spread
 ```
 
@@ -13,28 +13,30 @@ read. Nothing is pickled; torch's `HuggingFaceStorageReader` reads the chunks as
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fitkit.checkpoint.codec import Numbering, encode_state
-from fitkit.checkpoint.container import write_container
-from fitkit.checkpoint.dtypes import dtype_name
+from fitkit.checkpoint.arrays import Numbering, dtype_name, storable
+from fitkit.checkpoint.codec import encode_state
+from fitkit.checkpoint.container import Reader, write_container
 from fitkit.checkpoint.folders import INDEX, UnfinishedFolder
-from fitkit.checkpoint.formats import FORMATS, Weights
-from fitkit.checkpoint.hdf5 import software
-from fitkit.checkpoint.safetensors_file import has_dtype
-from fitkit.checkpoint.shards import FolderWeights, Shards, read_index
+from fitkit.checkpoint.formats import FORMATS, Weights, software
+from fitkit.checkpoint.safetensors_file import has_dtype, write_tensors
+from fitkit.checkpoint.shards import SHARDING, FolderWeights, Shards, read_index
 from fitkit.checkpoint.weights import collect_weights
 from fitkit.distributed.collectives import Collectives, Solo, together
 from fitkit.distributed.sharding.whole import is_spread
+from fitkit.errors import CheckpointError, FitkitError
 
 if TYPE_CHECKING:
-    from fitkit.checkpoint.container import Reader
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
 
 SUFFIX = ".dcp"
 """How the names of these folders end."""
@@ -100,8 +102,6 @@ def save_folder(
         ConfigurationError, ArgumentTypeError: something can't be written to a file.
         CheckpointError: a rank can't write; what was at `path` is still there.
     """
-    from fitkit.checkpoint.shard_writer import write_shards  # imports much of torch
-
     leads = collectives.rank == 0
     content = together(collectives, lambda: Content(state_dict, state))
     tensors = content.tensors(collectives.broadcast(content.ties))
@@ -233,6 +233,92 @@ def _ties(spread: Mapping[str, Any]) -> dict[str, str]:
         memory = part.untyped_storage().data_ptr(), part.storage_offset(), tuple(tensor.shape)
         ties[name] = first.setdefault(memory, name) if part.numel() else name
     return ties
+
+
+Result = TypeVar("Result")
+
+
+def write_shards(
+    path: str,
+    place: Path,
+    tensors: dict[str, torch.Tensor],
+    collectives: Collectives,
+    finish: Callable[[dict[str, str]], None],
+) -> None:
+    """Write this rank's chunks of spread tensors; of what several ranks have, one writes it.
+
+    Args:
+        path: what the folder is called in messages.
+        place: the folder.
+        tensors: those that are spread, on every rank; ordinary ones on rank 0 alone.
+        collectives: the ranks.
+        finish: called on rank 0 with all files' digests by their names, when all are written.
+
+    Ranks:
+        Collective.
+
+    Raises:
+        FitkitError: a rank can't write; raised on all.
+    """
+    # It imports much of torch.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    rank = collectives.rank
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def planned() -> SavePlan:
+        planner.set_up_planner(tensors, is_coordinator=rank == 0)
+        return planner.create_local_plan()
+
+    def written() -> dict[str, str]:
+        # Every rank comes to the same plan for all.
+        everyones, _ = planner.create_global_plan(plans)
+        file = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        digest = _write(place / file, planner.finish_plan(everyones[rank]), planner)
+        return {} if digest is None else {file: digest}
+
+    def done(work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except FitkitError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} can't be written: rank {rank} failed ({type(error).__name__}: {error}). "
+                "Nothing was changed."
+            ) from error
+
+    plans = collectives.gather(together(collectives, lambda: done(planned)))
+    found = collectives.gather(together(collectives, lambda: done(written)))
+    digests = {file: digest for of_rank in found for file, digest in of_rank.items()}
+    together(collectives, lambda: done(lambda: finish(digests)) if rank == 0 else None)
+
+
+def _write(path: Path, plan: SavePlan, planner: SavePlanner) -> str | None:
+    """Write a rank's chunks; empty ones are left out. The file's digest; None without a file."""
+    tensors: dict[str, torch.Tensor] = {}
+    offsets: dict[str, list[int]] = {}
+    known = Numbering()
+    for item in plan.items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor) and item.tensor_data is not None
+        if tensor.numel():
+            key = item.index.fqn
+            if key in tensors:
+                raise CheckpointError(
+                    f"{key} lies in several pieces on one rank, of which a shard can hold one. "
+                    "Save to a file that ends in .h5."
+                )
+            count = len(known.arrays)
+            if known.add(tensor) < count:
+                tensor = tensor.clone()  # one chunk under two names is refused when it is read
+            tensors[key] = storable(tensor)
+            offsets[key] = list(item.tensor_data.chunk.offsets)
+    if not tensors:
+        return None
+    info = {key: {"saved_offsets": begin} for key, begin in offsets.items()}
+    texts = {SHARDING: json.dumps(info), "DCP_VERSION": "1.0"}
+    return write_tensors(path, Weights(tensors, {}, {}), texts)
 
 
 FORMATS.add(SUFFIX, ShardedFolder())

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
+from fitkit.checkpoint.arrays import LARGEST_RANK, TiedTensors, dtype_named
 from fitkit.checkpoint.container import Reader, read_container, refusals
-from fitkit.checkpoint.dtypes import LARGEST_RANK, dtype_named
 from fitkit.checkpoint.folders import INDEX, SHARD
 from fitkit.checkpoint.header import damaged
 from fitkit.checkpoint.safetensors_file import SafeTensors, SafeTensorsWeights
-from fitkit.checkpoint.tied_tensors import TiedTensors
 from fitkit.errors import CheckpointError
 
 SHARDING = "DCP_SHARDING_INFO"

@@ -15,19 +15,15 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
-from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.dtypes import storable
+from fitkit.checkpoint.arrays import state_of, storable
+from fitkit.checkpoint.atomic import HeldInterrupts, replacing
+from fitkit.checkpoint.formats import FORMATS, Weights
 from fitkit.checkpoint.header import damaged
-from fitkit.checkpoint.interrupts import HeldInterrupts
-from fitkit.checkpoint.stored_arrays import state_of
 from fitkit.errors import CheckpointError, ConfigurationError
-
-if TYPE_CHECKING:
-    from fitkit.checkpoint.formats import Weights
 
 _ZIP = b"PK\x03\x04"
 # Under which name programs put the weights where they save more than these.
@@ -296,3 +292,7 @@ def _check_sizes(path: str, tensors: Mapping[str, torch.Tensor], file_bytes: int
             f"{path} is refused: its tensors take more bytes than the file has. Save them in "
             "memory of their own: {name: tensor.clone() for name, tensor in state.items()}."
         )
+
+
+FORMATS.add(".pt", TorchFile(), ".pth")
+FORMATS.add(".ckpt", LightningFile())

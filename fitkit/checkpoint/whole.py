@@ -17,10 +17,17 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.checkpoint.codec import Numbering, decode_state, encode_state
+from fitkit.checkpoint.arrays import Numbering
+from fitkit.checkpoint.codec import decode_state, encode_state
 from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
-from fitkit.checkpoint.formats import FORMATS, WeightSource
-from fitkit.checkpoint.hdf5 import SUFFIXES, HDF5Weights, encode_weights, software
+from fitkit.checkpoint.formats import (
+    FORMATS,
+    SUFFIXES,
+    HDF5Weights,
+    WeightSource,
+    encode_weights,
+    software,
+)
 from fitkit.checkpoint.sharded_folder import SUFFIX as FOLDER
 from fitkit.checkpoint.sharded_folder import is_folder_name, opened_folder, save_folder
 from fitkit.checkpoint.shards import FolderWeights, Numbers

@@ -10,8 +10,8 @@ import torch
 import xxhash
 
 from fitkit.checkpoint import container, read_container, write_container
-from fitkit.checkpoint.document import LARGEST_DOCUMENT
-from fitkit.checkpoint.dtypes import STORED_AS, dtype_named
+from fitkit.checkpoint.arrays import STORED_AS, dtype_named
+from fitkit.checkpoint.container import LARGEST_DOCUMENT
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fitkit.checkpoint import load_weights, read_container, write_container
-from fitkit.checkpoint.document import LARGEST_DOCUMENT
+from fitkit.checkpoint.container import LARGEST_DOCUMENT
 from fitkit.checkpoint.header import seal
 from fitkit.errors import CheckpointError
 

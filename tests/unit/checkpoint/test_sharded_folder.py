@@ -16,13 +16,12 @@ from fitkit.checkpoint import (
     remove_checkpoint,
     save_checkpoint,
     save_weights,
-    shard_writer,
+    sharded_folder,
 )
 from fitkit.checkpoint.container import read_container, write_container
 from fitkit.checkpoint.formats import Weights
 from fitkit.checkpoint.safetensors_file import SafeTensors, write_tensors
-from fitkit.checkpoint.shard_writer import write_shards
-from fitkit.checkpoint.sharded_folder import ShardedFolder
+from fitkit.checkpoint.sharded_folder import ShardedFolder, write_shards
 from fitkit.distributed.collectives import Solo
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -229,7 +228,7 @@ def test_who_replaces_an_unfinished_folder_changes_no_other_files(tmp_path, monk
     shutil.copytree(path, theirs)
     for file in theirs.iterdir():
         file.write_bytes(b"theirs")
-    write_shards = shard_writer.write_shards
+    write_shards = sharded_folder.write_shards
 
     def swap_first(name, place, *arguments):
         place.rename(tmp_path / "moved")
@@ -241,7 +240,7 @@ def test_who_replaces_an_unfinished_folder_changes_no_other_files(tmp_path, monk
                 (place / file.name).symlink_to(file)
         write_shards(name, place, *arguments)
 
-    monkeypatch.setattr(shard_writer, "write_shards", swap_first)
+    monkeypatch.setattr(sharded_folder, "write_shards", swap_first)
     with pytest.raises(CheckpointError, match="can't be written"):
         saved(path)
     assert (path / "index.h5").read_bytes() == before
@@ -257,7 +256,7 @@ def test_an_unfinished_folder_that_was_replaced_by_another_doesnt_get_the_name(
 ):
     path = tmp_path / "w.dcp"
     module = saved(path)
-    write_shards, places = shard_writer.write_shards, []
+    write_shards, places = sharded_folder.write_shards, []
 
     def swap_after(name, place, *arguments):
         write_shards(name, place, *arguments)
@@ -266,7 +265,7 @@ def test_an_unfinished_folder_that_was_replaced_by_another_doesnt_get_the_name(
         (place / "thesis.txt").write_text("years")
         places.append(place)
 
-    monkeypatch.setattr(shard_writer, "write_shards", swap_after)
+    monkeypatch.setattr(sharded_folder, "write_shards", swap_after)
     with pytest.raises(CheckpointError, match="moved or replaced the unfinished folder"):
         saved(path)
     assert (places[0] / "thesis.txt").read_text() == "years"
@@ -276,14 +275,14 @@ def test_an_unfinished_folder_that_was_replaced_by_another_doesnt_get_the_name(
 
 
 def test_things_put_into_a_folder_amid_a_save_keep_it_from_being_replaced(tmp_path, monkeypatch):
-    path, write_shards = tmp_path / "w.dcp", shard_writer.write_shards
+    path, write_shards = tmp_path / "w.dcp", sharded_folder.write_shards
     saved(path)
 
     def put_after(*arguments):
         write_shards(*arguments)
         (path / "thesis.txt").write_text("years")
 
-    monkeypatch.setattr(shard_writer, "write_shards", put_after)
+    monkeypatch.setattr(sharded_folder, "write_shards", put_after)
     with pytest.raises(CheckpointError, match=r"other things in it \(thesis\.txt\)"):
         saved(path)
     assert os.listdir(tmp_path) == ["w.dcp"]

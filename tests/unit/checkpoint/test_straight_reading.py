@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fitkit.checkpoint import load_weights, save_weights
-from fitkit.checkpoint.stored_arrays import StoredArrays
+from fitkit.checkpoint.arrays import StoredArrays
 from fitkit.checkpoint.weights import plain_targets
 from fitkit.errors import CheckpointError
 

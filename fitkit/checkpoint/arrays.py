@@ -7,7 +7,10 @@ stored as unsigned integers, and complex numbers as pairs of floats in a last di
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -141,3 +144,144 @@ def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.bool and stored.numel() and int(stored.max()) > 1:
         raise ValueError("has booleans other than 0 and 1")
     return stored.view(dtype)
+
+
+# What is written at once: Linux now and then stalls for long over writes of many megabytes.
+_WRITTEN_BYTES = 1 << 20
+
+
+def write_array(file: BinaryIO, offset: int, tensor: torch.Tensor) -> None:
+    """Write a tensor's numbers at a place in a file that is open to write."""
+    file.seek(offset)
+    content = _bytes_of(to_stored(tensor))
+    for start in range(0, len(content), _WRITTEN_BYTES):
+        file.write(content[start : start + _WRITTEN_BYTES])
+
+
+def state_of(file: BinaryIO) -> tuple[int, int]:
+    """What differs after somebody has written to the file: its size, when it was written to."""
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
+
+
+class StoredArrays:
+    """Arrays in an open file, each said by its place, shape and dtype, which were checked.
+
+    Every method raises ValueError where the bytes aren't what they have to be, and OSError where
+    they can't be read.
+
+    Args:
+        file: open to read, unbuffered.
+        state: its `state_of` before it was checked; what was written to it since is refused.
+    """
+
+    def __init__(self, file: BinaryIO, state: tuple[int, int]) -> None:
+        self._file = file
+        self._state = state
+
+    def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor on the CPU."""
+        stored = empty_stored(dtype, shape)
+        self._fill(offset, stored.numpy())
+        return from_stored(stored, dtype)
+
+    def read_into(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy the array of a tensor's shape and dtype into it; straight where that can be.
+
+        After an error it may have some of the file's numbers.
+        """
+        if takes_bytes(tensor):
+            self._fill(offset, to_stored(tensor))
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+            return
+        numbers = self.read(offset, tuple(tensor.shape), tensor.dtype)
+        with torch.no_grad():
+            tensor.copy_(numbers)
+
+    def _fill(self, offset: int, numbers: np.ndarray[Any, Any]) -> None:
+        target = _bytes_of(numbers)
+        self._file.seek(offset)
+        while target:  # the system reads at most 2 GiB at once
+            count = self._file.readinto(target)  # type: ignore[attr-defined]
+            if not count:
+                raise ValueError("became shorter while it was read")
+            target = target[count:]
+        if state_of(self._file) != self._state:
+            raise ValueError("was written to while it was read")
+
+
+def _bytes_of(numbers: np.ndarray[Any, Any]) -> memoryview:
+    return memoryview(numbers.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def takes_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a file's bytes can be read straight into a tensor's memory.
+
+    Not those of booleans, of which only two are allowed.
+    """
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.dtype != torch.bool
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class TiedTensors:
+    """Gives one tensor for each place in a file, as long as somebody uses it.
+
+    Tied weights stay tied, and nothing is held in memory for whoever might ask again.
+    """
+
+    def __init__(self) -> None:
+        self._used: weakref.WeakValueDictionary[Hashable, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def get(self, place: Hashable, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The tensor of a place; `read` makes it where nobody uses it now."""
+        tensor = self._used.get(place)
+        if tensor is None:
+            tensor = self._used[place] = read()
+        return tensor
+
+
+class Numbering:
+    """Collects the arrays of a file and gives each its number.
+
+    Tensors that share all of their memory, such as tied weights, get one number, so they are
+    stored once and are equal when they are read. Tensors that overlap in part are stored apart.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[torch.Tensor] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def add(self, value: object) -> int:
+        """The number of `value`, a tensor or an array.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: it can't be written to a file.
+        """
+        tensor = storable(value)
+        identity = _identity(tensor)
+        number = self._numbers.get(identity, len(self.arrays))
+        if number == len(self.arrays):
+            # Kept in the list, so that its memory isn't given to another tensor meanwhile.
+            self.arrays.append(tensor)
+            self._numbers[identity] = number
+        return number
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        str(tensor.device),
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
