@@ -70,20 +70,11 @@ LEAVES = [
     {"items": [[0, 1]]},
     {"int": "0x" + "f" * 5000},
     {"int": "-0x8000000000000000"},
-    {"Size": [1 << 40]},
-    {"Size": [1 << 70]},
     {"bytes": "AAAA"},
-    {"complex": [1.0, 2.0]},
-    {"dtype": "float16"},
-    {"device": "cuda:0"},
-    {"device": "meta"},
-    {"timedelta": [1, 2, 3]},
     {"Counter": [["a", 1]]},
-    {"defaultdict": ["list", []]},
-    {"deque": [2, [1, 2]]},
     {"set": [1]},
-    {"scalar": ["<f4", "AAAAAA=="]},
-    {"scalar": ["|b1", "AQ=="]},
+    {"scalar": 0},
+    {"array": 1},
 ]
 OPTIMIZER = ("state", "dict", "training", "dict", "optimizers", 0, "dict", "state", "dict")
 SHAPES = [

@@ -8,8 +8,6 @@ stored as unsigned integers, and complex numbers as pairs of floats in a last di
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Hashable
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,6 +36,9 @@ STORED_AS: dict[str, str] = {
     **{name: stored for stored, names in _BITS.items() for name in names},
     **_PAIRS,
 }
+
+#: The shape and the dtype of a tensor.
+Described = tuple[tuple[int, ...], torch.dtype]
 
 #: HDF5's limit (H5S_MAX_RANK); torch allows 64.
 LARGEST_RANK = 32
@@ -226,25 +227,6 @@ def takes_bytes(tensor: torch.Tensor) -> bool:
         and tensor.dtype != torch.bool
         and not (tensor.is_conj() or tensor.is_neg())
     )
-
-
-class TiedTensors:
-    """Gives one tensor for each place in a file, as long as somebody uses it.
-
-    Tied weights stay tied, and nothing is held in memory for whoever might ask again.
-    """
-
-    def __init__(self) -> None:
-        self._used: weakref.WeakValueDictionary[Hashable, torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def get(self, place: Hashable, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor of a place; `read` makes it where nobody uses it now."""
-        tensor = self._used.get(place)
-        if tensor is None:
-            tensor = self._used[place] = read()
-        return tensor
 
 
 class Numbering:

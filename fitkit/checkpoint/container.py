@@ -16,7 +16,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import (
     LARGEST_RANK,
+    Described,
     StoredArrays,
     dtype_name,
     dtype_named,
@@ -154,45 +154,52 @@ class Reader:
         digest: the digest of the file's content, in hexadecimal digits.
     """
 
-    def __init__(self, path: str, verified: Verified, structure: _Structure) -> None:
-        self.document = structure.document
+    def __init__(self, path: str, verified: Verified) -> None:
         self.digest = verified.digest
         self._path = path
         self._arrays = StoredArrays(verified.file, verified.state)
-        self._descriptions = structure.descriptions
-        self._offsets = structure.offsets
+        with refusals(path):
+            self.document, self._described, self._offsets = _checked_structure(verified)
 
     def __len__(self) -> int:
-        return len(self._descriptions)
+        return len(self._described)
 
-    def describe(self, index: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of array `index`; takes no memory for its numbers."""
-        return self._descriptions[index].shape, self._descriptions[index].dtype
+    def place_of(self, number: int) -> int | None:
+        """The place of what a state gives a number: the number itself; None where there is none."""
+        return number if self.has(number) else None
 
-    def read(self, index: int) -> torch.Tensor:
-        """Array `index` as a new tensor on the CPU.
+    def has(self, place: object) -> bool:
+        """Whether there is an array of that number."""
+        return type(place) is int and 0 <= place < len(self)
+
+    def describe(self, place: int) -> Described:
+        """The shape and dtype of an array; takes no memory for its numbers."""
+        return self._described[place]
+
+    def read(self, place: int) -> torch.Tensor:
+        """An array as a new tensor on the CPU.
 
         Raises:
             CheckpointError: it can't be read.
         """
         with unreadable(self._path):
-            return self._arrays.read(self._offsets[index], *self.describe(index))
+            return self._arrays.read(self._offsets[place], *self.describe(place))
 
-    def read_into(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy array `index` into `tensor`, which has its shape and dtype, on any device.
+    def read_into(self, place: int, tensor: torch.Tensor) -> None:
+        """Copy an array into `tensor`, which has its shape and dtype, on any device.
 
         Raises:
             ValueError: `tensor` has another shape or dtype.
             CheckpointError: the array can't be read; `tensor` may have some of its numbers.
         """
-        shape, dtype = self.describe(index)
+        shape, dtype = self.describe(place)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise ValueError(
-                f"array {index} has shape {shape} and {dtype}, the tensor "
+                f"array {place} has shape {shape} and {dtype}, the tensor "
                 f"{tuple(tensor.shape)} and {tensor.dtype}"
             )
         with unreadable(self._path):
-            self._arrays.read_into(self._offsets[index], tensor)
+            self._arrays.read_into(self._offsets[place], tensor)
 
 
 @contextlib.contextmanager
@@ -206,23 +213,12 @@ def read_container(path: str | os.PathLike[str]) -> Iterator[Reader]:
         FileNotFoundError: there is no such file.
         CheckpointError: it isn't a file of ours, was damaged, or holds what ours never hold.
     """
-    name = os.fspath(path)
     with open_verified(path) as verified:
-        with refusals(name):
-            structure = _checked_structure(verified)
-        yield Reader(name, verified, structure)
+        yield Reader(os.fspath(path), verified)
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """What libhdf5 says of a file: its document, and where each array's numbers begin."""
-
-    document: dict[str, Any]
-    descriptions: list[ArrayDescription]
-    offsets: list[int]
-
-
-def _checked_structure(verified: Verified) -> _Structure:
+def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Described], list[int]]:
+    """The document, what it says of each array, and where each one's numbers begin."""
     import h5py
     from h5py import h5a, h5g
 
@@ -235,25 +231,22 @@ def _checked_structure(verified: Verified) -> _Structure:
         if h5a.get_num_attrs(root):
             raise ValueError("'/' has attributes, which fitkit never writes")
         text = _read_document(root, verified.size_bytes)
-        document, descriptions = decode_document(text)
-        total = len(text) + sum(description.size_bytes for description in descriptions)
+        document, described = decode_document(text)
+        total = len(text) + sum(
+            math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
+            for shape, dtype in described
+        )
         if total > verified.size_bytes:
             raise ValueError(f"its arrays declare {total} bytes, more than the file has")
-        arrays = open_group(root, "arrays", len(descriptions))
-        offsets = [
-            _checked_offset(arrays, str(index), description, verified.size_bytes)
-            for index, description in enumerate(descriptions)
-        ]
-    return _Structure(document, descriptions, offsets)
-
-
-def _checked_offset(
-    arrays: GroupID, name: str, description: ArrayDescription, file_bytes: int
-) -> int:
-    dataset = open_dataset(arrays, name)
-    dtype, shape = file_dtype(description.dtype), description.stored_shape
-    check_numbers(dataset, name, dtype, shape, file_bytes)
-    return int(dataset.get_offset() or 0)
+        arrays = open_group(root, "arrays", len(described))
+        offsets = []
+        for index, (shape, dtype) in enumerate(described):
+            name = str(index)
+            dataset = open_dataset(arrays, name)
+            wanted = file_dtype(dtype), stored_shape(dtype, shape)
+            check_numbers(dataset, name, *wanted, verified.size_bytes)
+            offsets.append(int(dataset.get_offset() or 0))
+    return document, described, offsets
 
 
 def _read_document(root: GroupID, file_bytes: int) -> bytes:
@@ -399,24 +392,6 @@ def _open_linked(parent: GroupID, name: str) -> Any:
 LARGEST_DOCUMENT = 16 << 20
 
 
-@dataclass(frozen=True)
-class ArrayDescription:
-    """What the document says of one array."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the dataset, where complex numbers are pairs."""
-        return stored_shape(self.dtype, self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """How much of the file it takes."""
-        return math.prod(self.stored_shape) * file_dtype(self.dtype).itemsize
-
-
 def check_plain_data(value: object, place: str) -> None:
     """Refuse what JSON wouldn't give back as it is, naming where it stands.
 
@@ -470,7 +445,7 @@ def encode_document(content: dict[str, Any], tensors: list[torch.Tensor]) -> byt
     return text
 
 
-def decode_document(text: bytes) -> tuple[dict[str, Any], list[ArrayDescription]]:
+def decode_document(text: bytes) -> tuple[dict[str, Any], list[Described]]:
     """The content and what the arrays are.
 
     Raises:
@@ -499,7 +474,7 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _description(index: int, item: object) -> ArrayDescription:
+def _description(index: int, item: object) -> Described:
     if not isinstance(item, dict):
         raise ValueError(f"its document doesn't describe array {index}")
     name, shape = item.get("dtype"), item.get("shape")
@@ -513,4 +488,4 @@ def _description(index: int, item: object) -> ArrayDescription:
         or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
     ):
         raise ValueError(f"array {index} has an impossible shape in its document")
-    return ArrayDescription(tuple(shape), dtype)
+    return tuple(shape), dtype

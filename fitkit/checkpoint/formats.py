@@ -13,12 +13,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from fitkit.arguments import describe
-from fitkit.checkpoint.arrays import Numbering, TiedTensors
-from fitkit.checkpoint.container import Reader, read_container, write_container
+from fitkit.checkpoint.arrays import Described, Numbering
+from fitkit.checkpoint.container import read_container, refusals, write_container
 from fitkit.errors import ArgumentTypeError, CheckpointError
 from fitkit.registry import Registry, unknown_name
 from fitkit.version import __version__
@@ -54,7 +55,7 @@ class WeightSource(Protocol):
     def versions(self) -> Mapping[str, int]:
         """The version of each submodule's state, where the format has them."""
 
-    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name."""
 
     def read(self, name: str) -> torch.Tensor:
@@ -114,10 +115,10 @@ class HDF5:
         write_container(path, content, numbering.arrays)
 
     @contextlib.contextmanager
-    def open(self, path: str | os.PathLike[str]) -> Iterator[HDF5Weights]:
+    def open(self, path: str | os.PathLike[str]) -> Iterator[StoredWeights]:
         """The weights in a checked file."""
         with read_container(path) as reader:
-            yield HDF5Weights(os.fspath(path), reader)
+            yield StoredWeights(os.fspath(path), reader)
 
 
 def software() -> dict[str, str]:
@@ -134,8 +135,35 @@ def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:
     }
 
 
-class HDF5Weights:
-    """The weights in an open file.
+class Arrays(Protocol):
+    """An open and checked file or folder of ours: its document, and tensors by their places."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What it holds, in plain data that name places."""
+
+    @property
+    def digest(self) -> str:
+        """The digest of all of it, in hexadecimal digits."""
+
+    def place_of(self, number: int) -> Any:
+        """The place of what a state gives a number; None where there is none."""
+
+    def has(self, place: object) -> bool:
+        """Whether there is such a place."""
+
+    def describe(self, place: Any) -> Described:
+        """The shape and dtype of what is at a place; reads nothing."""
+
+    def read(self, place: Any) -> torch.Tensor:
+        """What is at a place, as a tensor of its own on the CPU."""
+
+    def read_into(self, place: Any, tensor: torch.Tensor) -> None:
+        """Copy what is at a place into a tensor of its shape and dtype."""
+
+
+class StoredWeights:
+    """The weights in an open file or folder of ours.
 
     Attributes:
         extra: the entries of the state dict that aren't tensors.
@@ -145,50 +173,48 @@ class HDF5Weights:
 
     foreign = False
 
-    def __init__(self, path: str, reader: Reader) -> None:
-        part = reader.document.get("weights")
+    def __init__(self, path: str, arrays: Arrays) -> None:
+        part = arrays.document.get("weights")
         if not isinstance(part, dict):
             raise CheckpointError(
-                f"{path} has no weights in it: it holds {reader.document.get('kind')!r}. "
+                f"{path} has no weights in it: it holds {arrays.document.get('kind')!r}. "
                 "Give the path of a file of weights or of a checkpoint."
             )
-        self.extra: Mapping[str, Any] = _mapping(path, part, "extra")
-        self.versions: Mapping[str, int] = _mapping(path, part, "versions", int)
-        self._numbers: dict[str, int] = _mapping(path, part, "tensors", int)
-        if not all(0 <= number < len(reader) for number in self._numbers.values()):
-            raise _refused(path, "it names arrays that it doesn't have")
-        if self.extra.keys() & self._numbers.keys():
-            raise _refused(path, "one name stands for a tensor and for other data")
-        self._reader = reader
-        self._tied = TiedTensors()
+        with refusals(path):
+            self.extra: Mapping[str, Any] = _mapping(part, "extra")
+            self.versions: Mapping[str, int] = _mapping(part, "versions")
+            self._places = _mapping(part, "tensors")
+            if not all(type(version) is int for version in self.versions.values()):
+                raise ValueError("its versions aren't numbers")
+            if not all(map(arrays.has, self._places.values())):
+                raise ValueError("it names tensors that it doesn't have")
+            if self.extra.keys() & self._places.keys():
+                raise ValueError("one name stands for a tensor and for other data")
+        self._arrays = arrays
+        self._used: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
 
-    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name; reads none of them."""
-        return {name: self._reader.describe(number) for name, number in self._numbers.items()}
+        return {name: self._arrays.describe(place) for name, place in self._places.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
-        number = self._numbers[name]
-        return self._tied.get(number, lambda: self._reader.read(number))
+        place = self._places[name]
+        tensor = self._used.get(place)
+        if tensor is None:
+            tensor = self._used[place] = self._arrays.read(place)
+        return tensor
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype."""
-        self._reader.read_into(self._numbers[name], tensor)
+        self._arrays.read_into(self._places[name], tensor)
 
 
-def _mapping(path: str, part: dict[str, Any], key: str, kind: type = object) -> dict[str, Any]:
+def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:
     value = part.get(key)
-    # bool is an int to isinstance, and no number of an array.
-    if not isinstance(value, dict) or not all(
-        isinstance(item, kind) and not (kind is int and isinstance(item, bool))
-        for item in value.values()
-    ):
-        raise _refused(path, f"the part {key!r} of its weights isn't as fitkit writes it")
+    if not isinstance(value, dict):
+        raise ValueError(f"the part {key!r} of its weights isn't as fitkit writes it")
     return value
-
-
-def _refused(path: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is refused: {reason}. fitkit didn't write it. Use another.")
 
 
 FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])

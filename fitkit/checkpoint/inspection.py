@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import dtype_name
-from fitkit.checkpoint.container import Reader, read_container
-from fitkit.checkpoint.formats import SUFFIXES, HDF5Weights, Weights, WeightSource, format_of
+from fitkit.checkpoint.formats import (
+    SUFFIXES,
+    Arrays,
+    StoredWeights,
+    Weights,
+    WeightSource,
+    format_of,
+)
 from fitkit.checkpoint.header import FORMAT_VERSION
-from fitkit.checkpoint.sharded_folder import is_folder_name, opened_folder
-from fitkit.checkpoint.shards import FolderWeights, Numbers, read_index
-from fitkit.checkpoint.whole import open_checkpoint, save_checkpoint
+from fitkit.checkpoint.sharded_folder import is_folder_name
+from fitkit.checkpoint.whole import checkpoint_in, open_stored, save_checkpoint
 from fitkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -29,16 +31,6 @@ if TYPE_CHECKING:
 # More than these of one list or dict are counted.
 _SHOWN = 12
 _MOST_LEVELS = 6
-
-
-class Numbered(Protocol):
-    """Tensors by the numbers that a state gives them."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def describe(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of one."""
 
 
 def print_inspection(path: str | os.PathLike[str], console: Console) -> None:
@@ -55,50 +47,36 @@ def print_inspection(path: str | os.PathLike[str], console: Console) -> None:
 
 
 def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
+    from rich.tree import Tree
+
     name = os.fspath(path)
-    if is_folder_name(path):
-        yield from _folder(name)
+    if not _holds_checkpoints(path):
+        with format_of(path).open(path) as source:
+            size = _size(os.path.getsize(path))
+            yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
+            yield from _weights(source)
         return
-    size = _size(os.path.getsize(path))
-    if PurePath(path).suffix.lower() in SUFFIXES:
-        with read_container(path) as reader:
-            yield from _container(name, size, reader)
-        return
-    with format_of(path).open(path) as source:
-        yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
-        yield from _weights(source)
-
-
-def _folder(name: str) -> Iterator[RenderableType]:
-    with opened_folder(name) as (reader, shards):
-        total = sum(entry.stat().st_size for entry in os.scandir(name) if entry.is_file())
-        yield _heading(name, _facts(reader, f"{_size(total)} in {len(shards.files) + 1} files"))
-        yield from _weights(FolderWeights(name, reader, shards))
-        if "state" in reader.document:
-            yield _state(reader.document["state"], Numbers(name, reader, shards))
-
-
-def _container(name: str, size: str, reader: Reader) -> Iterator[RenderableType]:
-    document = reader.document
-    yield _heading(name, _facts(reader, size))
-    if "weights" in document:
-        yield from _weights(HDF5Weights(name, reader))
-    if "state" in document:
-        yield _state(document["state"], reader)
-
-
-def _facts(reader: Reader, size: str) -> dict[str, str]:
-    document = reader.document
-    software = document.get("software")
-    if not isinstance(software, dict):
-        software = {}
-    return {
-        "kind": str(document.get("kind")),
-        "size": size,
-        "format": f"version {FORMAT_VERSION}",
-        **{key: str(item) for key, item in software.items()},
-        "digest": reader.digest,
-    }
+    with open_stored(path) as stored:
+        document = stored.document
+        size = _size(os.path.getsize(path))
+        if is_folder_name(path):
+            sizes = [entry.stat().st_size for entry in os.scandir(path) if entry.is_file()]
+            size = f"{_size(sum(sizes))} in {len(sizes)} files"
+        versions = document.get("software")
+        facts = {
+            "kind": str(document.get("kind")),
+            "size": size,
+            "format": f"version {FORMAT_VERSION}",
+            **(versions if isinstance(versions, dict) else {}),
+            "digest": stored.digest,
+        }
+        yield _heading(name, {key: str(fact) for key, fact in facts.items()})
+        if "weights" in document:
+            yield from _weights(StoredWeights(name, stored))
+        if "state" in document:
+            tree = Tree("state")
+            _grow(tree, document["state"], stored, 0)
+            yield tree
 
 
 def _clean(text: str) -> str:
@@ -139,15 +117,7 @@ def _weights(source: WeightSource) -> Iterator[RenderableType]:
     yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
 
 
-def _state(encoded: object, reader: Numbered) -> Tree:
-    from rich.tree import Tree
-
-    tree = Tree("state")
-    _grow(tree, encoded, reader, 0)
-    return tree
-
-
-def _grow(tree: Tree, encoded: object, reader: Numbered, level: int) -> None:
+def _grow(tree: Tree, encoded: object, stored: Arrays, level: int) -> None:
     from rich.text import Text
 
     items = _items(encoded)
@@ -155,9 +125,9 @@ def _grow(tree: Tree, encoded: object, reader: Numbered, level: int) -> None:
         if index == _SHOWN:
             tree.add(f"… and {len(items) - _SHOWN} more")
             return
-        branch = tree.add(Text(f"{_clean(key)}: {_words(item, reader)}"))
+        branch = tree.add(Text(f"{_clean(key)}: {_words(item, stored)}"))
         if level < _MOST_LEVELS and not _is_short(item):
-            _grow(branch, item, reader, level + 1)
+            _grow(branch, item, stored, level + 1)
 
 
 def _items(encoded: object) -> list[tuple[str, object]]:
@@ -169,15 +139,10 @@ def _items(encoded: object) -> list[tuple[str, object]]:
     ((kind, part),) = encoded.items()
     if kind == "dict" and isinstance(part, dict):
         return list(part.items())
-    if kind in ("deque", "defaultdict") and isinstance(part, list) and len(part) == 2:
-        kind, part = ("items" if kind == "defaultdict" else "tuple"), part[1]
     if kind in ("items", "Counter") and isinstance(part, list):
-        return [(_plain(pair[0]), pair[1]) for pair in part if _is_pair(pair)]
-    return _items(part) if kind in ("tuple", "set", "frozenset") else []
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2
+        pairs = [pair for pair in part if isinstance(pair, list) and len(pair) == 2]
+        return [(_plain(key), item) for key, item in pairs]
+    return _items(part) if kind in ("tuple", "set") else []
 
 
 def _is_short(encoded: object) -> bool:
@@ -188,20 +153,21 @@ def _is_short(encoded: object) -> bool:
     )
 
 
-def _words(encoded: object, reader: Numbered) -> str:
+def _words(encoded: object, stored: Arrays) -> str:
     """One line for a part of the state."""
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((kind, part),) = encoded.items()
-        number = part[1] if kind == "array" and _is_pair(part) else part
-        if kind in ("tensor", "array") and type(number) is int and 0 <= number < len(reader):
-            shape, dtype = reader.describe(number)
+        is_numbered = kind in ("tensor", "array", "scalar") and type(part) is int
+        place = stored.place_of(part) if is_numbered else None
+        if place is not None:
+            shape, dtype = stored.describe(place)
             return f"{kind} {dtype_name(dtype)} {shape}"
     items = _items(encoded)
     if not items:
         return _plain(encoded)
     if not _is_short(encoded):
         return f"{len(items)} entries" if len(items) > 1 else "1 entry"
-    shown = ", ".join(_words(item, reader) for _, item in items[:_SHOWN])
+    shown = ", ".join(_words(item, stored) for _, item in items[:_SHOWN])
     return f"[{shown}]" if len(items) <= _SHOWN else f"[{shown}, … {len(items)} in all]"
 
 
@@ -245,24 +211,22 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
         raise ConfigurationError(
             f"{os.fspath(source)} can't be converted into itself. Give the target another name."
         )
-    if _holds_checkpoints(target) and _holds_checkpoints(source) and _is_checkpoint(source):
-        with open_checkpoint(source) as found:
-            save_checkpoint(target, _state_dict(found.weights), found.state)
+    if not (_holds_checkpoints(target) and _holds_checkpoints(source)):
+        with read.open(source) as weights:
+            to.write(target, _weights_to_convert(weights))
+        return "weights"
+    name = os.fspath(source)
+    with open_stored(source) as stored:
+        if stored.document.get("kind") == "weights":
+            to.write(target, _weights_to_convert(StoredWeights(name, stored)))
+            return "weights"
+        found = checkpoint_in(name, stored)
+        save_checkpoint(target, _state_dict(found.weights), found.state)
         return "checkpoint"
-    with read.open(source) as weights:
-        to.write(target, _weights_to_convert(weights))
-    return "weights"
 
 
 def _holds_checkpoints(path: str | os.PathLike[str]) -> bool:
     return is_folder_name(path) or PurePath(path).suffix.lower() in SUFFIXES
-
-
-def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    with contextlib.ExitStack() as stack:
-        opened = read_index(path, stack) if is_folder_name(path) else None
-        reader = opened or stack.enter_context(read_container(path))
-        return reader.document.get("kind") != "weights"
 
 
 def _weights_to_convert(source: WeightSource) -> Weights:

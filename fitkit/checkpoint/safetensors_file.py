@@ -1,7 +1,9 @@
 """Weights in Hugging Face's format: `.safetensors`.
 
 Eight bytes say how long the header is; the header is JSON and names each tensor's dtype, shape and
-place; the numbers follow without gaps. That is so little that no package is needed for it.
+place; the numbers follow without gaps. The `safetensors` package reads and checks headers. It can't
+write ours: it needs all numbers in memory at once, or a path that it replaces by itself, and puts
+the texts of `__metadata__` into another order each time.
 Tied tensors are stored once; as in files of `safetensors.torch.save_model`, the header's
 `__metadata__` says which stored name stands for each of the others.
 """
@@ -15,22 +17,20 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 import torch
 
 from fitkit.checkpoint.arrays import (
     LARGEST_RANK,
+    Described,
     Numbering,
     StoredArrays,
-    TiedTensors,
     dtype_name,
-    file_dtype,
     state_of,
-    stored_shape,
     write_array,
 )
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
-from fitkit.checkpoint.container import without_repetition
 from fitkit.checkpoint.formats import FORMATS, Weights
 from fitkit.checkpoint.header import damaged, digest_of, former, unreadable
 from fitkit.errors import CheckpointError, ConfigurationError
@@ -52,7 +52,7 @@ _NAMES = {
 }
 _DTYPES = {name: getattr(torch, ours) for ours, name in _NAMES.items() if hasattr(torch, ours)}
 
-# The package allows 100 MB; parsed JSON takes some 20 times its size in memory.
+# The package allows 100 MB, of which each name takes more in memory.
 _LARGEST_HEADER = 32 << 20
 _METADATA = "__metadata__"
 _OURS = "fitkit."
@@ -80,8 +80,13 @@ class SafeTensors:
                     raise CheckpointError(
                         f"{name} can't be read: it isn't a file. Give the path of one."
                     )
-                file = stack.enter_context(open(path, "rb", buffering=0))
-                weights = SafeTensorsWeights(name, file)
+                while True:
+                    file = stack.enter_context(open(path, "rb", buffering=0))
+                    header = _read_header(name, file)
+                    # Of another file, where one was renamed to the path meanwhile.
+                    if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                        break
+                weights = SafeTensorsWeights(name, file, *header)
             except (FileNotFoundError, CheckpointError):
                 raise
             except ValueError as error:
@@ -105,69 +110,49 @@ def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping
             f"state_dict[{next(iter(weights.extra))!r}] isn't a tensor, and a .safetensors "
             "file holds nothing else. Save to a file that ends in .h5."
         )
+    metadata = {"format": "pt", _VERSIONS: json.dumps(weights.versions), _DIGEST: _NO_DIGEST}
+    header: dict[str, Any] = {_METADATA: metadata}
     numbering = Numbering()
-    numbers = {name: numbering.add(tensor) for name, tensor in weights.tensors.items()}
+    names: dict[int, str] = {}
     for name, tensor in weights.tensors.items():
-        _check_dtype(name, tensor)
-    header = _header(numbers, numbering.arrays, weights.versions)
-    header[_METADATA].update(texts)
-    size_bytes = sum(item.numel() * item.element_size() for item in numbering.arrays)
-    with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
-        end = file.write(_encode(header))
-        for number in _in_file_order(numbering.arrays):
-            tensor = numbering.arrays[number]
-            write_array(file, end, tensor)
-            end += tensor.nbytes
+        if name in ("format", _VERSIONS, _DIGEST, _METADATA):
+            raise ConfigurationError(f"A .safetensors file can't hold the name {name!r}.")
+        if not has_dtype(tensor):
+            raise ConfigurationError(
+                f"state_dict[{name!r}] is of {tensor.dtype}, which .safetensors doesn't have. Save "
+                "to a file that ends in .h5, or convert it first."
+            )
+        kept = names.setdefault(numbering.add(tensor), name)
+        if kept != name:
+            metadata[name] = kept
+    metadata.update(texts)
+    # Large elements first, so that all are aligned.
+    arrays = {names[number]: tensor for number, tensor in enumerate(numbering.arrays)}
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].element_size()))
+    end = 0
+    for name, tensor in arrays.items():
+        header[name] = {
+            "dtype": _NAMES[dtype_name(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    with HeldInterrupts() as interrupts, replacing(path, end) as file:
+        position = file.write(_encode(header))
+        for tensor in arrays.values():
+            write_array(file, position, tensor)
+            position += tensor.nbytes
             interrupts.deliver()
-        header[_METADATA][_DIGEST] = digest_of(file, 0)
+        metadata[_DIGEST] = digest_of(file, 0)
         file.seek(0)
         file.write(_encode(header))
         interrupts.deliver()
-    return str(header[_METADATA][_DIGEST])
+    return metadata[_DIGEST]
 
 
 def has_dtype(tensor: torch.Tensor) -> bool:
     """Whether the format has a tensor's dtype."""
     return dtype_name(tensor.dtype) in _NAMES
-
-
-def _check_dtype(name: str, tensor: torch.Tensor) -> None:
-    if not has_dtype(tensor):
-        raise ConfigurationError(
-            f"state_dict[{name!r}] is of {tensor.dtype}, which .safetensors doesn't have. Save to "
-            "a file that ends in .h5, or convert it first."
-        )
-
-
-def _in_file_order(arrays: list[torch.Tensor]) -> list[int]:
-    """The numbers of the arrays, those of large elements first, so that all are aligned."""
-    return sorted(range(len(arrays)), key=lambda number: -arrays[number].element_size())
-
-
-def _header(
-    numbers: Mapping[str, int], arrays: list[torch.Tensor], versions: Mapping[str, int]
-) -> dict[str, Any]:
-    places = {}
-    end = 0
-    for number in _in_file_order(arrays):
-        begin, end = end, end + arrays[number].nbytes
-        places[number] = [begin, end]
-    metadata = {"format": "pt", _VERSIONS: json.dumps(versions), _DIGEST: _NO_DIGEST}
-    header: dict[str, Any] = {_METADATA: metadata}
-    stored: dict[int, str] = {}
-    for name, number in numbers.items():
-        if name in ("format", _VERSIONS, _DIGEST, _METADATA):
-            raise ConfigurationError(f"A .safetensors file can't hold the name {name!r}.")
-        kept = stored.setdefault(number, name)
-        if kept != name:
-            metadata[name] = kept
-            continue
-        header[name] = {
-            "dtype": _NAMES[dtype_name(arrays[number].dtype)],
-            "shape": list(arrays[number].shape),
-            "data_offsets": places[number],
-        }
-    return header
 
 
 def _encode(header: dict[str, Any]) -> bytes:
@@ -177,6 +162,31 @@ def _encode(header: dict[str, Any]) -> bytes:
     # Blanks at the end let the numbers begin where a processor likes to read them.
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(
+    path: str, file: BinaryIO
+) -> tuple[bytes, dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]:
+    """The header's bytes; its texts; the tensors' dtypes and shapes, as they lie in the file.
+
+    Raises:
+        ValueError: it isn't as the format says, or the tensors don't lie side by side up to the
+            file's end.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    length = int.from_bytes(file.read(8), "little")
+    # The package would take longer ones, and memory for them.
+    if length > min(os.fstat(file.fileno()).st_size - 8, _LARGEST_HEADER):
+        raise ValueError("its header is incomplete, or it is no .safetensors file")
+    text = file.read(length)
+    try:
+        with safe_open(path, "pt", backend="pread") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            listed = {n: (p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
+            return text, opened.metadata() or {}, listed
+    except SafetensorError as error:
+        raise ValueError(f"it is no .safetensors file ({error})") from error
 
 
 class SafeTensorsWeights:
@@ -193,44 +203,55 @@ class SafeTensorsWeights:
 
     foreign = True
 
-    def __init__(self, path: str, file: BinaryIO) -> None:
+    def __init__(
+        self,
+        path: str,
+        file: BinaryIO,
+        text: bytes,
+        metadata: dict[str, str],
+        listed: Mapping[str, tuple[str, tuple[int, ...]]],
+    ) -> None:
         state = state_of(file)
-        header, text, end = _read_header(file)
-        start = 8 + len(text)
-        self.metadata = _texts(header.pop(_METADATA, {}))
-        self.extra: Mapping[str, Any] = {}
-        self.versions = _versions(self.metadata)
-        self._path = path
-        self._entries = {name: _entry(name, entry, start) for name, entry in header.items()}
-        _check_places(self._entries, start, end)
+        self.metadata = metadata
+        self._entries: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        begin = 8 + len(text)
+        for name, (kind, shape) in listed.items():
+            dtype = _DTYPES.get(kind)
+            if dtype is None or len(shape) > LARGEST_RANK:
+                raise ValueError(f"{name!r} is of {kind} {shape}, unknown here")
+            self._entries[name] = begin, shape, dtype
+            begin += math.prod(shape) * dtype.itemsize
         self.digest = _checked_digest(path, self.metadata, text, file)
+        self.versions = _versions(self.metadata)
+        self.extra: Mapping[str, Any] = {}
         self.aliases = {
             name: kept
             for name, kept in self.metadata.items()
-            if name not in header and name != "format" and kept in header
+            if name not in listed and name != "format" and kept in listed
         }
         for name, kept in self.aliases.items():
             self._entries[name] = self._entries[kept]
+        self._path = path
         self._arrays = StoredArrays(file, state)
-        self._tied = TiedTensors()
+        self._used: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
-    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name."""
         return {name: (shape, dtype) for name, (_, shape, dtype) in self._entries.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
         entry = self._entries[name]
-        with unreadable(self._path):
-            return self._tied.get(id(entry), lambda: self._arrays.read(*entry))
+        tensor = self._used.get(id(entry))
+        if tensor is None:
+            with unreadable(self._path):
+                tensor = self._used[id(entry)] = self._arrays.read(*entry)
+        return tensor
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype."""
         with unreadable(self._path):
             self._arrays.read_into(self._entries[name][0], tensor)
-
-
-_Entry = tuple[int, tuple[int, ...], torch.dtype]
 
 
 def _checked_digest(
@@ -255,31 +276,6 @@ def _checked_digest(
     return stated
 
 
-def _read_header(file: BinaryIO) -> tuple[dict[str, Any], bytes, int]:
-    """The header, its bytes, and where the file ends."""
-    end = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if end < 8 or length > min(end - 8, _LARGEST_HEADER):
-        raise ValueError("its header is incomplete, or it is no .safetensors file")
-    text = file.read(length)
-    if not text.startswith(b"{"):
-        raise ValueError("its header isn't JSON, so it is no .safetensors file")
-    try:
-        # Of bytes, json would take UTF-16 and UTF-32 too.
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=without_repetition)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its header can't be read ({type(error).__name__}: {error})") from None
-    if not isinstance(header, dict):
-        raise ValueError("its header isn't an object")
-    return header, text, end
-
-
-def _texts(metadata: object) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError("its metadata aren't texts")
-    return metadata
-
-
 def _versions(metadata: Mapping[str, str]) -> dict[str, int]:
     try:
         versions = json.loads(metadata.get(_VERSIONS, "{}"))
@@ -288,43 +284,6 @@ def _versions(metadata: Mapping[str, str]) -> dict[str, int]:
     if not isinstance(versions, dict) or not all(type(v) is int for v in versions.values()):
         raise ValueError("its versions can't be read")
     return versions
-
-
-def _entry(name: str, entry: Any, start: int) -> _Entry:
-    if not isinstance(entry, dict):
-        raise ValueError(f"its header doesn't describe {name!r}")
-    shape, places = _counts(name, entry.get("shape")), _counts(name, entry.get("data_offsets"))
-    if len(places) != 2 or len(shape) > LARGEST_RANK:
-        raise ValueError(f"its header doesn't describe {name!r}")
-    dtype = _DTYPES.get(str(entry.get("dtype")))
-    if dtype is None:
-        raise ValueError(f"{name!r} has the dtype {str(entry.get('dtype'))[:40]!r}, unknown here")
-    size_bytes = math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
-    if places[1] - places[0] != size_bytes:
-        raise ValueError(f"{name!r} has another size than its shape and dtype say")
-    return start + places[0], shape, dtype
-
-
-def _counts(name: str, values: object) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(
-        type(value) is int and 0 <= value < 1 << 63 for value in values
-    ):
-        raise ValueError(f"its header doesn't describe {name!r}")
-    return tuple(values)
-
-
-def _check_places(entries: Mapping[str, _Entry], start: int, end: int) -> None:
-    """Refuse gaps, overlaps and numbers beyond the file's end, as the format does."""
-    position = start
-    for offset, shape, dtype in sorted(entries.values(), key=lambda entry: entry[0]):
-        if offset != position:
-            # An empty tensor may stand at any border; sorting keeps it before its neighbour.
-            if math.prod(shape) == 0 and offset <= position:
-                continue
-            raise ValueError("its tensors overlap or have gaps between them")
-        position += math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
-    if position != end:
-        raise ValueError(f"its tensors take {position - start} bytes, and {end - start} are there")
 
 
 FORMATS.add(".safetensors", SafeTensors())

@@ -7,28 +7,47 @@ index.h5        the document, as in other checkpoints, and all tensors that aren
 
 Each shard says which chunks of which tensors it has, and the index has the digests of the shards,
 so that a folder is one save's or is refused. Chunks are put together in any other way when they are
-read. Nothing is pickled; torch's `HuggingFaceStorageReader` reads the chunks as well.
+read. Nothing is pickled.
+
+`torch.distributed.checkpoint` plans who writes what, and its `HuggingFaceStorageReader` reads the
+chunks as well. Its `save` isn't used: that leaves a pickle (`.metadata`) in the folder, and has the
+ranks exchange pickles that nobody checks. Nor is its `HuggingFaceStorageWriter`, which writes to a
+path, whoever's link may stand there meanwhile, and has no digest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from fitkit.checkpoint.arrays import Numbering, dtype_name, storable
+from fitkit.checkpoint.arrays import (
+    LARGEST_RANK,
+    Described,
+    Numbering,
+    dtype_name,
+    dtype_named,
+    storable,
+)
 from fitkit.checkpoint.codec import encode_state
-from fitkit.checkpoint.container import Reader, write_container
-from fitkit.checkpoint.folders import INDEX, UnfinishedFolder
-from fitkit.checkpoint.formats import FORMATS, Weights, software
-from fitkit.checkpoint.safetensors_file import has_dtype, write_tensors
-from fitkit.checkpoint.shards import SHARDING, FolderWeights, Shards, read_index
+from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
+from fitkit.checkpoint.folders import INDEX, SHARD, UnfinishedFolder
+from fitkit.checkpoint.formats import FORMATS, StoredWeights, Weights, software
+from fitkit.checkpoint.header import damaged
+from fitkit.checkpoint.safetensors_file import (
+    SafeTensors,
+    SafeTensorsWeights,
+    has_dtype,
+    write_tensors,
+)
 from fitkit.checkpoint.weights import collect_weights
 from fitkit.distributed.collectives import Collectives, Solo, together
 from fitkit.distributed.sharding.whole import is_spread
@@ -37,12 +56,19 @@ from fitkit.errors import CheckpointError, FitkitError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-
 SUFFIX = ".dcp"
 """How the names of these folders end."""
 
 STATE_KEY = "fitkit.state."
 """What the names of the state's spread tensors begin with."""
+
+SHARDING = "DCP_SHARDING_INFO"
+"""The text in a shard that says where its chunks begin, by torch's name for it."""
+
+_MOST_CUT = 4
+"""A mesh of ranks has one or two dimensions, and so many of a tensor's are cut."""
+
+Result = TypeVar("Result")
 
 
 def is_folder_name(path: object) -> bool:
@@ -61,23 +87,13 @@ class ShardedFolder:
         save_folder(path, state_dict, None, Solo())
 
     @contextlib.contextmanager
-    def open(self, path: str | os.PathLike[str]) -> Iterator[FolderWeights]:
+    def open(self, path: str | os.PathLike[str]) -> Iterator[StoredWeights]:
         """The weights in a checked folder."""
-        with opened_folder(path) as (reader, shards):
-            yield FolderWeights(os.fspath(path), reader, shards)
+        with open_folder(path) as folder:
+            yield StoredWeights(os.fspath(path), folder)
 
 
-@contextlib.contextmanager
-def opened_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Reader, Shards]]:
-    """A folder's index and its shards, all of which are checked.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        CheckpointError: it isn't a folder of ours, or something in it is damaged or missing.
-    """
-    with contextlib.ExitStack() as stack:
-        reader = read_index(path, stack)
-        yield reader, Shards(Path(path), reader, stack)
+# ---------------------------------------------------------------------- writing
 
 
 def save_folder(
@@ -235,9 +251,6 @@ def _ties(spread: Mapping[str, Any]) -> dict[str, str]:
     return ties
 
 
-Result = TypeVar("Result")
-
-
 def write_shards(
     path: str,
     place: Path,
@@ -319,6 +332,192 @@ def _write(path: Path, plan: SavePlan, planner: SavePlanner) -> str | None:
     info = {key: {"saved_offsets": begin} for key, begin in offsets.items()}
     texts = {SHARDING: json.dumps(info), "DCP_VERSION": "1.0"}
     return write_tensors(path, Weights(tensors, {}, {}), texts)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@contextlib.contextmanager
+def open_folder(path: str | os.PathLike[str]) -> Iterator[Folder]:
+    """A folder, all of which is checked.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: it isn't a folder of ours, or something in it is damaged or missing.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"There is no folder {os.fspath(path)}.")
+    if not (folder / INDEX).is_file():
+        other = (
+            " torch.distributed.checkpoint wrote it, with a pickle in it, which can run code when "
+            "it is read; where you trust it, load it with torch's own functions."
+            if (folder / ".metadata").is_file()
+            else " Give the path of a folder that save wrote."
+        )
+        raise CheckpointError(f"{os.fspath(path)} isn't a checkpoint of fitkit's.{other}")
+    with contextlib.ExitStack() as stack:
+        yield Folder(folder, stack.enter_context(read_container(folder / INDEX)), stack)
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor: the file that has it, where it belongs, its shape and dtype."""
+
+    file: str
+    begin: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Folder:
+    """An open folder: its document, and tensors by their places.
+
+    A place is the number of an array in the index, or the name of a tensor in the shards.
+
+    Args:
+        folder: where it is.
+        index: its index, open.
+        stack: keeps the shards open.
+
+    Attributes:
+        document: the index's.
+        digest: the index's, which has those of the shards.
+        files: the shards, with their digests.
+
+    Raises:
+        CheckpointError: a shard is missing, damaged or another save's, or the document isn't as
+            fitkit writes it.
+    """
+
+    def __init__(self, folder: Path, index: Reader, stack: contextlib.ExitStack) -> None:
+        name = str(folder)
+        self.document, self.digest, self._index = index.document, index.digest, index
+        with refusals(name):
+            self.files = _dict(self.document.get("files"))
+            for file, digest in self.files.items():
+                if not SHARD.fullmatch(file) or not isinstance(digest, str):
+                    raise ValueError("it names files that fitkit never writes")
+            described = _dict(self.document.get("shards"))
+        self._shards: dict[str, SafeTensorsWeights] = {}
+        for file, digest in self.files.items():
+            if not (folder / file).is_file():
+                raise damaged(name, f"{file} is missing")
+            shard = stack.enter_context(SafeTensors().open(folder / file))
+            if shard.digest != digest:
+                raise damaged(name, f"{file} belongs to another save")
+            self._shards[file] = shard
+        with refusals(name):
+            self._chunks: dict[str, list[Chunk]] = {key: [] for key in described}
+            for file, shard in self._shards.items():
+                self._note_chunks(file, shard)
+            self._spread = {
+                key: _checked_whole(key, entry, self._chunks[key])
+                for key, entry in described.items()
+            }
+            numbers = self.document.get("numbers")
+            if not isinstance(numbers, list) or not all(map(self.has, numbers)):
+                raise ValueError("it doesn't say where its tensors are")
+            if len(set(numbers)) < len(numbers):  # each would be read into memory of its own
+                raise ValueError("two numbers stand for the same tensor")
+            self._numbers = numbers
+
+    def _note_chunks(self, name: str, shard: SafeTensorsWeights) -> None:
+        """Add a shard's chunks to those of the tensors that they are of."""
+        if shard.aliases:  # each name would be read into memory of its own
+            raise ValueError(f"{name} has one chunk under several names")
+        try:
+            places = _dict(json.loads(shard.metadata.get(SHARDING, "")))
+        except (ValueError, RecursionError):
+            raise ValueError(f"{name} doesn't say where its chunks are") from None
+        for key, (sizes, dtype) in shard.describe().items():
+            begin = _counts(_dict(places.get(key)).get("saved_offsets"))
+            if key not in self._chunks or len(begin) != len(sizes):
+                raise ValueError(f"{name} doesn't say where its chunk of {key!r} is")
+            self._chunks[key].append(Chunk(name, begin, sizes, dtype))
+
+    def place_of(self, number: int) -> int | str | None:
+        """The place of what a state gives a number; None where there is none."""
+        return self._numbers[number] if 0 <= number < len(self._numbers) else None
+
+    def has(self, place: object) -> bool:
+        """Whether there is such a place."""
+        return place in self._spread if isinstance(place, str) else self._index.has(place)
+
+    def describe(self, place: Any) -> Described:
+        """The shape and dtype of what is at a place."""
+        return self._spread[place] if isinstance(place, str) else self._index.describe(place)
+
+    def read(self, place: Any) -> torch.Tensor:
+        """What is at a place, as a tensor of its own on the CPU."""
+        if not isinstance(place, str):
+            return self._index.read(place)
+        shape, dtype = self._spread[place]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.read_into(place, tensor)
+        return tensor
+
+    def read_into(self, place: Any, tensor: torch.Tensor) -> None:
+        """Copy what is at a place into a tensor of its shape and dtype."""
+        if not isinstance(place, str):
+            self._index.read_into(place, tensor)
+            return
+        for chunk in self._chunks[place]:
+            ends = map(sum, zip(chunk.begin, chunk.sizes, strict=True))
+            target = tensor.detach()[tuple(map(slice, chunk.begin, ends))]
+            self._shards[chunk.file].read_into(place, target)
+
+
+def _checked_whole(key: str, entry: object, chunks: list[Chunk]) -> Described:
+    """The shape and dtype of a tensor; ValueError where its chunks aren't its whole."""
+    described = _dict(entry)
+    shape, name = _counts(described.get("shape")), described.get("dtype")
+    dtype = dtype_named(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise ValueError(f"the dtype {name!r} of {key!r} is unknown to this torch or fitkit")
+    if math.prod(size or 1 for size in shape) >= 1 << 63:
+        raise ValueError("its index has an impossible shape")
+    alike = all(chunk.dtype == dtype and len(chunk.sizes) == len(shape) for chunk in chunks)
+    if not alike or not _make_up(shape, chunks):
+        raise ValueError(f"the chunks of {key!r} don't make it up")
+    return shape, dtype
+
+
+def _make_up(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+    """Whether chunks fill a shape: no gap, no number twice, none outside.
+
+    Corners tell, counted with the sign of a difference along each dimension: those of chunks side
+    by side cancel, and the whole's remain. Dimensions that no chunk cuts needn't be looked at.
+    """
+    cut = [d for d, size in enumerate(shape) if any(chunk.sizes[d] != size for chunk in chunks)]
+    if len(cut) > _MOST_CUT or any(
+        chunk.begin[d] for chunk in chunks for d in range(len(shape)) if d not in cut
+    ):
+        return False
+    if math.prod(shape) == 0:
+        return all(math.prod(chunk.sizes) == 0 for chunk in chunks)
+    corners: Counter[tuple[int, ...]] = Counter()
+    boxes = [(chunk.begin, chunk.sizes, 1) for chunk in chunks]
+    for begin, sizes, weight in (*boxes, ((0,) * len(shape), shape, -1)):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            place = tuple(begin[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
+            corners[place] += weight * (-1) ** sum(ends)
+    return not any(corners.values())
+
+
+def _dict(found: object) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError("its index isn't as fitkit writes it")
+    return found
+
+
+def _counts(found: object) -> tuple[int, ...]:
+    if (
+        not isinstance(found, list)
+        or len(found) > LARGEST_RANK
+        or not all(type(size) is int and 0 <= size < 1 << 63 for size in found)
+    ):
+        raise ValueError("its index has an impossible shape")
+    return tuple(found)
 
 
 FORMATS.add(SUFFIX, ShardedFolder())

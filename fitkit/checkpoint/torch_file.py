@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fitkit.checkpoint.arrays import state_of, storable
+from fitkit.checkpoint.arrays import Described, state_of, storable
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, Weights
 from fitkit.checkpoint.header import damaged
@@ -225,7 +225,7 @@ class TorchFileWeights:
         }
         _check_sizes(path, self._tensors, file_bytes)
 
-    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name."""
         return {name: (tuple(item.shape), item.dtype) for name, item in self._tensors.items()}
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit.arguments import check_flag, describe
-from fitkit.checkpoint.arrays import dtype_name, storable, takes_bytes
+from fitkit.checkpoint.arrays import Described, dtype_name, storable, takes_bytes
 from fitkit.checkpoint.container import check_plain_data
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
 from fitkit.distributed.meta_tensors import fill_meta
@@ -531,7 +531,7 @@ class _Unwrapped:
     def _renamed(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
         return {name[len(self._prefix) :]: value for name, value in mapping.items()}
 
-    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name."""
         return self._renamed(self._source.describe())
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -19,18 +20,18 @@ import torch
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import Numbering
 from fitkit.checkpoint.codec import decode_state, encode_state
-from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
+from fitkit.checkpoint.container import read_container, refusals, write_container
 from fitkit.checkpoint.formats import (
     FORMATS,
     SUFFIXES,
-    HDF5Weights,
+    Arrays,
+    StoredWeights,
     WeightSource,
     encode_weights,
     software,
 )
 from fitkit.checkpoint.sharded_folder import SUFFIX as FOLDER
-from fitkit.checkpoint.sharded_folder import is_folder_name, opened_folder, save_folder
-from fitkit.checkpoint.shards import FolderWeights, Numbers
+from fitkit.checkpoint.sharded_folder import is_folder_name, open_folder, save_folder
 from fitkit.checkpoint.weights import collect_weights
 from fitkit.distributed.collectives import Solo
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
@@ -98,29 +99,37 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[Checkpoint]:
         ConfigurationError: the file's name doesn't end as a checkpoint's.
         CheckpointError: the file is damaged, is none of fitkit's, or isn't a checkpoint.
     """
+    with open_stored(path) as stored:
+        yield checkpoint_in(os.fspath(path), stored)
+
+
+def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[Arrays]:
+    """A file or folder in fitkit's own form, whatever it holds, once all of it is checked.
+
+    Raises:
+        FileNotFoundError, ConfigurationError, CheckpointError: as `open_checkpoint`.
+    """
     _check_suffix(path, *SUFFIXES, FOLDER)
-    name = os.fspath(path)
-    if is_folder_name(path):
-        with opened_folder(path) as (reader, shards):
-            _check_whole(name, reader)
-            state = _decode(name, reader, Numbers(name, reader, shards).numbered)
-            yield Checkpoint(name, FolderWeights(name, reader, shards), state, _software(reader))
-        return
-    with read_container(path) as reader:
-        _check_whole(name, reader)
-        weights = HDF5Weights(name, reader)
-        state = _decode(name, reader, _numbered(reader))
-        yield Checkpoint(name, weights, state, _software(reader))
+    return open_folder(path) if is_folder_name(path) else read_container(path)
 
 
-def _check_whole(name: str, reader: Reader) -> None:
-    kind = reader.document.get("kind")
+def checkpoint_in(name: str, stored: Arrays) -> Checkpoint:
+    """The checkpoint in an open file or folder.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    kind = stored.document.get("kind")
     if kind == "weights":
         raise CheckpointError(
             f"{name} has weights only; use load_weights. Only save() writes the optimizer and "
             "the progress that a checkpoint needs."
         )
-    _check_kind(name, kind, _CHECKPOINT)
+    state = _decode(name, stored, _CHECKPOINT)
+    found = stored.document.get("software")
+    items = found.items() if isinstance(found, dict) else ()
+    software = {key: value for key, value in items if isinstance(value, str)}
+    return Checkpoint(name, StoredWeights(name, stored), state, software)
 
 
 def write_state(path: str | os.PathLike[str], kind: str, content: dict[str, Any]) -> None:
@@ -153,42 +162,29 @@ def read_state(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, is none of fitkit's, or is of another kind.
     """
-    name = os.fspath(path)
     with read_container(path) as reader:
-        _check_kind(name, reader.document.get("kind"), kind)
-        return _decode(name, reader, _numbered(reader))
+        return _decode(os.fspath(path), reader, kind)
 
 
-def _numbered(reader: Reader) -> Callable[[int], torch.Tensor]:
-    """What gives a file's arrays by their numbers."""
+def _decode(name: str, stored: Arrays, kind: str) -> dict[str, Any]:
+    """The state in an open file or folder of that kind; CheckpointError in one of another."""
+    found = stored.document.get("kind")
+    if found != kind:
+        raise CheckpointError(
+            f"{name} holds {str(found)[:40]!r}, not {kind!r}. Give the path of another file."
+        )
 
     def read(number: int) -> torch.Tensor:
-        if number >= len(reader):
-            raise ValueError("its state names arrays that it doesn't have")
-        return reader.read(number)
+        place = stored.place_of(number)
+        if place is None:
+            raise ValueError("its state names tensors that it doesn't have")
+        return stored.read(place)
 
-    return read
-
-
-def _decode(name: str, reader: Reader, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
     with refusals(name):
-        state = decode_state(reader.document.get("state"), read)
+        state = decode_state(stored.document.get("state"), read)
         if type(state) is not dict:
             raise ValueError("its state isn't a dict")
     return state
-
-
-def _software(reader: Reader) -> dict[str, str]:
-    found = reader.document.get("software")
-    items = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in items if isinstance(value, str)}
-
-
-def _check_kind(name: str, found: object, wanted: str) -> None:
-    if found != wanted:
-        raise CheckpointError(
-            f"{name} holds {str(found)[:40]!r}, not {wanted!r}. Give the path of another file."
-        )
 
 
 def _check_state(state: object) -> None:

@@ -3,6 +3,7 @@
 import io
 import random
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -60,11 +61,11 @@ def test_a_checkpoint_is_listed_with_versions_and_its_state_in_short(tmp_path, m
 
 
 def test_every_kind_of_data_can_be_shown(tmp_path):
-    from collections import Counter, defaultdict, deque
+    from collections import Counter
 
     state = {
-        "a": [(), [], {}, set(), {1}, deque([1]), Counter("a"), defaultdict(list, {1: []})],
-        "b": [b"x", 2**70, 1j, torch.float32, torch.device("cpu"), torch.Size([1])],
+        "a": [(), [], {}, set(), {1}, Counter("a"), {1: []}],
+        "b": [b"x", 2**70, np.arange(3), np.float32(1)],
         "many": {str(index): {"x": index} for index in range(50)},
         "control \x1b[31m": "\x1b]0;title\x07",
     }

@@ -1,6 +1,5 @@
 """States come back as they were, types included; what no file can hold is named."""
 
-import datetime
 import io
 import math
 import random
@@ -36,7 +35,7 @@ def assert_same(found, wanted, place="state"):
         assert list(map(type, found)) == list(map(type, wanted)), place
         for key in wanted:
             assert_same(found[key], wanted[key], f"{place}[{key!r}]")
-    elif isinstance(wanted, (list, tuple, deque)):
+    elif isinstance(wanted, (list, tuple)):
         assert len(found) == len(wanted), place
         for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
             assert_same(one, other, f"{place}[{index}]")
@@ -49,7 +48,7 @@ def assert_same(found, wanted, place="state"):
         assert found.tobytes() == wanted.tobytes(), place
     else:
         assert found == wanted or (found != found and wanted != wanted), place
-        if isinstance(wanted, (float, complex)):
+        if isinstance(wanted, float):
             assert repr(found) == repr(wanted), place  # -0.0 equals 0.0
 
 
@@ -63,25 +62,18 @@ PLAIN = {
     "booleans": [True, False],
     "integers": [0, -1, 2**63 - 1, -(2**63), 2**64, -(10**5000), 10**5000],
     "floats": [0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.7976931348623157e308],
-    "complex": [1 - 2j, complex(math.nan, -0.0)],
     "text": ["", "ä\ud800\0\n", "tuple"],
     "bytes": [b"", bytes(range(256))],
     "lists": [[], [[]], [1, [2, [3]]]],
     "tuples": ((), (1,), ((), [()])),
-    "sets": [set(), {1, "a", None, (1, 2)}, frozenset({b"x"})],
+    "sets": [set(), {1, "a", None, (1, 2)}, {b"x"}],
     "keys": {1: "int", "1": "text", 1.5: 0, None: 0, (1, ("a", 2.0)): 0, b"b": 0, -(2**70): 0},
     "booleans as keys": {True: 1, False: 0},
     "one key that names a kind": {"tuple": [1]},
     "dicts": [{}, {"dict": {}}, {"items": [[1, 2]]}, {"": {"a.b/c": 1}}],
-    "deques": [deque([1, 2], maxlen=2), deque(), deque([1], maxlen=None)],
     "counters": [Counter("aab"), Counter({3: 1, 5: -2}), Counter()],
-    "defaultdicts": [defaultdict(list, {1: [2]}), defaultdict(dict), defaultdict(None, {"a": 1})],
-    "dtypes": [torch.float32, torch.bfloat16, torch.qint8],
-    "devices": [torch.device("cpu"), torch.device("cuda", 3), torch.device("mps")],
-    "sizes": [torch.Size([2, 3]), torch.Size([])],
-    "durations": [datetime.timedelta(days=-1, seconds=3, microseconds=7)],
     "arrays": [
-        np.arange(6, dtype=">i2").reshape(2, 3),
+        np.arange(6, dtype="i2").reshape(2, 3),
         np.array(2.5),
         np.zeros((0, 2), bool),
         np.array([1 + 2j], np.complex64),
@@ -289,13 +281,15 @@ def nested(levels):
         (np.datetime64("2026-01-01"), "only pickle could store a datetime64"),
         (np.longdouble(1), "only pickle could store a longdouble"),
         ({Fraction(1, 2): 1}, r"state\['a'\]\[0\]\['x'\] has the key"),
-        (defaultdict(lambda: 0), "is a defaultdict that makes its values with"),
+        (defaultdict(list), "only pickle could store a defaultdict"),
+        (deque([1]), "only pickle could store a deque"),
+        (torch.float32, "only pickle could store a dtype"),
         (torch.eye(2).to_sparse(), r"state\['a'\]\[0\]\['x'\]: A tensor can't .*to_dense"),
         (torch.empty(2, device="meta"), "on the meta device"),
         (nested(200), "is nested more than 100 deep"),
         ({(index,): 0 for index in range(10_001)}, "10001 tuples or very large numbers as keys"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_what_no_file_can_hold_is_refused_with_its_place(path, value, reason):
     with pytest.raises(ConfigurationError, match=f"(?s){reason}"):
@@ -341,47 +335,26 @@ HOSTILE = [
     {"int": "12"},
     {"int": 12},
     {"int": "0x"},
-    {"complex": [1, 2, 3]},
-    {"complex": ["a", 1.0]},
+    {"complex": [1.0, 2.0]},
     {"bytes": "ä"},
     {"bytes": "A"},
     {"bytes": 3},
-    {"dtype": "load"},
-    {"dtype": ["float32"]},
-    {"device": "cuda:0; import os"},
-    {"device": "quantum:0"},
-    {"device": "cuda:99999"},
-    {"Size": [1.5]},
-    {"Size": [[1]]},
-    {"Size": "abc"},
-    {"Size": [1 << 70]},
-    {"timedelta": [10**30, 0, 0]},
-    {"timedelta": [1]},
-    {"deque": [1, [1, 2]]},
-    {"deque": [-1, []]},
-    {"deque": ["a", []]},
-    {"deque": [1]},
+    {"dtype": "float32"},
+    {"deque": [None, []]},
     {"Counter": 3},
-    {"defaultdict": ["eval", []]},
-    {"defaultdict": [["list"], []]},
+    {"Counter": [[1]]},
     {"tensor": 1},
     {"tensor": -1},
     {"tensor": True},
     {"tensor": "0"},
     {"tensor": [0]},
     {"tensor": 10**30},
-    {"array": ["<f8", 0]},
-    {"array": ["<i4", 0]},
-    {"array": ["<O8", 0]},
-    {"array": ["<f99", 0]},
-    {"array": ["<f4", None]},
-    {"array": 0},
-    {"scalar": ["<f4", "AAAA"]},
-    {"scalar": ["<f4", ""]},
-    {"scalar": ["<f4", "AAAAAAAAAAA="]},
-    {"scalar": ["|b1", "Ag=="]},
-    {"scalar": ["|O8", "AAAAAAAAAAA="]},
-    {"scalar": ["<U1", "AAAAAA=="]},
+    {"array": ["<f4", 0]},
+    {"array": 1},
+    {"array": True},
+    {"scalar": 0},
+    {"scalar": None},
+    {"scalar": ["<f4", "AAAAAA=="]},
     {"items": [[{"tuple": [index]}, 0] for index in range(10_001)]},
 ]
 
@@ -412,15 +385,17 @@ def test_a_state_nested_too_deeply_is_refused(craft):
         read_state(path, "test")
 
 
-def test_an_array_of_foreign_byte_order_is_copied_once_however_often_it_is_named(craft):
-    numbers = np.arange(6, dtype="f4").reshape(2, 3)
+def test_an_array_of_foreign_byte_order_comes_back_in_the_machines_own(path):
+    numbers = np.arange(6, dtype=">f4").reshape(2, 3)
+    found = there_and_back(path, {"a": numbers, "b": [np.float32(0.5)]})
+    assert found["a"].dtype == "f4" and found["a"].tolist() == numbers.tolist()
+
+
+def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(craft):
     path = craft(
-        lambda hdf5: hdf5["arrays"].create_dataset("0", data=numbers),
-        content={"kind": "test", "state": {"dict": {
-            "a": {"array": [">f4", 0]}, "b": {"array": [">f4", 0]},
-            "c": {"array": ["<f4", 0]}, "d": {"array": ["<f4", 0]},
-        }}},
+        lambda hdf5: hdf5["arrays"].create_dataset("0", data=np.zeros((2, 3), "u2")),
+        arrays=[{"dtype": "bfloat16", "shape": [2, 3]}],
+        content={"kind": "test", "state": {"dict": {"a": {"array": 0}}}},
     )
-    state = read_state(path, "test")
-    assert state["a"] is state["b"] and np.shares_memory(state["c"], state["d"])
-    assert state["a"].dtype == ">f4" and state["a"].tolist() == numbers.tolist()
+    with pytest.raises(CheckpointError, match="has an array of torch.bfloat16"):
+        read_state(path, "test")
