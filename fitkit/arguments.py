@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass: one clear error each, before any work."""
+"""Arguments that users pass: checked with one clear error each, before any work, and named."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import nearest
@@ -134,3 +137,114 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     same_type = any(type(value) is type(choice) for choice in choices)
     kind = ConfigurationError if same_type else ArgumentTypeError
     raise kind(f"{name}={describe(value)} must be one of {listing}.{suggestion}")
+
+
+TARGET_NAMES = frozenset({"y_true", "y", "true", "truth", "target", "targets", "label", "labels"})
+PREDICTION_NAMES = frozenset({
+    "y_pred", "y_hat", "y_score", "prediction", "predictions", "pred", "preds", "output",
+    "outputs", "input", "logits",
+})  # fmt: skip
+
+
+def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> None:
+    """Refuse a callable that can't take, or seems to swap, `(prediction, target)`.
+
+    Args:
+        function: a function, a module or any other callable; its own signature tells.
+        label: how the message calls it.
+        kind: what it was given as: `"loss"`, `"metric"`.
+
+    Raises:
+        ConfigurationError: it takes other arguments, or names them in Keras's order.
+    """
+    try:
+        signature = inspect.signature(
+            function.forward if isinstance(function, nn.Module) else function
+        )
+    except (TypeError, ValueError):  # some callables written in C have none to show
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{label} takes {signature}, but a {kind} is called with (prediction, target): "
+            f"{error}. Wrap it in a function of these two."
+        ) from None
+    first, second = [*signature.parameters, "", ""][:2]
+    if first in TARGET_NAMES and second in PREDICTION_NAMES:
+        raise ConfigurationError(
+            f"{label} takes ({first}, {second}): the target first, as Keras and scikit-learn do. "
+            f"fitkit calls a {kind} as torch does, with (prediction, target): swap the "
+            "parameters, or wrap it in a lambda that does."
+        )
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, and no hook of its own acts in its call."""
+    return (
+        type(module).__module__.startswith("torch.nn.")
+        and "forward" not in vars(module)
+        and module._compiled_call_impl is None
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def snake_case(class_name: str) -> str:
+    """`BCEWithLogitsLoss` as `bce_with_logits_loss`, `MeanIoU` as `mean_iou`."""
+    return _WORD_STARTS.sub("_", class_name.replace("IoU", "Iou")).lower()
+
+
+def callable_name(function: Callable[..., Any]) -> str:
+    """A function's name, the name inside a partial, or an object's class in snake case."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", None)
+    if not isinstance(name, str):
+        return snake_case(type(function).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+LONGEST = 200
+"""Characters of a setting; places that keep them have limits."""
+
+
+def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Strings, numbers and flags by name.
+
+    What is None has no entry; parts of dicts, and of lists of objects, have theirs: `loss.box`.
+    Functions, classes and objects become their names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        found.update(_plain(str(name), value))
+    return found
+
+
+def _plain(name: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, dict)) for v in value):
+        parts = enumerate(value)
+    elif isinstance(value, (list, tuple)):
+        return {name: ", ".join(map(name_of, value))[:LONGEST]} if value else {}
+    else:
+        return {name: value if isinstance(value, (int, float)) else name_of(value)[:LONGEST]}
+    return plain_settings({f"{name}.{key}": part for key, part in parts})
+
+
+def name_of(value: Any) -> str:
+    """What a value is called: never its address, which differs from run to run."""
+    if isinstance(value, (str, int, float)) or value is None:
+        return str(value)
+    if isinstance(value, functools.partial):
+        given = [name_of(item) for item in value.args]
+        given += [f"{name}={name_of(item)}" for name, item in value.keywords.items()]
+        return f"{name_of(value.func)}({', '.join(given)})"
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) else type(value).__name__

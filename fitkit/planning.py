@@ -27,7 +27,7 @@ from fitkit.distributed.strategies import SingleDevice, Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable
-from fitkit.summary_table import human_bytes
+from fitkit.summary import human_bytes
 from fitkit.tune.untouched import untouched
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}

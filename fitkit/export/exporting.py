@@ -16,8 +16,8 @@ from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.checkpoint.atomic import replacing
 from fitkit.distributed.precision import plain_layers
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.example_batch import example_batch
 from fitkit.export.formats import FORMATS, Call, Format, Labels, Runner, on_cpu, reason_of, traced
+from fitkit.summary import example_batch
 
 Caller = Callable[[Callable[..., Any], Any], Any]
 """Calls a function with a batch's inputs, by position or by keyword."""

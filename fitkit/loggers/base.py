@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from fitkit.arguments import check_count, describe
+from fitkit.arguments import check_count, describe, plain_settings
 from fitkit.callbacks.base import Callback, Logs, run_of
 from fitkit.callbacks.rates import optimizers_of, rate_of
 from fitkit.callbacks.text_files import plain_value, writable
 from fitkit.callbacks.watches import BatchLosses
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
-from fitkit.plain_settings import plain_settings
 
 READ_EVERY = 100
 """Batches whose losses stay on the device until one look reads them all."""

@@ -15,11 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fitkit.arguments import describe
-from fitkit.errors import ConfigurationError, FitkitError
+from fitkit.errors import (
+    DTYPE_ERRORS,
+    PAIR_ERRORS,
+    SHAPE_ERRORS,
+    ConfigurationError,
+    FitkitError,
+    raised_in_torch,
+)
 from fitkit.losses import targets
 from fitkit.losses.names import Definition
 from fitkit.outputs import last_operation
-from fitkit.torch_errors import DTYPE_ERRORS, PAIR_ERRORS, SHAPE_ERRORS, raised_in_torch
 from fitkit.trees import leaves_with_paths
 
 PROBABILITY_TOLERANCE = 1e-3

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from fitkit.arguments import describe
-from fitkit.callables import callable_name, check_takes_pair, is_torchs, snake_case
+from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
 from fitkit.losses.guards import check_broadcast

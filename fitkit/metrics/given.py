@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fitkit.arguments import describe
-from fitkit.callables import callable_name, check_takes_pair, snake_case
+from fitkit.arguments import callable_name, check_takes_pair, describe, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics.catalogue import NAMES, weightable_names
 from fitkit.metrics.wrapped import is_torchmetric, refuse_aggregation

@@ -8,11 +8,11 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fitkit.plain_settings import plain_settings
+from fitkit.arguments import plain_settings
 
 if TYPE_CHECKING:
     from fitkit.pictures.learning_curves import Curve
-    from fitkit.summary_table import Summary
+    from fitkit.summary import Summary
 
 DEFAULTS = ("auto", "Unset", "32-true")
 """Values of those that say nothing."""

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fitkit import trees
-from fitkit.errors import ConfigurationError, FitkitError, OutOfMemoryError
+from fitkit.errors import (
+    DTYPE_ERRORS,
+    SHAPE_ERRORS,
+    ConfigurationError,
+    FitkitError,
+    OutOfMemoryError,
+    is_out_of_memory,
+    raised_in_torch,
+)
 from fitkit.module import Module
-from fitkit.torch_errors import DTYPE_ERRORS, SHAPE_ERRORS, is_out_of_memory, raised_in_torch
 
 if TYPE_CHECKING:
     from fitkit.training.compilation import Compilation

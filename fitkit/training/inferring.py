@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
-from fitkit.callables import is_torchs
+from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.data.arrays import ArraySource
 from fitkit.data.sharding import whole_of

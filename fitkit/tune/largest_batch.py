@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from fitkit.arguments import check_choice, check_count
 from fitkit.data.sources import check_data_type, make_source
-from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.model import Model
 from fitkit.modes import in_use
-from fitkit.torch_errors import MEMORY_ERRORS, is_out_of_memory
 from fitkit.tune.untouched import untouched
 
 

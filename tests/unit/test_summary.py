@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.summary import shape_text, summarize
-from fitkit.summary_table import human_bytes, human_count
+from fitkit.summary import human_bytes, human_count, shape_text, summarize
 
 
 def small_net():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fitkit.callables import snake_case
+from fitkit.arguments import snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import loss as loss_module
 from fitkit.losses import resolve

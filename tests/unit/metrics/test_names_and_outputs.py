@@ -7,7 +7,7 @@ import torch
 import torchmetrics
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
 
-from fitkit.callables import snake_case
+from fitkit.arguments import snake_case
 from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
