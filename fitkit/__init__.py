@@ -1,6 +1,6 @@
 """fitkit: Keras's verbs on any PyTorch network."""
 
-from fitkit import callbacks, loggers, pictures, precisions, strategies, tune
+from fitkit import callbacks, loggers, optimizers, pictures, precisions, strategies, tune
 from fitkit.callbacks import History
 from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
@@ -27,6 +27,7 @@ __all__ = [
     "find_usable_cuda_devices",
     "load_model",
     "loggers",
+    "optimizers",
     "pictures",
     "plan",
     "precisions",
@@ -34,3 +35,8 @@ __all__ = [
     "strategies",
     "tune",
 ]
+
+
+def __dir__() -> list[str]:
+    """List what is public; the modules that make it up are there all the same."""
+    return __all__

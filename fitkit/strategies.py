@@ -4,57 +4,33 @@
 an installed package does the same with an entry point of the group `fitkit.strategies`.
 """
 
+# ruff: noqa: N811 (its rule on capitals)
 from fitkit.distributed.engines.xla_adapters import Adapter as XLAAdapter
-from fitkit.distributed.strategies import (
-    DDP,
-    DDP2,
-    DP,
-    FSDP,
-    STRATEGIES,
-    XLA,
-    Bagua,
-    DDPSharded,
-    DDPSpawn,
-    DeepSpeed,
-    Horovod,
-    SingleDevice,
-    Strategy,
-)
+from fitkit.distributed.strategies import DDP as DDPStrategy
+from fitkit.distributed.strategies import DDP2 as DDP2Strategy
+from fitkit.distributed.strategies import DP as DPStrategy
+from fitkit.distributed.strategies import FSDP as FSDPStrategy
+from fitkit.distributed.strategies import STRATEGIES, Strategy
+from fitkit.distributed.strategies import XLA as XLAStrategy
+from fitkit.distributed.strategies import Bagua as BaguaStrategy
+from fitkit.distributed.strategies import DDPSharded as DDPShardedStrategy
+from fitkit.distributed.strategies import DDPSpawn as DDPSpawnStrategy
+from fitkit.distributed.strategies import DeepSpeed as DeepSpeedStrategy
+from fitkit.distributed.strategies import Horovod as HorovodStrategy
+from fitkit.distributed.strategies import SingleDevice as SingleDeviceStrategy
 
-BaguaStrategy = Bagua
-DDPStrategy = DDP
-DDPSpawnStrategy = DDPSpawn
-DDPShardedStrategy = DDPSharded
-DDP2Strategy = DDP2
-DeepSpeedStrategy = DeepSpeed
-DPStrategy = DP
-FSDPStrategy = FSDP
-HorovodStrategy = Horovod
-SingleDeviceStrategy = SingleDevice
-XLAStrategy = XLA
 register = STRATEGIES.register
 
 __all__ = [
-    "DDP",
-    "DDP2",
-    "DP",
-    "FSDP",
-    "XLA",
-    "Bagua",
     "BaguaStrategy",
     "DDP2Strategy",
-    "DDPSharded",
     "DDPShardedStrategy",
-    "DDPSpawn",
     "DDPSpawnStrategy",
     "DDPStrategy",
     "DPStrategy",
-    "DeepSpeed",
     "DeepSpeedStrategy",
     "FSDPStrategy",
-    "Horovod",
     "HorovodStrategy",
-    "SingleDevice",
     "SingleDeviceStrategy",
     "Strategy",
     "XLAAdapter",

@@ -112,3 +112,10 @@ def test_errors_are_what_python_users_expect_too():
     assert issubclass(fitkit.WorkerError, RuntimeError)
     for error in (fitkit.ConfigurationError, fitkit.CheckpointError, fitkit.WorkerError):
         assert issubclass(error, fitkit.FitkitError)
+
+
+def test_dir_shows_what_is_public_and_nothing_else():
+    import fitkit
+
+    assert sorted(fitkit.__all__) == dir(fitkit)
+    assert all(hasattr(fitkit, name) for name in dir(fitkit))

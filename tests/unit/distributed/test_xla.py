@@ -17,7 +17,7 @@ from fitkit.distributed.launchers.workers import end_workers
 from fitkit.distributed.placement import Machine, choose_kind, parse_devices
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World
-from fitkit.strategies import XLA, XLAAdapter, XLAStrategy
+from fitkit.strategies import XLAAdapter, XLAStrategy
 
 ARE_ABSENT = all(importlib.util.find_spec(name) is None for name in ("torch_tpu", "torch_xla"))
 
@@ -168,8 +168,8 @@ def test_words_lead_to_xla_devices_where_there_are_any(monkeypatch):
     assert parse_devices("auto", "xla", with_tpu) == (0, 1, 2, 3)
     for words in (("auto", "tpu"), ("auto", "auto"), (4, "xla"), (1, "tpu")):
         strategy = found(*words, machine=with_tpu)
-        assert isinstance(strategy, XLA) and len(strategy.devices) == (words[0] == 1 or 4)
-    assert isinstance(found(2, "auto", "tpu"), XLA)
+        assert isinstance(strategy, XLAStrategy) and len(strategy.devices) == (words[0] == 1 or 4)
+    assert isinstance(found(2, "auto", "tpu"), XLAStrategy)
 
 
 @pytest.mark.parametrize(("words", "message"), [
