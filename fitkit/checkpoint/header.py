@@ -75,6 +75,27 @@ def seal(file: BinaryIO) -> None:
     file.write(lines.encode("ascii").ljust(HEADER_SIZE, b"\0"))
 
 
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """An ordinary file, open to read, without a buffer.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it can't be read, or is a pipe or another thing than a file.
+    """
+    name = os.fspath(path)
+    try:
+        # Before opening: opening a pipe would wait for ever.
+        if stat.S_ISREG(os.stat(path).st_mode):
+            return open(path, "rb", buffering=0)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} can't be read: {error.strerror or error}. Check the path and its rights."
+        ) from error
+    raise CheckpointError(f"{name} can't be read: it isn't a file. Give the path of one.")
+
+
 @contextlib.contextmanager
 def open_verified(path: str | os.PathLike[str]) -> Iterator[Verified]:
     """Open the file at `path`, check all of its bytes, and close it when the block ends.
@@ -84,20 +105,9 @@ def open_verified(path: str | os.PathLike[str]) -> Iterator[Verified]:
         CheckpointError: it can't be read, isn't ours, is of a newer fitkit, or was damaged.
     """
     name = os.fspath(path)
-    with contextlib.ExitStack() as stack:
-        try:
-            # Before opening: opening a pipe would wait for ever.
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise CheckpointError(
-                    f"{name} can't be read: it isn't a file. Give the path of one."
-                )
-            verified = _verify(name, stack.enter_context(open(path, "rb", buffering=0)))
-        except (FileNotFoundError, CheckpointError):
-            raise
-        except OSError as error:
-            raise CheckpointError(
-                f"{name} can't be read: {error.strerror or error}. Check the path and its rights."
-            ) from error
+    with open_file(path) as file:
+        with unreadable(name):
+            verified = _verify(name, file)
         yield verified
 
 

@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
@@ -32,8 +31,8 @@ from fitkit.checkpoint.arrays import (
 )
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, Weights
-from fitkit.checkpoint.header import damaged, digest_of, former, unreadable
-from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.checkpoint.header import damaged, digest_of, former, open_file, unreadable
+from fitkit.errors import ConfigurationError
 
 # The format's names for dtypes, https://github.com/huggingface/safetensors (Dtype). Its F4 counts
 # halves of bytes and torch's pairs of them, so that one is left out.
@@ -75,27 +74,15 @@ class SafeTensors:
         """The weights in a checked file."""
         name = os.fspath(path)
         with contextlib.ExitStack() as stack:
-            try:
-                if not stat.S_ISREG(os.stat(path).st_mode):
-                    raise CheckpointError(
-                        f"{name} can't be read: it isn't a file. Give the path of one."
-                    )
-                while True:
-                    file = stack.enter_context(open(path, "rb", buffering=0))
+            while True:
+                file = stack.enter_context(open_file(path))
+                with unreadable(name):
                     header = _read_header(name, file)
-                    # Of another file, where one was renamed to the path meanwhile.
-                    if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                        break
+                # Of another file, where one was renamed to the path meanwhile.
+                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    break
+            with unreadable(name):
                 weights = SafeTensorsWeights(name, file, *header)
-            except (FileNotFoundError, CheckpointError):
-                raise
-            except ValueError as error:
-                raise damaged(name, str(error)) from error
-            except OSError as error:
-                raise CheckpointError(
-                    f"{name} can't be read: {error.strerror or error}. Check the path and its "
-                    "rights."
-                ) from error
             yield weights
 
 
@@ -170,15 +157,15 @@ def _read_header(
     """The header's bytes; its texts; the tensors' dtypes and shapes, as they lie in the file.
 
     Raises:
-        ValueError: it isn't as the format says, or the tensors don't lie side by side up to the
-            file's end.
+        CheckpointError: it isn't as the format says, or the tensors don't lie side by side up to
+            the file's end.
     """
     from safetensors import SafetensorError, safe_open
 
     length = int.from_bytes(file.read(8), "little")
     # The package would take longer ones, and memory for them.
     if length > min(os.fstat(file.fileno()).st_size - 8, _LARGEST_HEADER):
-        raise ValueError("its header is incomplete, or it is no .safetensors file")
+        raise damaged(path, "its header is incomplete, or it is no .safetensors file")
     text = file.read(length)
     try:
         with safe_open(path, "pt", backend="pread") as opened:
@@ -186,7 +173,7 @@ def _read_header(
             listed = {n: (p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
             return text, opened.metadata() or {}, listed
     except SafetensorError as error:
-        raise ValueError(f"it is no .safetensors file ({error})") from error
+        raise damaged(path, f"it is no .safetensors file ({error})") from error
 
 
 class SafeTensorsWeights:
@@ -218,11 +205,11 @@ class SafeTensorsWeights:
         for name, (kind, shape) in listed.items():
             dtype = _DTYPES.get(kind)
             if dtype is None or len(shape) > LARGEST_RANK:
-                raise ValueError(f"{name!r} is of {kind} {shape}, unknown here")
+                raise damaged(path, f"{name!r} is of {kind} {shape}, unknown here")
             self._entries[name] = begin, shape, dtype
             begin += math.prod(shape) * dtype.itemsize
         self.digest = _checked_digest(path, self.metadata, text, file)
-        self.versions = _versions(self.metadata)
+        self.versions = _versions(path, self.metadata)
         self.extra: Mapping[str, Any] = {}
         self.aliases = {
             name: kept
@@ -269,21 +256,20 @@ def _checked_digest(
     blank = text.replace(stated.encode("ascii", "replace"), _NO_DIGEST.encode("ascii"), 1)
     before = len(text).to_bytes(8, "little") + blank
     if len(stated) != len(_NO_DIGEST) or digest_of(file, len(before), before) != stated:
-        raise ValueError(
+        raise damaged(
+            path,
             "its content doesn't match its digest, so it was changed (a program that writes "
-            f"other tensors has to leave out the metadata that begin with {_OURS!r})"
+            f"other tensors has to leave out the metadata that begin with {_OURS!r})",
         )
     return stated
 
 
-def _versions(metadata: Mapping[str, str]) -> dict[str, int]:
-    try:
+def _versions(path: str, metadata: Mapping[str, str]) -> dict[str, int]:
+    with contextlib.suppress(ValueError, RecursionError):
         versions = json.loads(metadata.get(_VERSIONS, "{}"))
-    except (ValueError, RecursionError):
-        raise ValueError("its versions can't be read") from None
-    if not isinstance(versions, dict) or not all(type(v) is int for v in versions.values()):
-        raise ValueError("its versions can't be read")
-    return versions
+        if isinstance(versions, dict) and all(type(v) is int for v in versions.values()):
+            return versions
+    raise damaged(path, "its versions can't be read")
 
 
 FORMATS.add(".safetensors", SafeTensors())

@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import re
-import stat
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -22,7 +21,7 @@ import torch
 from fitkit.checkpoint.arrays import Described, state_of, storable
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, Weights
-from fitkit.checkpoint.header import damaged
+from fitkit.checkpoint.header import damaged, open_file, unreadable
 from fitkit.errors import CheckpointError, ConfigurationError
 
 _ZIP = b"PK\x03\x04"
@@ -60,9 +59,10 @@ class TorchFile:
         name = os.fspath(path)
         # Opened once, so that torch reads what was checked; and read, not mapped: where another
         # process cuts a mapped file, the system ends the process that looks at it.
-        with _opened(name) as file:
+        with io.BufferedReader(open_file(path)) as file:  # type: ignore[type-var]
             state = state_of(file)
-            _check(name, file)
+            with unreadable(name):
+                _check(name, file)
             try:
                 file.seek(0)
                 with warnings.catch_warnings():  # of a pickle's protocol, which torch then refuses
@@ -77,23 +77,6 @@ class TorchFile:
                 # Not the cause: torch's own text advises to run what the file asks for.
                 raise CheckpointError(_refusal(name, file, error)) from None
         yield weights
-
-
-@contextlib.contextmanager
-def _opened(name: str) -> Iterator[BinaryIO]:
-    """An ordinary file, open to read."""
-    try:
-        if not stat.S_ISREG(os.stat(name).st_mode):  # to open a pipe would wait
-            raise CheckpointError(f"{name} can't be read: it isn't a file. Give the path of one.")
-        file = open(name, "rb")  # noqa: SIM115
-    except (FileNotFoundError, CheckpointError):
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"{name} can't be read: {error.strerror or error}. Check the path and its rights."
-        ) from error
-    with file:
-        yield file
 
 
 class LightningFile(TorchFile):
@@ -163,23 +146,12 @@ class _Output(io.RawIOBase):
 
 
 def _check(name: str, file: BinaryIO) -> None:
-    """Check what can be checked before torch sees the file.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    try:
-        start = file.read(len(_ZIP))
-        if not start:
-            raise damaged(name, "it is empty")
-        if start == _ZIP:
-            _check_archive(name, file)
-    except CheckpointError:  # which is an OSError
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"{name} can't be read: {error.strerror or error}. Check the path and its rights."
-        ) from error
+    """Check what can be checked before torch sees the file; CheckpointError where it is damaged."""
+    start = file.read(len(_ZIP))
+    if not start:
+        raise damaged(name, "it is empty")
+    if start == _ZIP:
+        _check_archive(name, file)
 
 
 def _check_archive(name: str, file: BinaryIO) -> None:
