@@ -163,7 +163,7 @@ def _launch() -> dict[str, str]:
 
 
 def _choice() -> dict[str, str]:
-    """What `compile` does where it is told nothing about the hardware."""
+    """What `compile` does where nothing was said about the hardware."""
     try:
         strategy = resolve_strategy("auto", "auto", "auto", "32-true", None)
     except ConfigurationError as error:

@@ -17,7 +17,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 @dataclasses.dataclass(frozen=True)
 class LogOptions:
-    """What `self.log` was told about a name.
+    """The options of `self.log` for a name.
 
     Attributes:
         on_step: whether batches' logs have the latest value.

@@ -31,7 +31,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerChoice:
-    """What `compile` was told about the optimizer; built when the parameters are in place.
+    """What `compile` was given as the optimizer; built when the parameters are in place.
 
     Attributes:
         given: the name, class, partial, factory or instance, as given.

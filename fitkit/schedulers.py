@@ -34,7 +34,7 @@ SCHEDULERS.add("cosine", lr_scheduler.CosineAnnealingLR)
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerChoice:
-    """What `compile` was told about the scheduler.
+    """What `compile` was given as the scheduler.
 
     Attributes:
         given: name, class, partial, factory `optimizer -> scheduler`, or instance.

@@ -62,7 +62,7 @@ def summarize(
         example = example_batch(example, input_shape, net)
         sizes = (trees.tensor_bytes(example), shape_text(example))
         if any(map(is_lazy, [*net.parameters(), *net.buffers()])):
-            net = _copied(net)  # A first batch would settle its shapes for good.
+            net = _copied(net)  # A first batch would fix its shapes for good.
     watch = _Watch(net)
     if example is not None:
         watch = _watched(net, example, run or (lambda net, example: net(example)))
@@ -158,22 +158,22 @@ class _Watch:
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         """A module is called."""
-        self._settle()
+        self._add_up()
         self._calls_inside[-1] += 1
         self._calls_inside.append(0)
         self._running.append(module)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's call has ended."""
-        self._settle()
+        self._add_up()
         self._running.pop()
         self.calls[module] += 1
         self.shapes.setdefault(module, shape_text(output))
         if self._calls_inside.pop() == 0:
             self.activation_bytes += trees.tensor_bytes(output)
 
-    def _settle(self) -> None:
-        """What was computed since the last time was the running module's."""
+    def _add_up(self) -> None:
+        """Count what was computed since the last time as the running module's."""
         counted = self.operations.get_total_flops()
         self.multiply_adds[self._running[-1]] += (counted - self._counted) // 2
         self._counted = counted
@@ -265,7 +265,7 @@ def _copied(net: nn.Module) -> nn.Module:
         return copy.deepcopy(net, memo)
     except Exception as error:
         raise ConfigurationError(
-            "The net has lazy modules, whose shapes a first batch settles, and can't be copied "
+            "The net has lazy modules, whose shapes a first batch fixes, and can't be copied "
             f"to try one ({error}). Call the net once, or ask for the summary without an example."
         ) from error
 

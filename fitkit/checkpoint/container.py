@@ -2,8 +2,8 @@
 
 ```
 bytes 0 to 511    header: version, length, digest of all that follows (header.py)
-/document         the JSON document, as bytes (document.py)
-/arrays/0 …       the arrays, each in one piece, without filters (dtypes.py)
+/document         the JSON document, as bytes
+/arrays/0 …       the arrays, each in one piece, without filters (arrays.py)
 ```
 
 `docs/checkpoint-format.md` has the details. Nothing in such a file is ever unpickled.
@@ -40,7 +40,6 @@ from fitkit.errors import CheckpointError, ConfigurationError
 if TYPE_CHECKING:
     from h5py.h5d import DatasetID
     from h5py.h5g import GroupID
-    from h5py.h5p import PropDCID
 
 
 # One form of HDF5, whatever the installed library's default is; readable since HDF5 1.8 (2008).
@@ -65,13 +64,18 @@ def write_container(
         path: the file to create or to replace.
         document: None, booleans, numbers, strings, and lists and dicts of these; says which
             number has which meaning.
-        arrays: dense tensors or arrays of any dtype that `dtypes.py` lists.
+        arrays: dense tensors or arrays of any dtype that `arrays.py` lists.
 
     Raises:
         ArgumentTypeError, ConfigurationError: something in it can't be written to a file.
         CheckpointError: the file can't be written. What was at `path` is still there.
     """
-    tensors = [_storable(index, array) for index, array in enumerate(arrays)]
+    tensors = []
+    for index, array in enumerate(arrays):
+        try:
+            tensors.append(storable(array))
+        except ConfigurationError as error:
+            raise type(error)(f"Array {index}: {error}") from None
     text = encode_document(document, tensors)
     size_bytes = len(text) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
@@ -83,13 +87,6 @@ def write_container(
         interrupts.deliver()
 
 
-def _storable(index: int, array: object) -> torch.Tensor:
-    try:
-        return storable(array)
-    except ConfigurationError as error:
-        raise type(error)(f"Array {index}: {error}") from None
-
-
 def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[int, int]:
     """Write a file that lacks nothing but the arrays' numbers; says where those belong.
 
@@ -99,6 +96,21 @@ def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[i
         The place in the file of each array that has any numbers.
     """
     import h5py
+    from h5py import h5d, h5p, h5s, h5t
+
+    # Datasets whose place is known at once, and which nothing fills.
+    in_one_piece = h5p.create(h5p.DATASET_CREATE)
+    in_one_piece.set_layout(h5d.CONTIGUOUS)
+    in_one_piece.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    in_one_piece.set_fill_time(h5d.FILL_TIME_NEVER)
+    in_one_piece.set_obj_track_times(False)  # the same content shall give the same bytes
+
+    def create(
+        group: GroupID, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> DatasetID:
+        # h5py's create_dataset does the same, but takes a third of a save of many small tensors.
+        space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+        return h5d.create(group, name.encode("ascii"), h5t.py_create(dtype), space, in_one_piece)
 
     # Through the Python file, errors come back as Python raised them, and libhdf5 lets go of the
     # file; given a path, it can fail to close on a full disk, and keeps file and space.
@@ -110,40 +122,16 @@ def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[i
         alignment_threshold=_ALIGNED_BYTES,
         alignment_interval=_ALIGNMENT,
     ) as hdf5:
-        properties = _in_one_piece()
-        document = _create(hdf5.id, "document", _BYTE, (len(text),), properties)
-        document.write(_all(), _all(), np.frombuffer(text, _BYTE))
+        document = create(hdf5.id, "document", _BYTE, (len(text),))
+        document.write(h5s.ALL, h5s.ALL, np.frombuffer(text, _BYTE))
         arrays = hdf5.create_group("arrays").id
         offsets = {}
         for index, tensor in enumerate(tensors):
             shape = stored_shape(tensor.dtype, tuple(tensor.shape))
-            dtype = file_dtype(tensor.dtype)
-            dataset = _create(arrays, str(index), dtype, shape, properties)
+            dataset = create(arrays, str(index), file_dtype(tensor.dtype), shape)
             if tensor.numel():
                 offsets[index] = dataset.get_offset()
     return offsets
-
-
-def _create(
-    group: GroupID, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], properties: PropDCID
-) -> DatasetID:
-    from h5py import h5d, h5s, h5t
-
-    # h5py's create_dataset does the same, but takes a third of a save of many small tensors.
-    space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
-    return h5d.create(group, name.encode("ascii"), h5t.py_create(dtype), space, properties)
-
-
-def _in_one_piece() -> PropDCID:
-    """The properties of a dataset whose place is known at once, and which nothing fills."""
-    from h5py import h5d, h5p
-
-    properties = h5p.create(h5p.DATASET_CREATE)
-    properties.set_layout(h5d.CONTIGUOUS)
-    properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    properties.set_fill_time(h5d.FILL_TIME_NEVER)
-    properties.set_obj_track_times(False)  # the same content shall give the same bytes
-    return properties
 
 
 class Reader:
@@ -217,57 +205,6 @@ def read_container(path: str | os.PathLike[str]) -> Iterator[Reader]:
         yield Reader(os.fspath(path), verified)
 
 
-def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Described], list[int]]:
-    """The document, what it says of each array, and where each one's numbers begin."""
-    import h5py
-    from h5py import h5a, h5g
-
-    # libhdf5 reads the very file that was checked, by our open file and not by its path.
-    with h5py.File(verified.file, "r") as hdf5:
-        if hdf5.userblock_size != HEADER_SIZE:
-            raise ValueError("its HDF5 part doesn't begin after the header")
-        root = h5g.open(hdf5.id, b"/")
-        check_count(root, "/", 2)
-        if h5a.get_num_attrs(root):
-            raise ValueError("'/' has attributes, which fitkit never writes")
-        text = _read_document(root, verified.size_bytes)
-        document, described = decode_document(text)
-        total = len(text) + sum(
-            math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
-            for shape, dtype in described
-        )
-        if total > verified.size_bytes:
-            raise ValueError(f"its arrays declare {total} bytes, more than the file has")
-        arrays = open_group(root, "arrays", len(described))
-        offsets = []
-        for index, (shape, dtype) in enumerate(described):
-            name = str(index)
-            dataset = open_dataset(arrays, name)
-            wanted = file_dtype(dtype), stored_shape(dtype, shape)
-            check_numbers(dataset, name, *wanted, verified.size_bytes)
-            offsets.append(int(dataset.get_offset() or 0))
-    return document, described, offsets
-
-
-def _read_document(root: GroupID, file_bytes: int) -> bytes:
-    dataset = open_dataset(root, "document")
-    (size_bytes,) = check_numbers(dataset, "document", _BYTE, None, file_bytes)
-    if size_bytes > LARGEST_DOCUMENT:
-        raise ValueError(
-            f"its document takes {size_bytes / 1e6:.1f} MB, more than any that fitkit writes"
-        )
-    text = np.empty(size_bytes, _BYTE)
-    if size_bytes:
-        dataset.read(_all(), _all(), text)
-    return text.tobytes()
-
-
-def _all() -> Any:
-    from h5py import h5s
-
-    return h5s.ALL
-
-
 @contextlib.contextmanager
 def refusals(name: str) -> Iterator[None]:
     """Turn what our checks and h5py raise into one kind of error, with the file's name."""
@@ -275,102 +212,64 @@ def refusals(name: str) -> Iterator[None]:
         yield
     except (CheckpointError, FileNotFoundError):
         raise
-    except ValueError as error:
-        raise _refused(name, str(error)) from error
-    except (OSError, RuntimeError, KeyError, TypeError) as error:
-        raise _refused(name, f"libhdf5 can't read it ({error})") from error
+    except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
+        ours = isinstance(error, ValueError)
+        reason = str(error) if ours else f"libhdf5 can't read it ({error})"
+        raise CheckpointError(
+            f"{name} is refused: {reason}. Its digest is right, so this is no accident: another "
+            "program, or a newer fitkit or torch, made it. Nothing was loaded."
+        ) from error
 
 
-def _refused(name: str, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{name} is refused: {reason}. Its digest is right, so this is no accident: another "
-        "program, or a newer fitkit or torch, made it. Nothing was loaded."
-    )
+def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Described], list[int]]:
+    """The document, what it says of each array, and where each one's numbers begin."""
+    import h5py
+    from h5py import h5a, h5g, h5s
+
+    # libhdf5 reads the very file that was checked, by our open file and not by its path.
+    with h5py.File(verified.file, "r") as hdf5:
+        if hdf5.userblock_size != HEADER_SIZE:
+            raise ValueError("its HDF5 part doesn't begin after the header")
+        root = h5g.open(hdf5.id, b"/")
+        _check_count(root, "/", 2)
+        if h5a.get_num_attrs(root):
+            raise ValueError("'/' has attributes, which fitkit never writes")
+        dataset = _open_numbers(root, "document", _BYTE, None, verified.size_bytes)
+        (length,) = dataset.shape
+        if length > LARGEST_DOCUMENT:
+            raise ValueError(
+                f"its document takes {length / 1e6:.1f} MB, more than any that fitkit writes"
+            )
+        text = np.empty(length, _BYTE)
+        if length:
+            dataset.read(h5s.ALL, h5s.ALL, text)
+        document, described = decode_document(text.tobytes())
+        total = length + sum(
+            math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
+            for shape, dtype in described
+        )
+        if total > verified.size_bytes:
+            raise ValueError(f"its arrays declare {total} bytes, more than the file has")
+        arrays = _open_linked(root, "arrays")
+        if not isinstance(arrays, h5g.GroupID):
+            raise ValueError("'arrays' isn't a group")
+        _check_count(arrays, "arrays", len(described))
+        offsets = []
+        for index, (shape, dtype) in enumerate(described):
+            stored = file_dtype(dtype), stored_shape(dtype, shape)
+            dataset = _open_numbers(arrays, str(index), *stored, verified.size_bytes)
+            offsets.append(int(dataset.get_offset() or 0))
+    return document, described, offsets
 
 
-def open_group(parent: GroupID, name: str, count: int) -> GroupID:
-    """The group `name` of `parent`, which has exactly `count` members."""
-    from h5py import h5g
-
-    group = _open_linked(parent, name)
-    if not isinstance(group, h5g.GroupID):
-        raise ValueError(f"{name!r} isn't a group")
-    check_count(group, name, count)
-    return group
-
-
-def check_count(group: GroupID, name: str, count: int) -> None:
-    """Refuse a group with more or fewer members than `count`."""
+def _check_count(group: GroupID, name: str, count: int) -> None:
     found = group.get_num_objs()
     if found != count:
         raise ValueError(f"the group {name!r} has {found} members instead of {count}")
 
 
-def open_dataset(parent: GroupID, name: str) -> DatasetID:
-    """The dataset `name` of `parent`, whose numbers lie in one piece in this file."""
-    from h5py import h5d
-
-    dataset = _open_linked(parent, name)
-    if not isinstance(dataset, h5d.DatasetID):
-        raise ValueError(f"{name!r} isn't a dataset")
-    # The layout comes first: asking a virtual dataset for its shape may open other files.
-    properties = dataset.get_create_plist()
-    if properties.get_layout() == h5d.VIRTUAL:
-        raise ValueError(f"{name!r} is a virtual dataset, whose numbers are in other files")
-    if properties.get_external_count():
-        raise ValueError(f"{name!r} has external storage: its numbers are in other files")
-    if properties.get_nfilters():
-        raise ValueError(f"{name!r} is compressed or filtered, which fitkit never writes")
-    if properties.get_layout() != h5d.CONTIGUOUS:
-        raise ValueError(f"{name!r} isn't stored in one piece")
-    return dataset
-
-
-def check_numbers(
-    dataset: DatasetID,
-    name: str,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...] | None,
-    file_bytes: int,
-) -> tuple[int, ...]:
-    """Refuse a dataset of another type or shape, or of a size that the file can't have.
-
-    Args:
-        shape: what is expected; None takes any vector.
-        file_bytes: the size of the whole file.
-
-    Returns:
-        The dataset's shape.
-    """
-    from h5py import h5s, h5t
-
-    # equal() refuses strings, references, compounds and enumerations as well as odd floats.
-    if not dataset.get_type().equal(h5t.py_create(dtype)):
-        raise ValueError(f"{name!r} isn't of type {dtype.name}, as its document says")
-    space = dataset.get_space()
-    if space.get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
-        raise ValueError(f"{name!r} has no shape")
-    found = tuple(space.shape)
-    if shape is None and len(found) != 1:
-        raise ValueError(f"{name!r} has {len(found)} dimensions instead of one")
-    if shape is not None and found != shape:
-        raise ValueError(f"{name!r} has the shape {found}, and its document says {shape}")
-    _check_storage(dataset, name, math.prod(found) * dtype.itemsize, file_bytes)
-    return found
-
-
-def _check_storage(dataset: DatasetID, name: str, size_bytes: int, file_bytes: int) -> None:
-    if size_bytes == 0:
-        return
-    stored = dataset.get_storage_size()
-    if stored != size_bytes:
-        raise ValueError(f"{name!r} declares {size_bytes} bytes and the file holds {stored} of it")
-    offset = dataset.get_offset()
-    if offset is None or offset + size_bytes > file_bytes:
-        raise ValueError(f"{name!r} declares {size_bytes} bytes, more than the file has")
-
-
 def _open_linked(parent: GroupID, name: str) -> Any:
+    """What has that name in a group, in this very file and without attributes."""
     from h5py import h5a, h5l, h5o
 
     encoded = name.encode("ascii")
@@ -385,6 +284,58 @@ def _open_linked(parent: GroupID, name: str) -> Any:
     if h5a.get_num_attrs(found):
         raise ValueError(f"{name!r} has attributes, which fitkit never writes")
     return found
+
+
+def _open_numbers(
+    parent: GroupID,
+    name: str,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...] | None,
+    file_bytes: int,
+) -> DatasetID:
+    """A dataset whose numbers lie in one piece in this file, of the type and shape expected.
+
+    Args:
+        shape: what is expected; None takes any vector.
+        file_bytes: the size of the whole file.
+    """
+    from h5py import h5d, h5s, h5t
+
+    dataset = _open_linked(parent, name)
+    if not isinstance(dataset, h5d.DatasetID):
+        raise ValueError(f"{name!r} isn't a dataset")
+    # The layout comes first: asking a virtual dataset for its shape may open other files.
+    properties = dataset.get_create_plist()
+    if properties.get_layout() == h5d.VIRTUAL:
+        raise ValueError(f"{name!r} is a virtual dataset, whose numbers are in other files")
+    if properties.get_external_count():
+        raise ValueError(f"{name!r} has external storage: its numbers are in other files")
+    if properties.get_nfilters():
+        raise ValueError(f"{name!r} is compressed or filtered, which fitkit never writes")
+    if properties.get_layout() != h5d.CONTIGUOUS:
+        raise ValueError(f"{name!r} isn't stored in one piece")
+    # equal() refuses strings, references, compounds and enumerations as well as odd floats.
+    if not dataset.get_type().equal(h5t.py_create(dtype)):
+        raise ValueError(f"{name!r} isn't of type {dtype.name}, as its document says")
+    space = dataset.get_space()
+    if space.get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
+        raise ValueError(f"{name!r} has no shape")
+    found = tuple(space.shape)
+    if shape is None and len(found) != 1:
+        raise ValueError(f"{name!r} has {len(found)} dimensions instead of one")
+    if shape is not None and found != shape:
+        raise ValueError(f"{name!r} has the shape {found}, and its document says {shape}")
+    size_bytes = math.prod(found) * dtype.itemsize
+    if size_bytes:
+        stored = dataset.get_storage_size()
+        if stored != size_bytes:
+            raise ValueError(
+                f"{name!r} declares {size_bytes} bytes and the file holds {stored} of it"
+            )
+        offset = dataset.get_offset()
+        if offset is None or offset + size_bytes > file_bytes:
+            raise ValueError(f"{name!r} declares {size_bytes} bytes, more than the file has")
+    return dataset
 
 
 # Parsed JSON takes some 20 times its size in memory: 16 MiB keep that below 500 MB, and hold the

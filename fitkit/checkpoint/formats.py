@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -38,6 +39,13 @@ class Weights:
     tensors: Mapping[str, torch.Tensor]
     extra: Mapping[str, Any]
     versions: Mapping[str, int]
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """All of it as a state dict, which has the versions as an attribute."""
+        state: OrderedDict[str, Any] = OrderedDict({**self.tensors, **self.extra})
+        metadata = OrderedDict((name, {"version": v}) for name, v in self.versions.items())
+        state._metadata = metadata  # type: ignore[attr-defined]
+        return state
 
 
 class WeightSource(Protocol):

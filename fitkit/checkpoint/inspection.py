@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import dtype_name
@@ -221,7 +220,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
             to.write(target, _weights_to_convert(StoredWeights(name, stored)))
             return "weights"
         found = checkpoint_in(name, stored)
-        save_checkpoint(target, _state_dict(found.weights), found.state)
+        save_checkpoint(target, _weights_to_convert(found.weights).state_dict(), found.state)
         return "checkpoint"
 
 
@@ -232,11 +231,3 @@ def _holds_checkpoints(path: str | os.PathLike[str]) -> bool:
 def _weights_to_convert(source: WeightSource) -> Weights:
     tensors = {name: source.read(name) for name in source.describe()}
     return Weights(tensors, source.extra, source.versions)
-
-
-def _state_dict(source: WeightSource) -> OrderedDict[str, Any]:
-    found = _weights_to_convert(source)
-    state: OrderedDict[str, Any] = OrderedDict({**found.tensors, **found.extra})
-    metadata = {name: {"version": version} for name, version in found.versions.items()}
-    state._metadata = metadata  # type: ignore[attr-defined]
-    return state

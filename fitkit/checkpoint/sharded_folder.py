@@ -81,10 +81,7 @@ class ShardedFolder:
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a folder with nothing but `weights`."""
-        state_dict: OrderedDict[str, Any] = OrderedDict(weights.tensors, **weights.extra)
-        metadata = {name: {"version": version} for name, version in weights.versions.items()}
-        state_dict._metadata = metadata  # type: ignore[attr-defined]
-        save_folder(path, state_dict, None, Solo())
+        save_folder(path, weights.state_dict(), None, Solo())
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str]) -> Iterator[StoredWeights]:
@@ -167,7 +164,7 @@ class Content:
         """The tensors that go into shards, by their names there.
 
         Args:
-            ties: rank 0's, which can't be told on a rank whose parts are empty.
+            ties: rank 0's, which a rank whose parts are empty can't know.
         """
         self.ties = dict(ties)
         found = {name: t for name, t in self._spread.items() if ties.get(name) == name}

@@ -12,7 +12,6 @@ import os
 import re
 import warnings
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -36,14 +35,11 @@ class TorchFile:
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a state dict, whole or not at all."""
-        state: OrderedDict[str, Any] = OrderedDict({**weights.tensors, **weights.extra})
-        versions = {name: {"version": value} for name, value in weights.versions.items()}
-        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
         size_bytes = sum(item.numel() * item.element_size() for item in weights.tensors.values())
         with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
             output = _Output(file)
             try:
-                torch.save(state, output)  # type: ignore[arg-type]
+                torch.save(weights.state_dict(), output)  # type: ignore[arg-type]
             except (KeyError, RuntimeError) as error:
                 output.check()
                 raise ConfigurationError(

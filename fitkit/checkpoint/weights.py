@@ -237,7 +237,7 @@ def load_weights(
 
     The module keeps its devices and dtypes. Floating-point numbers are converted to the module's
     floating dtype, as `Tensor.copy_` does (so float32 to float16 rounds, and overflows to inf);
-    complex ones likewise. Other dtypes must be the same: no integer becomes a float or a boolean.
+    complex numbers alike. Other dtypes must be the same: no integer becomes a float or a boolean.
 
     Before anything is assigned, all of the file is checked. Up to 64 MiB of weights are then held
     in memory; more are read a second time, straight into the module, so that loading takes hardly
@@ -393,12 +393,9 @@ def _waiting(
 
 
 def _held(source: WeightSource, names: list[str]) -> OrderedDict[str, Any]:
-    state: OrderedDict[str, Any] = OrderedDict()
-    for name in names:
-        state[name] = source.extra[name] if name in source.extra else source.read(name)
-    metadata = OrderedDict((name, {"version": value}) for name, value in source.versions.items())
-    state._metadata = metadata  # type: ignore[attr-defined]
-    return state
+    extra = {name: source.extra[name] for name in names if name in source.extra}
+    tensors = {name: source.read(name) for name in names if name not in extra}
+    return Weights(tensors, extra, source.versions).state_dict()
 
 
 def _fill(

@@ -1,8 +1,13 @@
-"""Whole checkpoints and other states of a run, in our HDF5 container.
+"""The root of all that a run saves and loads: whole checkpoints, and states without weights.
 
 A checkpoint is a file of weights with a `state` beside them, so `load_weights` reads it too.
-`codec.py` says what a state may hold. Only what is checked is handed out, so a caller can read
-and compare everything before anything is changed.
+`save_checkpoint` goes `weights.py` and `codec.py` (what there is, as JSON and numbered arrays) →
+`container.py` (one HDF5 file) → `arrays.py`, `header.py` (numbers, digest), in a file of
+`atomic.py`. `open_checkpoint` goes the other way. For a folder that many ranks write,
+`sharded_folder.py` stands in the container's place.
+
+Only what is checked is handed out, so a caller can read and compare everything before anything is
+changed.
 """
 
 from __future__ import annotations
