@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fitkit.metrics.gauges import Call, Mean
-from fitkit.metrics.wrapped import Wrapped
+from fitkit.metrics.sums import Call, Mean
+from fitkit.metrics.torchmetrics_adapter import Wrapped
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-Gauge = Mean | Call | Wrapped
+Sums = Mean | Call | Wrapped
 State = dict[str, Any]
 
 
-def state_of(gauge: Gauge) -> State:
-    """What a gauge has summed up, on the CPU: plain data that can be sent."""
-    if not isinstance(gauge, Wrapped):
-        return {"updated": gauge.totals.updated, "totals": gauge.totals.summed().tolist()}
-    if getattr(gauge, "leader", None) is not None:
-        return {"samples": gauge.samples}
-    return {"samples": gauge.samples, "states": metric_states(gauge.metric)}
+def state_of(one: Sums) -> State:
+    """What a one has summed up, on the CPU: plain data that can be sent."""
+    if not isinstance(one, Wrapped):
+        return {"updated": one.totals.updated, "totals": one.totals.summed().tolist()}
+    if getattr(one, "leader", None) is not None:
+        return {"samples": one.samples}
+    return {"samples": one.samples, "states": metric_states(one.metric)}
 
 
 def metric_states(metric: Metric) -> State:
@@ -43,21 +43,21 @@ def metric_states(metric: Metric) -> State:
     return found
 
 
-def load_merged(gauge: Gauge, states: list[State]) -> None:
-    """Give a gauge the state of all ranks together.
+def load_merged(one: Sums, states: list[State]) -> None:
+    """Give a one the state of all ranks together.
 
     Args:
-        states: each rank's `state_of` the same gauge.
+        states: each rank's `state_of` the same one.
     """
-    if not isinstance(gauge, Wrapped):
+    if not isinstance(one, Wrapped):
         totals = torch.tensor([state["totals"] for state in states], dtype=torch.float64)
-        gauge.totals.reset()
-        gauge.totals.state.copy_(totals.sum(0))
-        gauge.totals.updated = any(state["updated"] for state in states)
+        one.totals.reset()
+        one.totals.state.copy_(totals.sum(0))
+        one.totals.updated = any(state["updated"] for state in states)
         return
-    gauge.samples = sum(state["samples"] for state in states)
-    if getattr(gauge, "leader", None) is None:
-        _load_metric(gauge.metric, [state["states"] for state in states if state["samples"]])
+    one.samples = sum(state["samples"] for state in states)
+    if getattr(one, "leader", None) is None:
+        _load_metric(one.metric, [state["states"] for state in states if state["samples"]])
 
 
 def _load_metric(metric: Metric, states: list[State]) -> None:

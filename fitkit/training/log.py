@@ -13,8 +13,8 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import CheckpointError, ConfigurationError, FitkitError
 from fitkit.logging_options import LogOptions, merged
 from fitkit.losses import Term
+from fitkit.metrics.group import OutputGroup
 from fitkit.metrics.merging import merged_metric_value, metric_states
-from fitkit.metrics.output import OutputMeters
 
 FOLD_EVERY = 128
 """Values kept before they are folded into a sum: bounds memory, costs one operation."""
@@ -415,7 +415,7 @@ class Logbook:
     def join_loss(
         self,
         values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        meters: OutputMeters,
+        meters: OutputGroup,
         device: torch.device,
     ) -> None:
         """Let the loss of the pass's later batches be computed of many at once, with the metrics.

@@ -31,7 +31,7 @@ def _names_as_before():
     from fitkit.checkpoint.formats import FORMATS
     from fitkit.distributed.strategies import STRATEGIES
     from fitkit.losses.names import LOSSES
-    from fitkit.metrics.catalogue import NAMES
+    from fitkit.metrics.named import NAMES
 
     registries = (FORMATS, LOSSES, NAMES, STRATEGIES)
     before = [(dict(registry._entries), dict(registry._spelling)) for registry in registries]
@@ -102,7 +102,7 @@ def test_every_page_of_the_site_is_in_its_navigation():
 
 def test_the_page_on_losses_and_metrics_names_all_of_them():
     from fitkit.losses.names import LOSSES
-    from fitkit.metrics.catalogue import NAMES
+    from fitkit.metrics.named import NAMES
 
     text = (ROOT / "docs" / "losses-and-metrics.md").read_text()
     absent = [name for registry in (LOSSES, NAMES) for name in registry if f"`{name}`" not in text]

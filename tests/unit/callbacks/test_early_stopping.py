@@ -253,7 +253,7 @@ def test_known_names_tell_their_direction(name, direction):
 
 
 def test_every_metric_with_a_name_tells_its_direction_or_asks():
-    from fitkit.metrics.catalogue import NAMES
+    from fitkit.metrics.named import NAMES
 
     asks = set()
     for name in NAMES:

@@ -8,9 +8,10 @@ import torch
 import torchmetrics
 from torchmetrics import classification, regression
 
-from fitkit.metrics import CompiledMetrics, wrapped
-from fitkit.metrics import output as waiting
-from fitkit.metrics.wrapped import update_owner
+from fitkit.metrics import CompiledMetrics
+from fitkit.metrics import buffer as waiting
+from fitkit.metrics import torchmetrics_adapter as adapter
+from fitkit.metrics.torchmetrics_adapter import update_owner
 from fitkit.outputs import LossHint
 
 CLASSES, LABELS = LossHint("probabilities", "classes"), LossHint("probabilities", "binary")
@@ -83,7 +84,7 @@ def summed(metric, prediction, target, hint):
     for p, t in zip(prediction.split(SIZES), target.split(SIZES), strict=True):
         meters.start(p, t, lambda _: hint)
         meters.update(p, t)
-    return meters.results()["it"], meters._only.gauges["it"]
+    return meters.results()["it"], meters._only.sums["it"]
 
 
 def plain(value):
@@ -177,7 +178,7 @@ def test_metrics_that_share_what_they_count_give_the_values_of_separate_ones(kin
         meters.update(p, t)
     alone = {name: metric(prediction, target) for name, metric in metrics.items()}
     values = meters.results()
-    for name, gauge in meters._only.gauges.items():
+    for name, gauge in meters._only.sums.items():
         assert_same(plain(values[name]), plain(alone[name]), 0 if gauge.is_exact else 1e-5)
     own = {name for name, state in meters.state().items() if "states" in state}
     assert len(own) <= len(metrics) / 3
@@ -192,14 +193,14 @@ def test_a_metric_that_keeps_a_row_a_batch_sees_each_by_itself():
 def test_every_update_of_both_packages_was_looked_at():
     names = [*CLASSIFICATION, *REGRESSION]
     owners = {update_owner(built(name)).__name__ for name in names}
-    assert owners == wrapped.COUNTS | wrapped.ROWS | wrapped.SUMS | wrapped.MOMENTS
+    assert owners == adapter.COUNTS | adapter.ROWS | adapter.SUMS | adapter.MOMENTS
 
 
 @pytest.mark.parametrize(
     ("name", "hint"), [("BinaryF1Score", LABELS), ("MulticlassAUROC", CLASSES)]
 )
 def test_a_class_that_a_later_torchmetrics_adds_sees_each_batch_by_itself(monkeypatch, name, hint):
-    monkeypatch.setattr(wrapped, "_ALL", frozenset())
+    monkeypatch.setattr(adapter, "_ALL", frozenset())
     prediction, target, _ = data_for(name)
     logits = torch.logit(prediction) if hint is LABELS else prediction.log()
     found, gauge = summed(built(name), logits, target, LossHint("logits", hint.task))
@@ -269,7 +270,7 @@ def test_a_sum_over_ranks_forgets_what_waited_on_this_one():
 
 def test_large_batches_come_after_those_that_wait(monkeypatch):
     monkeypatch.setattr(waiting, "LARGE", 30)
-    pending = waiting.Pending()
+    pending = waiting.Buffer()
     small, large = torch.arange(10.0), torch.arange(20.0)
     for prediction, is_time in ((small, False), (small, False), (large, True)):
         assert pending.add(prediction, prediction, None) is is_time

@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics import CompiledMetrics, Meters
-from fitkit.metrics.catalogue import NAMES
+from fitkit.metrics.named import NAMES
 from fitkit.outputs import LossHint
 
 CLASSES = LossHint("logits", "classes")

@@ -175,7 +175,7 @@ def test_no_metric_waits_for_other_ranks(batch):
         [collection, wrapped, Seen(), MeanSquaredError() + 1, "f1", "auc"]
     ).meters()
     meters.start(*batch, lambda _: CLASSES)
-    parts = [part for gauge in meters._only.gauges.values() for part in gauge.metric.modules()]
+    parts = [part for gauge in meters._only.sums.values() for part in gauge.metric.modules()]
     assert len(parts) > 7
     assert not any(
         part._to_sync or part.sync_on_compute for part in parts if hasattr(part, "_to_sync")
@@ -242,7 +242,7 @@ def test_a_callable_that_keeps_gradients_holds_no_graph():
     meters = CompiledMetrics(lambda p, t: (weight * p).sum()).meters()
     meters.start(torch.ones(3), torch.ones(3), lambda _: LossHint())
     meters.update(torch.ones(3), torch.ones(3))
-    assert not meters._only.gauges["lambda"].totals.state.requires_grad
+    assert not meters._only.sums["lambda"].totals.state.requires_grad
     assert meters.results() == {"lambda": 3.0}
 
 

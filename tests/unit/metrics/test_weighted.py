@@ -7,7 +7,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from fitkit.errors import ConfigurationError
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics.catalogue import weightable_names
+from fitkit.metrics.named import weightable_names
 from fitkit.outputs import LossHint
 
 CLASSES = LossHint("logits", "classes")

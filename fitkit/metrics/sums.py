@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError
-from fitkit.metrics.readings import Reading
-from fitkit.metrics.task import IGNORED
+from fitkit.metrics.conversions import IGNORED, Conversion
 
 Values = Callable[[Tensor, Tensor], Tensor]
-SETTLE_EVERY = 20
+FOLD_EVERY = 20
 """So many parts of a sum wait on the device before they are added up."""
 
 
 class Batch:
-    """Samples on their way into the gauges, with each reading of them done once.
+    """Samples on their way into the sums, with each conversion of them done once.
 
     Args:
         prediction: (N, ...).
@@ -32,13 +31,13 @@ class Batch:
         self.target = target
         self.weight = weight
         self.samples = prediction.shape[0]
-        self._read: dict[Reading, tuple[Tensor, Tensor]] = {}
+        self._read: dict[Conversion, tuple[Tensor, Tensor]] = {}
 
-    def read(self, reading: Reading) -> tuple[Tensor, Tensor]:
-        """The pair as this reading gives it."""
-        pair = self._read.get(reading)
+    def read(self, conversion: Conversion) -> tuple[Tensor, Tensor]:
+        """The pair as this conversion gives it."""
+        pair = self._read.get(conversion)
         if pair is None:
-            pair = self._read[reading] = reading(self.prediction, self.target)
+            pair = self._read[conversion] = conversion(self.prediction, self.target)
         return pair
 
 
@@ -61,7 +60,7 @@ class Totals:
         self._values.append(value)
         self._weights.append(weight)
         self.updated = True
-        if len(self._values) >= SETTLE_EVERY:
+        if len(self._values) >= FOLD_EVERY:
             self.settle()
 
     def bookmark(self) -> Callable[[], None]:
@@ -114,7 +113,7 @@ class Mean:
     """The mean of a function's values over all samples, weighted or not.
 
     Args:
-        reading: what the function is given.
+        conversion: what the function is given.
         values: gives one value a sample (N,) or an entry (N, ...).
         device: where the sums are kept.
         skip_ignored: whether entries whose target is `IGNORED` count for nothing; the
@@ -122,7 +121,7 @@ class Mean:
         finish: what makes the result of the mean; None: nothing.
 
     Attributes:
-        reading: what the function is given.
+        conversion: what the function is given.
         totals: the sums.
         weighted: whether batches' weights count.
         keeps_batches: whether what it was given is still there later; sums keep nothing.
@@ -132,7 +131,7 @@ class Mean:
 
     def __init__(
         self,
-        reading: Reading,
+        conversion: Conversion,
         values: Values,
         device: torch.device,
         *,
@@ -141,7 +140,7 @@ class Mean:
     ) -> None:
         self.totals = Totals(device)
         self.weighted = False
-        self.reading = reading
+        self.conversion = conversion
         self._values = values
         self._skip_ignored = skip_ignored
         self._finish = finish
@@ -163,7 +162,7 @@ class Mean:
 
     def update(self, batch: Batch) -> None:
         """Add a batch."""
-        prediction, target = batch.read(self.reading)
+        prediction, target = batch.read(self.conversion)
         values = self._values(prediction, target)
         self._counts = not values.is_floating_point()
         counted = None

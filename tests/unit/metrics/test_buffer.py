@@ -8,8 +8,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics import output as module
-from fitkit.metrics.output import MOST_BATCHES, Pending
+from fitkit.metrics import buffer as module
+from fitkit.metrics.buffer import MOST_BATCHES, Buffer
 from fitkit.outputs import LossHint
 
 CLASSES = LossHint("logits", "classes")
@@ -100,7 +100,7 @@ def test_sizes_that_change_from_batch_to_batch_are_not_joined():
 
 def test_so_many_batches_wait_and_no_more(monkeypatch):
     monkeypatch.setattr(module, "MOST_BATCHES", 3)
-    pending = Pending()
+    pending = Buffer()
     prediction, target = batches(1)[0]
     assert [pending.add(prediction, target, None) for _ in range(3)] == [False, False, True]
     (batch,) = pending.take()
@@ -110,7 +110,7 @@ def test_so_many_batches_wait_and_no_more(monkeypatch):
 
 def test_large_batches_do_not_wait_and_are_not_copied(monkeypatch):
     monkeypatch.setattr(module, "LARGE", 12)
-    pending, (prediction, target) = Pending(), batches(1)[0]
+    pending, (prediction, target) = Buffer(), batches(1)[0]
     assert pending.add(prediction, target, None)
     (batch,) = pending.take()
     assert batch.prediction.data_ptr() == prediction.data_ptr()
@@ -189,7 +189,7 @@ def test_weights_may_be_refilled_too():
 
 
 def test_what_waits_holds_no_graph():
-    pending = Pending()
+    pending = Buffer()
     weight = torch.randn(4, 3, requires_grad=True)
     prediction = weight * 2
     with torch.no_grad():

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError
-from fitkit.metrics.gauges import Batch
-from fitkit.metrics.readings import AsGiven, Choices, Matched, Reading, Scores
-from fitkit.metrics.task import FirstBatch, Task
+from fitkit.metrics.conversions import (
+    AsGiven,
+    Choices,
+    Conversion,
+    FirstBatch,
+    Matched,
+    Scores,
+    Task,
+)
+from fitkit.metrics.sums import Batch
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ class Wrapped:
     """A torchmetrics metric.
 
     Args:
-        metric: the metric; from now on this gauge's own.
+        metric: the metric; from now on this one's own.
 
     Attributes:
         samples: how many were added.
@@ -73,18 +80,18 @@ class Each(Wrapped):
 
     Args:
         metric: the metric.
-        reading: what its `update` is given; None: each batch as it came, of any structure.
+        conversion: what its `update` is given; None: each batch as it came, of any structure.
     """
 
-    def __init__(self, metric: Metric, reading: Reading | None = None) -> None:
+    def __init__(self, metric: Metric, conversion: Conversion | None = None) -> None:
         super().__init__(metric)
         self._keeps_batches = self.keeps_batches
-        self.reading = reading
+        self.conversion = conversion
 
     def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
         """Add a batch; weights don't count."""
-        if self.reading is not None:
-            prediction, target = self.reading(prediction, target)
+        if self.conversion is not None:
+            prediction, target = self.conversion(prediction, target)
         if self._keeps_batches:
             # The caller may overwrite its memory with the next batch.
             prediction, target = map_leaves(_copied, prediction), map_leaves(_copied, target)
@@ -98,24 +105,24 @@ class Joined(Wrapped):
 
     Args:
         metric: the metric.
-        reading: what its `update` is given.
+        conversion: what its `update` is given.
         finish: what makes the result of what `compute` gives; None: nothing.
         least_samples: fewer have no result.
 
     Attributes:
-        leader: the gauge that gathers this one's numbers too; None: it does so itself.
+        leader: the one that gathers this one's numbers too; None: it does so itself.
     """
 
     def __init__(
         self,
         metric: Metric,
-        reading: Reading,
+        conversion: Conversion,
         *,
         finish: Callable[[Any], Any] | None = None,
         least_samples: int = 1,
     ) -> None:
         super().__init__(metric)
-        self.reading = reading
+        self.conversion = conversion
         self.leader: Joined | None = None
         self._finish = finish
         self._least_samples = least_samples
@@ -148,7 +155,7 @@ class Joined(Wrapped):
     def update(self, batch: Batch) -> None:
         """Add a batch."""
         if self.leader is None:
-            self.metric.update(*batch.read(self.reading))
+            self.metric.update(*batch.read(self.conversion))
         self.samples += batch.samples
 
     def result(self) -> Any:
@@ -169,26 +176,26 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def share_states(gauges: Iterable[object]) -> None:
+def share_states(sums: Iterable[object]) -> None:
     """Let metrics that gather the same numbers gather them once.
 
     Precision, recall and F1 all count true and false positives. Equal are metrics with the
-    same `update`, the same settings that it may read, and the same reading. (torchmetrics'
+    same `update`, the same settings that it may read, and the same conversion. (torchmetrics'
     own compute groups compare states after the first batch, where metrics of different
     thresholds can agree by chance, and stay grouped.)
     """
     leaders: dict[Any, Joined] = {}
-    for gauge in gauges:
-        if isinstance(gauge, Joined):
-            key = _update_key(gauge)
-            if key is not None and leaders.setdefault(key, gauge) is not gauge:
-                gauge.leader = leader = leaders[key]
-                if getattr(gauge.metric, "validate_args", False):
+    for one in sums:
+        if isinstance(one, Joined):
+            key = _update_key(one)
+            if key is not None and leaders.setdefault(key, one) is not one:
+                one.leader = leader = leaders[key]
+                if getattr(one.metric, "validate_args", False):
                     leader.metric.validate_args = True  # for both of them
 
 
-def _update_key(gauge: Joined) -> Any:
-    metric = gauge.metric
+def _update_key(one: Joined) -> Any:
+    metric = one.metric
     owner = update_owner(metric)
     if _inner(metric) is not metric or _package(owner) != "torchmetrics.classification":
         return None
@@ -199,7 +206,7 @@ def _update_key(gauge: Joined) -> Any:
             value = getattr(metric, name, None)
             settings.append(repr(value.tolist() if isinstance(value, Tensor) else value))
     shapes = tuple((n, getattr(state, "shape", None)) for n, state in metric._defaults.items())
-    return owner, tuple(settings), shapes, gauge.reading
+    return owner, tuple(settings), shapes, one.conversion
 
 
 def _adopt_state(follower: Metric, leader: Metric) -> None:
@@ -234,7 +241,7 @@ def _inner(metric: Metric) -> Metric:
 
 
 def wrap_object(metric: Metric, first: FirstBatch) -> Joined | Each:
-    """A gauge over a copy of a user's metric, so that calls can nest.
+    """A one over a copy of a user's metric, so that calls can nest.
 
     Metrics of `torchmetrics.classification` get probabilities, never logits, and labels in the
     shape that they take; those of `torchmetrics.regression` (N,) beside (N, 1) reconciled; all
@@ -244,17 +251,17 @@ def wrap_object(metric: Metric, first: FirstBatch) -> Joined | Each:
     copy.reset()
     _keep_local(copy)
     owner = update_owner(copy)
-    reading: Reading
+    conversion: Conversion
     if _package(owner) == "torchmetrics.regression":
-        reading = Matched(strict=False)
+        conversion = Matched(strict=False)
     elif _package(owner) == "torchmetrics.classification" and "group" not in owner.__module__:
-        reading = _object_reading(_inner(copy), owner, first)
+        conversion = _object_reading(_inner(copy), owner, first)
     else:
         return Each(copy)
-    return Joined(copy, reading) if joins(_inner(copy), owner) else Each(copy, reading)
+    return Joined(copy, conversion) if joins(_inner(copy), owner) else Each(copy, conversion)
 
 
-def _object_reading(metric: Metric, owner: type, first: FirstBatch) -> Reading:
+def _object_reading(metric: Metric, owner: type, first: FirstBatch) -> Conversion:
     if not owner.__name__.startswith("Multiclass"):
         scale = first.scale()
         if getattr(metric, "normalization", "sigmoid") is None:

@@ -1,4 +1,4 @@
-"""The metrics that have names, and what builds each of them at the first batch.
+"""The metrics that have names: their formulas, and what builds each at the first batch.
 
 Where the name alone leaves an average open, accuracy is the share of right entries (as in
 Keras) and all others are the mean over the classes or labels (`average="macro"`). For another
@@ -13,23 +13,162 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fitkit.errors import ConfigurationError
-from fitkit.metrics import entries
-from fitkit.metrics.gauges import Mean, Values, widest_dtype
-from fitkit.metrics.readings import (
+from fitkit.metrics.conversions import (
+    IGNORED,
     AsGiven,
     Choices,
     Columns,
     Distributions,
+    FirstBatch,
     Labels,
     Matched,
     Scores,
+    Task,
+    at_least_float32,
 )
-from fitkit.metrics.task import IGNORED, FirstBatch, Task
-from fitkit.metrics.wrapped import Joined, torchmetrics_module
+from fitkit.metrics.sums import Mean, Values, widest_dtype
+from fitkit.metrics.torchmetrics_adapter import Joined, torchmetrics_module
 from fitkit.registry import Registry
+
+SMALLEST = 1e-7
+"""Keras's epsilon: what divisors and probabilities are kept above."""
+
+
+def equal(prediction: Tensor, target: Tensor) -> Tensor:
+    """Whether labels agree."""
+    return prediction == target
+
+
+def unequal(prediction: Tensor, target: Tensor) -> Tensor:
+    """Whether labels differ; ignored ones don't."""
+    return (prediction != target) & (target != IGNORED)
+
+
+def all_equal(prediction: Tensor, target: Tensor) -> Tensor:
+    """Whether all labels of a sample agree, ignored ones apart: (N,)."""
+    return ((prediction == target) | (target == IGNORED)).reshape(len(target), -1).all(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AmongTop:
+    """Whether the label is among the k classes that the prediction puts highest.
+
+    Shapes: prediction (N, C, ...), target (N, ...).
+    """
+
+    k: int
+
+    def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
+        chosen = prediction.topk(self.k, dim=1).indices
+        return (chosen == target.unsqueeze(1)).any(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """Minus the logarithm of the probability that the prediction gives to the target.
+
+    Shapes: multiclass: target of labels, or of class probabilities in the prediction's shape.
+        Otherwise one shape for both, targets from 0 to 1.
+    """
+
+    task: Task
+
+    def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
+        task = self.task
+        prediction = at_least_float32(prediction)
+        if task.kind != "multiclass":
+            target = target.reshape(prediction.shape).to(prediction.dtype)
+            return self._each_entry(prediction, target)
+        logs = self._logs(prediction.movedim(task.axis, 1))  # (N, C, ...)
+        if task.one_hot:
+            return -(target.reshape(prediction.shape).movedim(task.axis, 1) * logs).sum(1)
+        labels = target.reshape(logs.shape[:1] + logs.shape[2:]).long()
+        return functional.nll_loss(logs, labels, reduction="none", ignore_index=IGNORED)
+
+    def _logs(self, prediction: Tensor) -> Tensor:
+        if self.task.scale == "probabilities":
+            shares = prediction / prediction.sum(1, keepdim=True)
+            return shares.clamp(SMALLEST, 1 - SMALLEST).log()
+        return prediction.log_softmax(1)
+
+    def _each_entry(self, prediction: Tensor, target: Tensor) -> Tensor:
+        if self.task.scale == "logits":
+            return functional.binary_cross_entropy_with_logits(prediction, target, reduction="none")
+        if self.task.scale == "log_probabilities":
+            prediction = prediction.exp()
+        prediction = prediction.clamp(SMALLEST, 1 - SMALLEST)
+        return functional.binary_cross_entropy(prediction, target, reduction="none")
+
+
+def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """`(prediction - target)²`."""
+    return (prediction - target).square()
+
+
+def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """`|prediction - target|`."""
+    return (prediction - target).abs()
+
+
+def percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """The absolute error in percent of the target (Keras; scikit-learn gives the fraction)."""
+    return 100 * (prediction - target).abs() / target.abs().clamp(min=SMALLEST)
+
+
+def symmetric_percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """The absolute error in percent of the mean of both sizes: 0 to 200."""
+    sizes = (prediction.abs() + target.abs()).clamp(min=SMALLEST)
+    return 200 * (prediction - target).abs() / sizes
+
+
+def squared_log_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """The squared error of `log(1 + x)`; negative values count as 0."""
+    return (prediction.clamp(min=0).log1p() - target.clamp(min=0).log1p()).square()
+
+
+def log_cosh(prediction: Tensor, target: Tensor) -> Tensor:
+    """`log(cosh(prediction - target))`, written so that large errors don't overflow."""
+    error = prediction - target
+    return error + functional.softplus(-2 * error) - math.log(2)
+
+
+def huber(prediction: Tensor, target: Tensor) -> Tensor:
+    """Half the squared error up to an error of 1, linear beyond."""
+    return functional.huber_loss(prediction, target, reduction="none")
+
+
+def hinge(prediction: Tensor, target: Tensor) -> Tensor:
+    """`max(0, 1 - prediction · target)` with targets -1 and 1; 0 counts as -1."""
+    sign = torch.where(target > 0, 1.0, -1.0)
+    return (1 - prediction * sign).clamp(min=0)
+
+
+def squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
+    """The square of `hinge`."""
+    return hinge(prediction, target).square()
+
+
+def poisson(prediction: Tensor, target: Tensor) -> Tensor:
+    """`prediction - target · log(prediction)`, as Keras's loss of that name."""
+    return prediction - target * (prediction + SMALLEST).log()
+
+
+def cosine(prediction: Tensor, target: Tensor) -> Tensor:
+    """The cosine of the angle between the vectors in the last dimension: (N, ..., D) → (N, ...)."""
+    return functional.cosine_similarity(prediction, target, dim=-1)
+
+
+def divergence(prediction: Tensor, target: Tensor) -> Tensor:
+    """Σ target · log(target / prediction) over the last dimension, as Keras's kl_divergence."""
+    prediction = prediction.clamp(SMALLEST, 1)
+    target = target.clamp(SMALLEST, 1)
+    return (target * (target / prediction).log()).sum(-1)
+
 
 Build: TypeAlias = Callable[[FirstBatch], Mean | Joined]
 
@@ -39,7 +178,7 @@ class Named:
     """What a name stands for.
 
     Attributes:
-        build: makes the gauge, from the first batch.
+        build: makes the one, from the first batch.
         weightable: whether it is a mean over samples, which sample weights can change.
     """
 
@@ -77,33 +216,33 @@ def _label_mean(first: FirstBatch, values: Values, force: str = "") -> Mean:
 
 @_mean("accuracy", "acc")
 def _accuracy(first: FirstBatch) -> Mean:
-    return _label_mean(first, entries.equal)
+    return _label_mean(first, equal)
 
 
 @_mean("binary_accuracy")
 def _binary_accuracy(first: FirstBatch) -> Mean:
-    return _label_mean(first, entries.equal, "entries")
+    return _label_mean(first, equal, "entries")
 
 
 @_mean("categorical_accuracy", "sparse_categorical_accuracy")
 def _categorical_accuracy(first: FirstBatch) -> Mean:
-    return _label_mean(first, entries.equal, "classes")
+    return _label_mean(first, equal, "classes")
 
 
 @_mean("exact_match", "subset_accuracy")
 def _exact_match(first: FirstBatch) -> Mean:
-    return _label_mean(first, entries.all_equal)
+    return _label_mean(first, all_equal)
 
 
 @_mean("hamming_distance", "hamming_loss")
 def _hamming_distance(first: FirstBatch) -> Mean:
-    return _label_mean(first, entries.unequal)
+    return _label_mean(first, unequal)
 
 
 def _top_k(k: int) -> Build:
     def build(first: FirstBatch) -> Mean:
         task = first.task("classes")
-        values = entries.AmongTop(min(k, task.columns))
+        values = AmongTop(min(k, task.columns))
         return Mean(Choices(task), values, first.prediction.device, skip_ignored=True)
 
     return build
@@ -124,7 +263,7 @@ def _cross_entropy(force: str = "", finish: Callable[[float], float] | None = No
         task = first.task(force)
         ignores = task.kind == "multiclass" and not task.one_hot
         device = first.prediction.device
-        values = entries.CrossEntropy(task)
+        values = CrossEntropy(task)
         return Mean(AsGiven(), values, device, skip_ignored=ignores, finish=finish)
 
     return build
@@ -145,34 +284,34 @@ def _error_mean(
     _mean(name, *aliases)(build)
 
 
-_error_mean("mse", "mean_squared_error", values=entries.squared_error)
-_error_mean("rmse", "root_mean_squared_error", values=entries.squared_error, finish=math.sqrt)
-_error_mean("mae", "mean_absolute_error", values=entries.absolute_error)
-_error_mean("mape", "mean_absolute_percentage_error", values=entries.percentage_error)
+_error_mean("mse", "mean_squared_error", values=squared_error)
+_error_mean("rmse", "root_mean_squared_error", values=squared_error, finish=math.sqrt)
+_error_mean("mae", "mean_absolute_error", values=absolute_error)
+_error_mean("mape", "mean_absolute_percentage_error", values=percentage_error)
 _error_mean(
     "smape",
     "symmetric_mean_absolute_percentage_error",
-    values=entries.symmetric_percentage_error,
+    values=symmetric_percentage_error,
 )
-_error_mean("msle", "mean_squared_logarithmic_error", values=entries.squared_log_error)
-_error_mean("log_cosh", "log_cosh_error", values=entries.log_cosh)
-_error_mean("huber", values=entries.huber)
-_error_mean("hinge", values=entries.hinge)
-_error_mean("squared_hinge", values=entries.squared_hinge)
-_error_mean("poisson", values=entries.poisson)
+_error_mean("msle", "mean_squared_logarithmic_error", values=squared_log_error)
+_error_mean("log_cosh", "log_cosh_error", values=log_cosh)
+_error_mean("huber", values=huber)
+_error_mean("hinge", values=hinge)
+_error_mean("squared_hinge", values=squared_hinge)
+_error_mean("poisson", values=poisson)
 
 
 @_mean("cosine_similarity")
 def _cosine_similarity(first: FirstBatch) -> Mean:
     _need_columns(first)
-    return Mean(Matched(), entries.cosine, first.prediction.device)
+    return Mean(Matched(), cosine, first.prediction.device)
 
 
 @_mean("kl_divergence", "kld", "kullback_leibler_divergence")
 def _kl_divergence(first: FirstBatch) -> Mean:
     _need_columns(first)
-    reading = Distributions(first.scale("multiclass"))
-    return Mean(reading, entries.divergence, first.prediction.device)
+    conversion = Distributions(first.scale("multiclass"))
+    return Mean(conversion, divergence, first.prediction.device)
 
 
 def _need_columns(first: FirstBatch) -> None:
@@ -189,7 +328,7 @@ def _need_columns(first: FirstBatch) -> None:
 def _counted(
     suffix: str,
     *aliases: str,
-    reading: Callable[[Task], Any] = Labels,
+    conversion: Callable[[Task], Any] = Labels,
     kinds: tuple[str, ...] = ("binary", "multiclass", "multilabel"),
     finish: Callable[[Tensor], Any] | None = None,
     **options: str,
@@ -214,7 +353,7 @@ def _counted(
         metric_class = getattr(
             torchmetrics_module("classification"), f"{task.kind.capitalize()}{suffix}"
         )
-        return Joined(metric_class(**settings), reading(task), finish=finish)
+        return Joined(metric_class(**settings), conversion(task), finish=finish)
 
     name, *others = aliases
     NAMES.add(name, Named(build, weightable=False), *others)
@@ -247,11 +386,11 @@ _counted("ConfusionMatrix", "balanced_accuracy", kinds=_ONE_OF, finish=_mean_rec
 _counted("CohenKappa", "cohen_kappa", "kappa", kinds=_ONE_OF)
 _counted("MatthewsCorrCoef", "matthews_corrcoef", "mcc")
 _counted("JaccardIndex", "jaccard", "jaccard_index", "iou", "mean_iou", average="macro")
-_counted("AUROC", "auc", "auroc", "roc_auc", reading=Scores, average="macro")
+_counted("AUROC", "auc", "auroc", "roc_auc", conversion=Scores, average="macro")
 _counted(
-    "AveragePrecision", "average_precision", "pr_auc", "auprc", reading=Scores, average="macro"
+    "AveragePrecision", "average_precision", "pr_auc", "auprc", conversion=Scores, average="macro"
 )
-_counted("CalibrationError", "calibration_error", "ece", kinds=_ONE_OF, reading=Scores)
+_counted("CalibrationError", "calibration_error", "ece", kinds=_ONE_OF, conversion=Scores)
 
 
 # ---- torchmetrics' regression ----
@@ -262,8 +401,8 @@ def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> No
 
     def build(first: FirstBatch) -> Joined:
         dtype = widest_dtype(first.prediction.device)
-        reading = Columns(dtype)
-        columns, _ = reading(first.prediction, first.target)
+        conversion = Columns(dtype)
+        columns, _ = conversion(first.prediction, first.target)
         settings: dict[str, Any] = {"sync_on_compute": False}
         if columns_argument and columns.ndim > 1:
             settings["num_outputs"] = columns.shape[1]
@@ -272,7 +411,7 @@ def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> No
             metric = getattr(torchmetrics_module("regression"), class_name)(**settings)
         # Sums of squares in float32 lose all digits where the mean is far from 0.
         metric.set_dtype(dtype)
-        return Joined(metric, reading, finish=Tensor.mean, least_samples=2)
+        return Joined(metric, conversion, finish=Tensor.mean, least_samples=2)
 
     name, *others = aliases
     NAMES.add(name, Named(build, weightable=False), *others)

@@ -5,7 +5,7 @@ import torch
 
 import fitkit
 from fitkit.errors import ConfigurationError
-from fitkit.metrics.task import FirstBatch, Task, class_axis
+from fitkit.metrics.conversions import FirstBatch, Task, class_axis
 from fitkit.outputs import LossHint
 
 CLASSES = LossHint("logits", "classes")

@@ -8,13 +8,13 @@ from typing import Any
 
 from fitkit.arguments import callable_name, check_takes_pair, describe, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.metrics.catalogue import NAMES, weightable_names
-from fitkit.metrics.wrapped import is_torchmetric, refuse_aggregation
+from fitkit.metrics.named import NAMES, weightable_names
+from fitkit.metrics.torchmetrics_adapter import is_torchmetric, refuse_aggregation
 from fitkit.outputs import SINGLE, log_name
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class MetricSpec:
     """One metric and the name that it logs, before clashes are settled."""
 
     name: str
@@ -22,7 +22,7 @@ class Entry:
     weighted: bool
 
 
-class Given:
+class Specs:
     """The metrics of one argument of compile.
 
     Args:
@@ -37,9 +37,9 @@ class Given:
     def __init__(self, metrics: Any, argument: str) -> None:
         self.argument = argument
         self._weighted = argument == "weighted_metrics"
-        self._flat: list[Entry] = []
-        self._lists: list[list[Entry]] | None = None
-        self._by_key: dict[Hashable, list[Entry]] | None = None
+        self._flat: list[MetricSpec] = []
+        self._lists: list[list[MetricSpec]] | None = None
+        self._by_key: dict[Hashable, list[MetricSpec]] | None = None
         self._keys_may_be_names = False
         if isinstance(metrics, Mapping):
             self._check_keys(metrics, outputs=True)
@@ -58,11 +58,11 @@ class Given:
         """Whether outputs were told apart, rather than given the same list."""
         return not self._flat
 
-    def for_unnamed_output(self) -> list[Entry]:
+    def for_unnamed_output(self) -> list[MetricSpec]:
         """The metrics of a net with a single output; none where they are for several."""
         return self._for_single(SINGLE) or []
 
-    def for_outputs(self, outputs: Sequence[Any]) -> dict[Any, list[Entry]]:
+    def for_outputs(self, outputs: Sequence[Any]) -> dict[Any, list[MetricSpec]]:
         """The metrics of each output.
 
         Raises:
@@ -89,7 +89,7 @@ class Given:
             return dict(zip(outputs, self._lists, strict=True))
         return dict.fromkeys(outputs, self._flat)
 
-    def _for_single(self, output: Hashable) -> list[Entry] | None:
+    def _for_single(self, output: Hashable) -> list[MetricSpec] | None:
         """The metrics of a single output; None where what was given is for several."""
         if self._lists is not None:
             return self._lists[0] if len(self._lists) == 1 else None
@@ -110,7 +110,7 @@ class Given:
                     "of metrics."
                 )
 
-    def _entries(self, value: Any) -> list[Entry]:
+    def _entries(self, value: Any) -> list[MetricSpec]:
         if value is None:
             return []
         if isinstance(value, Mapping):
@@ -121,14 +121,14 @@ class Given:
             return [entry for item in value for entry in self._metric(item)]
         return list(self._metric(value))
 
-    def _metric(self, metric: Any) -> Iterator[Entry]:
+    def _metric(self, metric: Any) -> Iterator[MetricSpec]:
         if is_torchmetric(metric, "MetricCollection"):
             for name, part in metric.items():
                 self._check(part)
-                yield Entry(name, part, self._weighted)
+                yield MetricSpec(name, part, self._weighted)
             return
         self._check(metric)
-        yield Entry(_default_name(metric), metric, self._weighted)
+        yield MetricSpec(_default_name(metric), metric, self._weighted)
 
     def _check(self, metric: Any) -> None:
         if isinstance(metric, str):
@@ -168,7 +168,7 @@ def _default_name(metric: Any) -> str:
     return callable_name(metric)
 
 
-def _renamed(entries: list[Entry], name: str) -> list[Entry]:
+def _renamed(entries: list[MetricSpec], name: str) -> list[MetricSpec]:
     """One thing's entries under its chosen name; a collection's keep their own behind it."""
     if len(entries) == 1:
         return [dataclasses.replace(entries[0], name=name)]
