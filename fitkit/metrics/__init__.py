@@ -1,5 +1,5 @@
 """Metrics: names and callables, and what torchmetrics computes, summed up over batches."""
 
-from fitkit.metrics.group import CompiledMetrics, Meters
+from fitkit.metrics.group import CompiledMetrics
 
-__all__ = ["CompiledMetrics", "Meters"]
+__all__ = ["CompiledMetrics"]

@@ -1,8 +1,9 @@
-"""The metrics of one call of fit or evaluate, a group for each output, summed up over batches."""
+"""The metrics that compile was given, summed up over the batches of a call: a group an output."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,44 +13,70 @@ from torch import Tensor
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.metrics.buffer import Buffer
 from fitkit.metrics.conversions import AsGiven, FirstBatch, Shifted
-from fitkit.metrics.merging import State, load_merged, state_of
 from fitkit.metrics.named import NAMES
 from fitkit.metrics.specs import LogKeys, MetricSpec, Specs
-from fitkit.metrics.sums import Batch, Call, Mean, Totals
+from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
 from fitkit.metrics.torchmetrics_adapter import (
-    Each,
-    Joined,
+    TorchMetric,
     is_torchmetric,
     share_states,
     wrap_object,
 )
 from fitkit.outputs import SINGLE, LossHint, by_output, named_outputs
-from fitkit.trees import leaves, sample_count
+from fitkit.trees import leaves
 
 
-class Meters:
-    """Sums up the metrics of one call of fit or evaluate.
+class CompiledMetrics:
+    """The metrics that compile was given, checked at once.
 
-    All values are over the samples of this process.
+    `begin` gives those of one call of fit or evaluate, which `start` builds by the first batch and
+    `update` feeds. All values are over the samples of this process.
 
     Args:
-        given: what compile was given.
+        metrics: a metric, or a list (for every output), a list of lists (one an output) or a
+            dict (one entry an output; for a net with a single output chosen names). A metric is
+            a name, a torchmetrics object, a `MetricCollection`, or a callable
+            `(prediction, target)` that gives the batch's mean or one value a sample.
+        weighted_metrics: the same; their values are weighted by the sample weights. Only means
+            over samples can be: names such as `"accuracy"` and `"mae"`, and callables that
+            give one value a sample.
+
+    Raises:
+        ConfigurationError: an unknown name, or what can't be a metric.
+
+    Attributes:
+        only: the group of the net's one output; None before a first batch, and where it has
+            several.
     """
 
-    def __init__(self, given: Iterable[Specs]) -> None:
-        self._given = [one for one in given if one]
-        self._outputs: dict[Hashable, OutputGroup] | None = None
-        self._only: OutputGroup | None = None
+    def __init__(self, metrics: Any = None, weighted_metrics: Any = None) -> None:
+        given = Specs(metrics, "metrics"), Specs(weighted_metrics, "weighted_metrics")
+        self._given = [specs for specs in given if specs]
+        self._groups: dict[Hashable, OutputGroup] | None = None
+        self.only: OutputGroup | None = None
 
-    @property
-    def has_metrics(self) -> bool:
+    def __bool__(self) -> bool:
         """Whether there are any."""
         return bool(self._given)
 
     @property
-    def are_known(self) -> bool:
-        """Whether none of them is code of the user's that sees each batch; after `start`."""
-        return not any(meters.sees_each for meters in self._started())
+    def known_names(self) -> list[str]:
+        """The names logged by a net with a single output, as far as they are known by now."""
+        keys = LogKeys([SINGLE])
+        return [
+            keys.key(SINGLE, spec.name, weighted=spec.weighted)
+            for specs in self._given
+            for spec in specs.for_unnamed_output()
+        ]
+
+    def begin(self) -> CompiledMetrics:
+        """These metrics for one call of a verb, without any samples, so that calls can nest.
+
+        The user's torchmetrics objects are copied; the objects themselves stay as they are.
+        """
+        fresh = copy.copy(self)
+        fresh._groups = fresh.only = None
+        return fresh
 
     def start(self, prediction: Any, target: Any, hint: Callable[[Any], LossHint]) -> None:
         """Build the metrics by the first batch; later calls do nothing.
@@ -63,46 +90,33 @@ class Meters:
             ConfigurationError: metrics that don't fit the outputs, or an output of which no
                 task can be told.
         """
-        if self._outputs is not None:
+        if self._groups is not None:
             return
         outputs: dict[Any, Any] = named_outputs(prediction)
         targets = _targets(target, list(outputs))
         keys = LogKeys(outputs)
-        given_to = [(given, given.for_outputs(list(outputs))) for given in self._given]
-        started: dict[Hashable, OutputGroup] = {}
+        given = [(specs, specs.for_outputs(list(outputs))) for specs in self._given]
+        groups: dict[Hashable, OutputGroup] = {}
         for output in outputs:
             found = [
-                entry
-                for given, entries_of in given_to
-                if entries_of[output] and _has_target(given, output, targets)
-                for entry in entries_of[output]
+                spec
+                for specs, specs_of in given
+                if specs_of[output] and _has_target(specs, output, targets)
+                for spec in specs_of[output]
             ]
             if found:
-                entries = {keys.key(output, e.name, weighted=e.weighted): e for e in found}
+                named = {keys.key(output, s.name, weighted=s.weighted): s for s in found}
                 first = FirstBatch(outputs[output], targets[output], hint(output))
-                with torch.inference_mode(False), torch.no_grad():
-                    started[output] = OutputGroup(entries, first)
-        self._outputs = started
+                with changeable():
+                    groups[output] = OutputGroup(named, first)
+        self._groups = groups
         if len(outputs) == 1:
-            self._only = next(iter(started.values()), None)
+            self.only = next(iter(groups.values()), None)
 
     @property
-    def of_one(self) -> OutputGroup | None:
-        """Those of the net's one output; None before a first batch, and where it has several."""
-        return self._only
-
-    @contextlib.contextmanager
-    def up_to_date(self) -> Iterator[None]:
-        """Meanwhile all values count the batches that wait, which are joined once for them."""
-        with contextlib.ExitStack() as stack:
-            for meters in self._started():
-                stack.enter_context(meters.up_to_date())
-            yield
-
-    def settle(self) -> None:
-        """Count the batches that wait, now that no more come."""
-        for meters in self._started():
-            meters.settle()
+    def has_user_code(self) -> bool:
+        """Whether code of the user's sees each batch; after `start`."""
+        return any(group.sees_each for group in self._started())
 
     def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
         """Add a batch; its gradients don't count.
@@ -112,7 +126,7 @@ class Meters:
             target: its targets.
             weight: one weight a sample, or a dict or list of them by output; None: 1 each.
         """
-        only = self._only
+        only = self.only
         if (
             only is not None
             and isinstance(prediction, Tensor)
@@ -120,18 +134,28 @@ class Meters:
             and (weight is None or isinstance(weight, Tensor))
         ):
             only.update(prediction, target, weight)
-        else:
-            self._update_outputs(prediction, target, weight)
-
-    def _update_outputs(self, prediction: Any, target: Any, weight: Any) -> None:
-        if self._outputs is None:
-            raise RuntimeError("Meters.update() came before Meters.start()")
+            return
+        if self._groups is None:
+            raise RuntimeError("CompiledMetrics.update() came before CompiledMetrics.start()")
         outputs: dict[Any, Any] = named_outputs(prediction)
         names = list(outputs)
         targets = _targets(target, names)
         weights = {} if weight is None else _weights(weight, names)
-        for name, meters in self._outputs.items():
-            meters.update(outputs[name], targets[name], weights.get(name))
+        for name, group in self._groups.items():
+            group.update(outputs[name], targets[name], weights.get(name))
+
+    def flush(self) -> None:
+        """Count the batches that wait, now that no more come."""
+        for group in self._started():
+            group.flush()
+
+    @contextlib.contextmanager
+    def up_to_date(self) -> Iterator[None]:
+        """Meanwhile all values count the batches that wait, which are joined once for them."""
+        with contextlib.ExitStack() as stack:
+            for group in self._started():
+                stack.enter_context(group.up_to_date())
+            yield
 
     def results(self) -> dict[str, Any]:
         """The values over all samples so far, by name.
@@ -140,21 +164,22 @@ class Meters:
             Python floats; an array for a metric of several numbers; for a metric that gives a
             dict one entry a key, `<name>_<key>`. Metrics without samples are left out.
         """
-        return dict(pair for meters in self._started() for pair in meters.results())
+        return dict(pair for group in self._started() for pair in group.results())
 
-    def _started(self) -> Iterable[OutputGroup]:
-        return () if self._outputs is None else self._outputs.values()
+    def loss_sums(self) -> tuple[float, float]:
+        """The sum of the losses that `OutputGroup.join_loss` lets be computed, and their number."""
+        return (0.0, 0) if self.only is None else self.only.loss_sums()
 
     def reset(self) -> None:
         """Forget all samples; what the first batch told stays."""
-        for meters in self._started():
-            meters.reset()
+        for group in self._started():
+            group.reset()
 
     def state(self) -> dict[str, State] | None:
-        """What was summed up on this rank, as plain data by name; None before start."""
-        if self._outputs is None:
+        """What was summed up on this rank, as plain data by name; None before `start`."""
+        if self._groups is None:
             return None
-        return {k: state for meters in self._started() for k, state in meters.states().items()}
+        return {k: state for group in self._started() for k, state in group.states().items()}
 
     def merge(self, states: list[dict[str, State]]) -> None:
         """Take the sums of all ranks in place of this rank's own; `reset` ends that.
@@ -162,15 +187,18 @@ class Meters:
         Args:
             states: the `state` of each rank that has one.
         """
-        for meters in self._started():
-            meters.load_merged(states)
+        for group in self._started():
+            group.load_merged(states)
+
+    def _started(self) -> Iterable[OutputGroup]:
+        return () if self._groups is None else self._groups.values()
 
 
-def _has_target(given: Specs, output: Hashable, targets: Mapping[Any, Any]) -> bool:
+def _has_target(specs: Specs, output: Hashable, targets: Mapping[Any, Any]) -> bool:
     """Whether an output has targets; metrics for every output go to those that have."""
-    if output not in targets and given.is_by_output:
+    if output not in targets and specs.is_by_output:
         raise ConfigurationError(
-            f"{given.argument} were given for the output {output!r}, but the targets are those of "
+            f"{specs.argument} were given for the output {output!r}, but the targets are those of "
             f"{list(targets)}."
         )
     return output in targets
@@ -190,211 +218,141 @@ def _weights(weight: Any, outputs: list[Any]) -> dict[Any, Any]:
     return by_output(weight, outputs, "sample_weight")
 
 
-class CompiledMetrics:
-    """The metrics that compile was given, checked at once.
-
-    Args:
-        metrics: a metric, or a list (for every output), a list of lists (one an output) or a
-            dict (one entry an output; for a net with a single output chosen names). A metric is
-            a name, a torchmetrics object, a `MetricCollection`, or a callable
-            `(prediction, target)` that gives the batch's mean or one value a sample.
-        weighted_metrics: the same; their values are weighted by the sample weights. Only means
-            over samples can be: names such as `"accuracy"` and `"mae"`, and callables that
-            give one value a sample.
-
-    Raises:
-        ConfigurationError: an unknown name, or what can't be a metric.
-    """
-
-    def __init__(self, metrics: Any = None, weighted_metrics: Any = None) -> None:
-        self._given = (Specs(metrics, "metrics"), Specs(weighted_metrics, "weighted_metrics"))
-
-    def meters(self) -> Meters:
-        """A fresh set of sums, for one call of fit or evaluate.
-
-        The user's torchmetrics objects are copied, so that calls can nest; the objects
-        themselves stay as they are.
-        """
-        return Meters(self._given)
-
-    @property
-    def known_names(self) -> list[str]:
-        """The names logged by a net with a single output, as far as they are known by now."""
-        keys = LogKeys([SINGLE])
-        return [
-            keys.key(SINGLE, entry.name, weighted=entry.weighted)
-            for given in self._given
-            for entry in given.for_unnamed_output()
-        ]
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return any(self._given)
-
-
 class OutputGroup:
     """The metrics of one output.
 
     Args:
-        entries: the metrics by their final names.
+        specs: the metrics by their final names.
         first: the output's first batch, by which they are built.
 
     Attributes:
         sums: what sums up each metric, by name.
+        sees_each: whether some metric sees each batch as it came.
     """
 
-    def __init__(self, entries: dict[str, MetricSpec], first: FirstBatch) -> None:
-        self.sums: dict[str, Mean | Call | Joined | Each] = {}
-        for name, entry in entries.items():
+    def __init__(self, specs: dict[str, MetricSpec], first: FirstBatch) -> None:
+        self.sums: dict[str, Mean | TorchMetric] = {}
+        for name, spec in specs.items():
             with _naming(name):
-                self.sums[name] = _build(entry, first)
+                self.sums[name] = _build(spec, first)
         share_states(self.sums.values())
-        self._joining = {n: g for n, g in self.sums.items() if isinstance(g, (Mean, Joined))}
-        self._seeing_each = {n: g for n, g in self.sums.items() if isinstance(g, (Call, Each))}
-        self._needs_weight = any(g.weighted for g in self._joining.values())
-        self._buffer = Buffer(keeps=any(g.keeps_batches for g in self._joining.values()))
-        self._aside: list[Mean] = []
-        self._is_up_to_date = False
+        self._each = {name: one for name, one in self.sums.items() if not one.joins}
+        self._joined = {name: one for name, one in self.sums.items() if one.joins}
+        self.sees_each = bool(self._each)
+        self._loss: Mean | None = None
+        self._needs_weight = any(one.weighted for one in self._joined.values())
+        self._buffer = Buffer(keeps=any(one.keeps_batches for one in self._joined.values()))
         self._is_first = True
-
-    @property
-    def sees_each(self) -> bool:
-        """Whether some metric sees each batch as it came."""
-        return bool(self._seeing_each)
+        self._is_up_to_date = False
 
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
         """Add a batch; its gradients don't count."""
+        if self._each:
+            self._count(self._each, Batch(prediction, target, weight))
+        if self._joined:
+            weight = weight if self._needs_weight else None
+            for batch in self._buffer.add(prediction, target, weight):
+                self._count(self._joined, batch)
         if self._is_first:
-            with torch.no_grad():
-                self._update_first(prediction, target, weight)
-        else:
-            self.update_more(prediction, target, weight)
+            self.flush()  # so that what can't work fails here, by its name
+            self._is_first = False
 
-    def update_more(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
-        """Add a batch that isn't the first."""
-        if self._seeing_each:
-            with torch.no_grad():
-                for one in self._seeing_each.values():
-                    one.see(prediction, target, weight, sample_count(prediction))
-        if (self._joining or self._aside) and self._buffer.add(
-            prediction, target, weight if self._needs_weight else None
-        ):
-            self._add(self._buffer.take())
+    def flush(self) -> None:
+        """Count the batches that wait."""
+        for batch in self._buffer.take():
+            self._count(self._joined, batch)
 
-    def _update_first(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
-        """Add the first batch at once, so that what can't work fails here, by its name."""
-        for name, each in self._seeing_each.items():
-            with _naming(name):
-                each.see(prediction, target, weight, sample_count(prediction))
-        if self._joining:
-            self._buffer.add(prediction, target, weight if self._needs_weight else None)
-        with _changeable():
-            for batch in self._buffer.take():
-                for name, joined in self._joining.items():
-                    with _naming(name):
-                        joined.update(batch)
-        self._is_first = False
+    def _count(self, sums: Mapping[str, Mean | TorchMetric], batch: Batch) -> None:
+        for name, one in sums.items():
+            with _naming(name) if self._is_first else contextlib.nullcontext():
+                one.update(batch)
 
-    def also(self, values: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> Totals:
-        """Let a mean be made of later batches that isn't among the results; until `reset`.
+    def join_loss(self, values: Values, device: torch.device) -> None:
+        """Let the losses of later batches be computed with the metrics, of many at once.
 
         Args:
-            values: gives one value a sample (N,).
+            values: gives each sample's loss (N,); `loss_sums` has their sum, until `reset`.
             device: where they are.
-
-        Returns:
-            Its sums, which are whole once the batches that wait are counted (`up_to_date`).
         """
-        self.settle()
-        one = Mean(AsGiven(), values, device)
-        self._aside.append(one)
-        return one.totals
+        self.flush()
+        self._loss = self._joined["loss"] = Mean(AsGiven(), values, device)
 
-    def settle(self) -> None:
-        """Count the batches that wait."""
-        if self._buffer:
-            self._add(self._buffer.take())
-
-    def _joined_gauges(self) -> list[Mean | Joined]:
-        return [*self._joining.values(), *self._aside]
-
-    def _add(self, batches: Iterable[Batch]) -> None:
-        with _changeable():
-            for batch in batches:
-                for one in self._joined_gauges():
-                    one.update(batch)
+    def loss_sums(self) -> tuple[float, float]:
+        """The sum of the losses that were joined, and their number."""
+        if self._loss is None:
+            return 0.0, 0
+        with self.up_to_date():
+            total, samples = self._loss.summed().tolist()
+        return total, samples
 
     @contextlib.contextmanager
     def up_to_date(self) -> Iterator[None]:
         """Meanwhile the sums count what waits too.
 
         A sum of fractions depends in its last digits on which batches are joined; that must
-        not depend on who reads values when, as a progress bar does by the clock. So conversion
+        not depend on who reads values when, as a progress bar does by the clock. So reading
         changes nothing, but where it can't matter.
         """
-        sums = self._joined_gauges()
+        sums = self._joined.values()
         if not self._buffer or self._is_up_to_date:
             yield
         elif all(one.is_exact for one in sums):
-            self._add(self._buffer.take())
+            self.flush()
             yield
         else:
-            ways_back = [one.bookmark() for one in sums]
+            restores = [one.snapshot() for one in sums]
             self._is_up_to_date = True
             try:
-                self._add(self._buffer.joined())
+                self._count(self._joined, self._buffer.joined())
                 yield
             finally:
                 self._is_up_to_date = False
-                for back in ways_back:
-                    back()
+                for restore in restores:
+                    restore()
 
     def results(self) -> Iterator[tuple[str, Any]]:
         """Each metric's value over all samples so far, as it is logged."""
-        with self.up_to_date(), _changeable():
-            values = [(name, g.result()) for name, g in self.sums.items() if g.updated]
+        with self.up_to_date(), changeable():
+            values = [(name, one.result()) for name, one in self.sums.items() if one.updated]
         for name, value in values:
             yield from _logged(name, value)
 
     def states(self) -> dict[str, State]:
-        """What each one has summed up, as plain data."""
+        """What was summed up for each metric, as plain data."""
         with self.up_to_date():
-            return {name: state_of(one) for name, one in self.sums.items()}
+            return {name: one.state() for name, one in self.sums.items()}
 
     def load_merged(self, states: list[dict[str, State]]) -> None:
-        """Take the sums of all ranks in place of this rank's own.
-
-        Args:
-            states: each rank's `states`.
-        """
+        """Take the sums of all ranks in place of this rank's own, from the `states` of each."""
         self._buffer.clear()
         for name, one in self.sums.items():
-            load_merged(one, [state[name] for state in states])
+            one.load_merged([state[name] for state in states])
 
     def reset(self) -> None:
         """Forget all samples."""
         self._buffer.clear()
-        self._aside.clear()
-        with _changeable():
-            for one in self.sums.values():
-                one.reset()
+        if self._loss is not None:
+            del self._joined["loss"]
+            self._loss = None
+        for one in self.sums.values():
+            one.reset()
 
 
-def _build(entry: MetricSpec, first: FirstBatch) -> Mean | Call | Joined | Each:
+def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
     device = _device(first.given[0])
-    one: Mean | Call | Joined | Each
-    if isinstance(entry.metric, str):
-        one = NAMES[entry.metric].build(first)
-    elif is_torchmetric(entry.metric):
-        one = wrap_object(entry.metric, first)
+    one: Mean | TorchMetric
+    if isinstance(spec.metric, str):
+        one = NAMES[spec.metric].build(first)
+    elif is_torchmetric(spec.metric):
+        one = wrap_object(spec.metric, first)
     else:
-        one = Call(entry.metric, device)
-    if first.hint.is_shifted and not isinstance(one, Call) and one.conversion is not None:
+        one = CallableMean(spec.metric, device)
+    if first.hint.is_shifted and one.conversion is not None:
         one.conversion = Shifted(one.conversion)
-    if isinstance(one, (Mean, Joined)):
+    if one.joins:
         first.check_tensors()  # such batches wait and are joined
-    if isinstance(one, (Mean, Call)):
-        one.weighted = entry.weighted
+    if isinstance(one, Mean):
+        one.weighted = spec.weighted
     one.to(device)
     return one
 
@@ -414,23 +372,12 @@ def _logged(name: str, result: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return float(result) if result.numel() == 1 else _array(result)
     if isinstance(result, (tuple, list)):
         return tuple(_plain(item) for item in result)
-    return float(result)
-
-
-def _array(result: Tensor) -> Any:
+    if not isinstance(result, Tensor) or result.numel() == 1:
+        return float(result)
     result = result.detach().cpu()
     return (result.float() if result.dtype == torch.bfloat16 else result).numpy()
-
-
-@contextlib.contextmanager
-def _changeable() -> Iterator[None]:
-    """Out of inference mode, in which states would become tensors that can't be changed later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from fitkit.metrics.conversions import (
     at_least_float32,
 )
 from fitkit.metrics.sums import Mean, Values, widest_dtype
-from fitkit.metrics.torchmetrics_adapter import Joined, torchmetrics_module
+from fitkit.metrics.torchmetrics_adapter import TorchMetric, torchmetrics_module
 from fitkit.registry import Registry
 
 SMALLEST = 1e-7
@@ -170,7 +170,7 @@ def divergence(prediction: Tensor, target: Tensor) -> Tensor:
     return (target * (target / prediction).log()).sum(-1)
 
 
-Build: TypeAlias = Callable[[FirstBatch], Mean | Joined]
+Build: TypeAlias = Callable[[FirstBatch], Mean | TorchMetric]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +335,7 @@ def _counted(
 ) -> None:
     """Register torchmetrics' `Binary<suffix>`, `Multiclass<suffix>` and `Multilabel<suffix>`."""
 
-    def build(first: FirstBatch) -> Joined:
+    def build(first: FirstBatch) -> TorchMetric:
         task = first.task()
         if task.kind not in kinds:
             raise ConfigurationError(
@@ -353,7 +353,7 @@ def _counted(
         metric_class = getattr(
             torchmetrics_module("classification"), f"{task.kind.capitalize()}{suffix}"
         )
-        return Joined(metric_class(**settings), conversion(task), finish=finish)
+        return TorchMetric(metric_class(**settings), conversion(task), finish=finish)
 
     name, *others = aliases
     NAMES.add(name, Named(build, weightable=False), *others)
@@ -399,7 +399,7 @@ _counted("CalibrationError", "calibration_error", "ece", kinds=_ONE_OF, conversi
 def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> None:
     """Register a metric of whole columns; several columns give their mean."""
 
-    def build(first: FirstBatch) -> Joined:
+    def build(first: FirstBatch) -> TorchMetric:
         dtype = widest_dtype(first.prediction.device)
         conversion = Columns(dtype)
         columns, _ = conversion(first.prediction, first.target)
@@ -411,7 +411,7 @@ def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> No
             metric = getattr(torchmetrics_module("regression"), class_name)(**settings)
         # Sums of squares in float32 lose all digits where the mean is far from 0.
         metric.set_dtype(dtype)
-        return Joined(metric, conversion, finish=Tensor.mean, least_samples=2)
+        return TorchMetric(metric, conversion, finish=Tensor.mean, least_samples=2)
 
     name, *others = aliases
     NAMES.add(name, Named(build, weightable=False), *others)

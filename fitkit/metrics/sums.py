@@ -1,112 +1,54 @@
-"""Gauges: what sums up one metric over the batches."""
+"""What is summed up for a metric that is a mean: over batches, then over ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError
-from fitkit.metrics.conversions import IGNORED, Conversion
+from fitkit.metrics.conversions import IGNORED, AsGiven, Conversion
+from fitkit.trees import sample_count
 
-Values = Callable[[Tensor, Tensor], Tensor]
+Values = Callable[[Any, Any], Any]
+State = dict[str, Any]
 FOLD_EVERY = 20
 """So many parts of a sum wait on the device before they are added up."""
 
 
+@contextlib.contextmanager
+def changeable() -> Iterator[None]:
+    """Leave inference mode, in which states would become tensors that can't be changed later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Batch:
-    """Samples on their way into the sums, with each conversion of them done once.
+    """Samples to be counted, with each conversion of them made once.
 
     Args:
-        prediction: (N, ...).
-        target: (N, ...).
+        prediction: (N, ...), or any structure for metrics that see each batch as it came.
+        target: (N, ...), or any structure.
         weight: one weight a sample (N,) or an entry; None: 1 each.
     """
 
-    def __init__(self, prediction: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
+    def __init__(self, prediction: Any, target: Any, weight: Tensor | None = None) -> None:
         self.prediction = prediction
         self.target = target
         self.weight = weight
-        self.samples = prediction.shape[0]
-        self._read: dict[Conversion, tuple[Tensor, Tensor]] = {}
+        self.samples = sample_count(prediction)
+        self._converted: dict[Conversion, tuple[Tensor, Tensor]] = {}
 
-    def read(self, conversion: Conversion) -> tuple[Tensor, Tensor]:
+    def converted(self, conversion: Conversion) -> tuple[Tensor, Tensor]:
         """The pair as this conversion gives it."""
-        pair = self._read.get(conversion)
+        pair = self._converted.get(conversion)
         if pair is None:
-            pair = self._read[conversion] = conversion(self.prediction, self.target)
+            pair = self._converted[conversion] = conversion(self.prediction, self.target)
         return pair
-
-
-class Totals:
-    """A sum of values and the sum of their weights, on the device.
-
-    Attributes:
-        state: (2,): both sums in float64 (float32 where the device has no float64). Adding
-            the states of several ranks gives the state over all of them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.state = torch.zeros(2, dtype=widest_dtype(device), device=device)
-        self.updated = False
-        self._values: list[Tensor | float] = []
-        self._weights: list[Tensor | float] = []
-
-    def add(self, value: Tensor | float, weight: Tensor | float) -> None:
-        """Add a weighted sum of values (without dimensions) and the weights' sum."""
-        self._values.append(value)
-        self._weights.append(weight)
-        self.updated = True
-        if len(self._values) >= FOLD_EVERY:
-            self.settle()
-
-    def bookmark(self) -> Callable[[], None]:
-        """What makes the sums again what they are now, when it is called."""
-        kept = self.state.clone(), list(self._values), list(self._weights), self.updated
-
-        def back() -> None:
-            self.state, self._values, self._weights, self.updated = kept
-
-        return back
-
-    def settle(self) -> None:
-        """Bring `state` up to date."""
-        self.state = self.summed()
-        self._values.clear()
-        self._weights.clear()
-
-    def summed(self) -> Tensor:
-        """Both sums so far (2,), in memory of their own; nothing here changes by that."""
-        sums = self.state.clone()
-        if self._values:
-            sums[0] += self._sum(self._values)
-            sums[1] += self._sum(self._weights)
-        return sums
-
-    def _sum(self, parts: list[Tensor | float]) -> Tensor | float:
-        known = math.fsum(part for part in parts if not isinstance(part, Tensor))
-        waiting = [part for part in parts if isinstance(part, Tensor)]
-        if not waiting:
-            return known
-        return torch.stack(waiting).sum(dtype=self.state.dtype) + known
-
-    def mean(self) -> float:
-        """The weighted mean; 0.0 where all weights are 0, as in Keras."""
-        value, weight = self.summed().tolist()
-        return value / weight if weight else 0.0
-
-    def reset(self) -> None:
-        self._values.clear()
-        self._weights.clear()
-        self.state.zero_()
-        self.updated = False
-
-    def to(self, device: torch.device) -> None:
-        self.settle()
-        self.state = self.state.to(device=device, dtype=widest_dtype(device))
 
 
 class Mean:
@@ -121,12 +63,15 @@ class Mean:
         finish: what makes the result of the mean; None: nothing.
 
     Attributes:
-        conversion: what the function is given.
-        totals: the sums.
-        weighted: whether batches' weights count.
+        joins: whether batches may be joined before they are added.
         keeps_batches: whether what it was given is still there later; sums keep nothing.
+        weighted: whether batches' weights count.
+        updated: whether there is a result.
+        totals: (2,): the sums of the values and of their weights, without those of the last
+            batches, in float64 (float32 where the device has no float64).
     """
 
+    joins = True
     keeps_batches = False
 
     def __init__(
@@ -138,9 +83,10 @@ class Mean:
         skip_ignored: bool = False,
         finish: Callable[[float], float] | None = None,
     ) -> None:
-        self.totals = Totals(device)
-        self.weighted = False
         self.conversion = conversion
+        self.weighted = self.updated = False
+        self.totals = torch.zeros(2, dtype=widest_dtype(device), device=device)
+        self._last: list[tuple[Tensor | float, Tensor | float]] = []
         self._values = values
         self._skip_ignored = skip_ignored
         self._finish = finish
@@ -151,103 +97,123 @@ class Mean:
         """Whether no bit of the sums depends on which batches came together."""
         return self._counts and not self.weighted
 
-    @property
-    def updated(self) -> bool:
-        """Whether there is a result."""
-        return self.totals.updated
-
-    def bookmark(self) -> Callable[[], None]:
-        """What makes the metric forget later batches, when it is called."""
-        return self.totals.bookmark()
-
+    @changeable()
     def update(self, batch: Batch) -> None:
         """Add a batch."""
-        prediction, target = batch.read(self.conversion)
+        prediction, target = batch.converted(self.conversion)
         values = self._values(prediction, target)
-        self._counts = not values.is_floating_point()
-        counted = None
-        if self._skip_ignored and target.shape == values.shape:
-            counted = target != IGNORED
-        weight = batch.weight if self.weighted else None
-        if weight is None:
-            dtype = self.totals.state.dtype if values.is_floating_point() else None
-            self.totals.add(
-                values.sum(dtype=dtype), values.numel() if counted is None else counted.sum()
-            )
+        skips = self._skip_ignored and target.shape == values.shape
+        self._add_values(values, batch.weight, target != IGNORED if skips else None)
+
+    def _add_values(self, values: Tensor, weight: Tensor | None, counted: Tensor | None) -> None:
+        dtype, has_fractions = self.totals.dtype, values.is_floating_point()
+        self._counts = not has_fractions
+        if weight is None or not self.weighted:
+            total = values.sum(dtype=dtype if has_fractions else None)
+            self._add(total, values.numel() if counted is None else counted.sum())
             return
-        weight = weights_of(values, weight, self.totals.state.dtype)
+        weight = weights_of(values, weight, dtype)
         weight = weight if counted is None else weight * counted
-        self.totals.add((values * weight).sum(), weight.sum())
+        self._add((values * weight).sum(), weight.sum())
+
+    def _add(self, value: Tensor | float, weight: Tensor | float) -> None:
+        """Add a weighted sum of values (without dimensions) and the weights' sum."""
+        self._last.append((value, weight))
+        self.updated = True
+        if len(self._last) >= FOLD_EVERY:
+            self._fold()
+
+    def _fold(self) -> None:
+        self.totals = self.summed()
+        self._last.clear()
+
+    def summed(self) -> Tensor:
+        """The sums of values and of weights so far (2,), in memory of their own."""
+        sums = self.totals.clone()
+        if self._last:
+            values, weights = zip(*self._last, strict=True)
+            sums[0] += _sum(values, sums.dtype)
+            sums[1] += _sum(weights, sums.dtype)
+        return sums
 
     def result(self) -> float:
-        """The metric over all samples so far."""
-        mean = self.totals.mean()
+        """The metric over all samples so far; 0.0 where all weights are 0, as in Keras."""
+        value, weight = self.summed().tolist()
+        mean = value / weight if weight else 0.0
         return mean if self._finish is None else self._finish(mean)
 
+    def snapshot(self) -> Callable[[], None]:
+        """Give what makes the sums again what they are now."""
+        kept = self.totals.clone(), list(self._last), self.updated
+
+        def restore() -> None:
+            self.totals, self._last, self.updated = kept
+
+        return restore
+
+    def state(self) -> State:
+        """What was summed up on this rank: plain data that can be sent."""
+        return {"updated": self.updated, "totals": self.summed().tolist()}
+
+    def load_merged(self, states: list[State]) -> None:
+        """Take the sums of all ranks, from the `state` of each."""
+        totals = torch.tensor([state["totals"] for state in states], dtype=torch.float64)
+        self.reset()
+        self.totals.copy_(totals.sum(0))
+        self.updated = any(state["updated"] for state in states)
+
+    @changeable()
     def reset(self) -> None:
-        self.totals.reset()
+        """Forget all samples."""
+        self._last.clear()
+        self.totals.zero_()
+        self.updated = False
 
     def to(self, device: torch.device) -> None:
-        self.totals.to(device)
+        self._fold()
+        self.totals = self.totals.to(device=device, dtype=widest_dtype(device))
 
 
-class Call:
+class CallableMean(Mean):
     """The mean of what a user's function gives, over samples; it sees each batch as it came.
 
     Args:
-        function: `(prediction, target)` → a scalar, the batch's mean, or one value a sample.
+        function: `(prediction, target)` → a scalar, the batch's mean, or one value a sample, which
+            it must give to be weighted.
         device: where the sums are kept.
-
-    Attributes:
-        totals: the sums.
-        weighted: whether batches' weights count; then a value a sample is needed.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Any], device: torch.device) -> None:
-        self.totals = Totals(device)
-        self.weighted = False
-        self._function = function
+    joins = False
 
-    @property
-    def updated(self) -> bool:
-        """Whether there is a result."""
-        return self.totals.updated
+    def __init__(self, function: Values, device: torch.device) -> None:
+        super().__init__(AsGiven(), function, device)
 
-    def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
+    def update(self, batch: Batch) -> None:
         """Call the function and add what it gives."""
-        value = self._function(prediction, target)
+        with torch.no_grad():
+            value = self._values(batch.prediction, batch.target)
         if not isinstance(value, Tensor):
-            value = torch.as_tensor(value, device=self.totals.state.device)
-        value = value.detach()
+            value = torch.as_tensor(value, device=self.totals.device)
+        value, samples = value.detach(), batch.samples
         each = value.ndim > 0 and value.shape[0] == samples
         if not each and (value.numel() != 1 or self.weighted):
-            raise self._unusable(value, samples)
-        if not each:
-            self.totals.add(value.reshape(()) * samples, samples)
-        elif self.weighted and weight is not None:
-            weight = weights_of(value, weight, self.totals.state.dtype)
-            self.totals.add((value * weight).sum(), weight.sum())
-        else:
-            dtype = self.totals.state.dtype if value.is_floating_point() else None
-            self.totals.add(value.sum(dtype=dtype), value.numel())
+            wanted = "one value a sample" if self.weighted else "a number or one value a sample"
+            raise ConfigurationError(
+                f"it gave a result of shape {tuple(value.shape)} for {samples} samples, but "
+                f"{'weighted_metrics need' if self.weighted else 'metrics need'} {wanted}, "
+                f"shape ({samples},)."
+            )
+        with changeable():
+            if each:
+                self._add_values(value, batch.weight, None)
+            else:
+                self._add(value.reshape(()) * samples, samples)
 
-    def _unusable(self, value: Tensor, samples: int) -> ConfigurationError:
-        wanted = "one value a sample" if self.weighted else "a number or one value a sample"
-        return ConfigurationError(
-            f"it gave a result of shape {tuple(value.shape)} for {samples} samples, but "
-            f"{'weighted_metrics need' if self.weighted else 'metrics need'} {wanted}, "
-            f"shape ({samples},)."
-        )
 
-    def result(self) -> float:
-        """The metric over all samples so far."""
-        return self.totals.mean()
-
-    def reset(self) -> None:
-        self.totals.reset()
-
-    def to(self, device: torch.device) -> None:
-        self.totals.to(device)
+def _sum(parts: tuple[Tensor | float, ...], dtype: torch.dtype) -> Tensor | float:
+    known = math.fsum(part for part in parts if not isinstance(part, Tensor))
+    on_device = [part for part in parts if isinstance(part, Tensor)]
+    return torch.stack(on_device).sum(dtype=dtype) + known if on_device else known
 
 
 def weights_of(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""Gauges over torchmetrics: metrics that fitkit builds, and objects that users gave."""
+"""torchmetrics' metrics, built by name or given as objects: fed, read, and joined over ranks."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -22,7 +23,7 @@ from fitkit.metrics.conversions import (
     Scores,
     Task,
 )
-from fitkit.metrics.sums import Batch
+from fitkit.metrics.sums import Batch, State, changeable
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
@@ -37,93 +38,39 @@ _BY_PROBABILITY = (
 """Those multiclass classes that turn predictions beyond [0, 1] into probabilities themselves."""
 
 
-class Wrapped:
-    """A torchmetrics metric.
+class TorchMetric:
+    """A torchmetrics metric over batches.
 
     Args:
-        metric: the metric; from now on this one's own.
-
-    Attributes:
-        samples: how many were added.
-    """
-
-    weighted = False
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-        self.samples = 0
-
-    @property
-    def keeps_batches(self) -> bool:
-        """Whether its state is a list, of the very tensors that it was given as a rule."""
-        return any(isinstance(state, list) for state in _inner(self.metric)._defaults.values())
-
-    @property
-    def updated(self) -> bool:
-        """Whether there is a result; torchmetrics warns where one is asked for too early."""
-        return self.samples > 0
-
-    def result(self) -> Any:
-        """What the metric computes over all samples so far."""
-        return self.metric.compute()
-
-    def reset(self) -> None:
-        self.metric.reset()
-        self.samples = 0
-
-    def to(self, device: torch.device) -> None:
-        self.metric.to(device)
-
-
-class Each(Wrapped):
-    """A metric that must see each batch by itself.
-
-    Args:
-        metric: the metric.
+        metric: the metric; from now on this object's own.
         conversion: what its `update` is given; None: each batch as it came, of any structure.
-    """
-
-    def __init__(self, metric: Metric, conversion: Conversion | None = None) -> None:
-        super().__init__(metric)
-        self._keeps_batches = self.keeps_batches
-        self.conversion = conversion
-
-    def see(self, prediction: Any, target: Any, weight: Tensor | None, samples: int) -> None:
-        """Add a batch; weights don't count."""
-        if self.conversion is not None:
-            prediction, target = self.conversion(prediction, target)
-        if self._keeps_batches:
-            # The caller may overwrite its memory with the next batch.
-            prediction, target = map_leaves(_copied, prediction), map_leaves(_copied, target)
-        with torch.inference_mode(False), torch.no_grad():
-            self.metric.update(prediction, target)
-        self.samples += samples
-
-
-class Joined(Wrapped):
-    """A metric to which one update with joined batches is the same as one a batch.
-
-    Args:
-        metric: the metric.
-        conversion: what its `update` is given.
+        joins: whether one update with joined batches is the same as one a batch.
         finish: what makes the result of what `compute` gives; None: nothing.
         least_samples: fewer have no result.
 
     Attributes:
+        samples: how many were added.
         leader: the one that gathers this one's numbers too; None: it does so itself.
+        keeps_batches: whether its state is a list, of the very tensors that it was given as a rule.
     """
+
+    weighted = False
 
     def __init__(
         self,
         metric: Metric,
-        conversion: Conversion,
+        conversion: Conversion | None,
         *,
+        joins: bool = True,
         finish: Callable[[Any], Any] | None = None,
         least_samples: int = 1,
     ) -> None:
-        super().__init__(metric)
+        self.metric = metric
         self.conversion = conversion
-        self.leader: Joined | None = None
+        self.joins = joins
+        self.samples = 0
+        self.leader: TorchMetric | None = None
+        self.keeps_batches = any(isinstance(s, list) for s in _inner(metric)._defaults.values())
         self._finish = finish
         self._least_samples = least_samples
 
@@ -134,28 +81,20 @@ class Joined(Wrapped):
 
     @property
     def updated(self) -> bool:
-        """Whether there is a result."""
+        """Whether there is a result; torchmetrics warns where one is asked for too early."""
         return self.samples >= self._least_samples
 
-    def bookmark(self) -> Callable[[], None]:
-        """What makes the metric forget later batches, when it is called."""
-        samples, metric = self.samples, self.metric
-        states = {} if self.leader is not None else _states_of(metric)
-        counts = [(part, part._update_count) for part in (metric, _inner(metric))]
-
-        def back() -> None:
-            self.samples = samples
-            for name, state in states.items():
-                setattr(metric, name, state)
-            for part, count in counts:
-                part._update_count, part._computed = count, None
-
-        return back
-
+    @changeable()
     def update(self, batch: Batch) -> None:
-        """Add a batch."""
+        """Add a batch; weights don't count."""
         if self.leader is None:
-            self.metric.update(*batch.read(self.conversion))
+            pair = batch.prediction, batch.target
+            if self.conversion is not None:
+                pair = batch.converted(self.conversion)
+            if self.keeps_batches and not self.joins:
+                # The caller may overwrite its memory with the next batch.
+                pair = map_leaves(_copied, pair[0]), map_leaves(_copied, pair[1])
+            self.metric.update(*pair)
         self.samples += batch.samples
 
     def result(self) -> Any:
@@ -164,6 +103,92 @@ class Joined(Wrapped):
             _adopt_state(self.metric, self.leader.metric)
         value = self.metric.compute()
         return value if self._finish is None else self._finish(value)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Give what makes the metric forget later batches."""
+        samples, metric = self.samples, self.metric
+        states = {} if self.leader is not None else _states_of(metric)
+        counts = [(part, part._update_count) for part in (metric, _inner(metric))]
+
+        def restore() -> None:
+            self.samples = samples
+            for name, state in states.items():
+                setattr(metric, name, state)
+            for part, count in counts:
+                part._update_count, part._computed = count, None
+
+        return restore
+
+    def state(self) -> State:
+        """What was counted on this rank, on the CPU: plain data that can be sent."""
+        if self.leader is not None:
+            return {"samples": self.samples}
+        return {"samples": self.samples, "states": metric_states(self.metric)}
+
+    def load_merged(self, states: list[State]) -> None:
+        """Take what all ranks have counted, from the `state` of each."""
+        self.samples = sum(state["samples"] for state in states)
+        if self.leader is None:
+            _load_metric(self.metric, [state["states"] for state in states if state["samples"]])
+
+    @changeable()
+    def reset(self) -> None:
+        """Forget all samples."""
+        self.metric.reset()
+        self.samples = 0
+
+    def to(self, device: torch.device) -> None:
+        self.metric.to(device)
+
+
+def metric_states(metric: Metric) -> State:
+    """What a torchmetrics object has counted, on the CPU: plain data that can be sent."""
+    found: State = {}
+    for name in metric._reductions:
+        value = getattr(metric, name)
+        if isinstance(value, list):
+            rows = [
+                part.detach().cpu() if part.ndim else part.detach().cpu()[None] for part in value
+            ]
+            found[name] = [torch.cat(rows)] if rows else []
+        else:
+            # A copy on the CPU too: later updates change the state in place.
+            found[name] = value.detach().to("cpu", copy=True)
+    return found
+
+
+def _load_metric(metric: Metric, states: list[State]) -> None:
+    """As torchmetrics itself merges states: by each state's own reduction."""
+    if not states:
+        return
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduction in reductions.items():
+        values = [state[name] for state in states]
+        merged: Any
+        if isinstance(values[0], list):
+            merged = [part.to(metric.device) for value in values for part in value]
+            merged = merged if reduction is None or not merged else reduction(merged)
+            if isinstance(merged, Tensor):
+                merged = [merged]
+        else:
+            stacked = torch.stack([value.to(metric.device) for value in values])
+            merged = stacked if reduction is None else reduction(stacked)
+        setattr(metric, name, merged)
+    metric._update_count = max(metric._update_count, 1)
+    metric._computed = None
+
+
+def merged_metric_value(metric: Metric, states: list[State]) -> Any:
+    """What a torchmetrics object computes from the states of several ranks; it stays as it is.
+
+    Args:
+        states: each rank's `metric_states`.
+    """
+    whole = copy.deepcopy(metric)
+    # Else it would exchange its states with the other ranks once more.
+    whole.sync_on_compute = whole._to_sync = False
+    _load_metric(whole, states)
+    return whole.compute()
 
 
 def _states_of(metric: Metric) -> dict[str, Tensor | list[Tensor]]:
@@ -184,9 +209,9 @@ def share_states(sums: Iterable[object]) -> None:
     own compute groups compare states after the first batch, where metrics of different
     thresholds can agree by chance, and stay grouped.)
     """
-    leaders: dict[Any, Joined] = {}
+    leaders: dict[Any, TorchMetric] = {}
     for one in sums:
-        if isinstance(one, Joined):
+        if isinstance(one, TorchMetric) and one.joins:
             key = _update_key(one)
             if key is not None and leaders.setdefault(key, one) is not one:
                 one.leader = leader = leaders[key]
@@ -194,7 +219,7 @@ def share_states(sums: Iterable[object]) -> None:
                     leader.metric.validate_args = True  # for both of them
 
 
-def _update_key(one: Joined) -> Any:
+def _update_key(one: TorchMetric) -> Any:
     metric = one.metric
     owner = update_owner(metric)
     if _inner(metric) is not metric or _package(owner) != "torchmetrics.classification":
@@ -240,28 +265,28 @@ def _inner(metric: Metric) -> Metric:
     return metric.metric if type(metric).__name__ == "ClasswiseWrapper" else metric  # type: ignore[return-value]
 
 
-def wrap_object(metric: Metric, first: FirstBatch) -> Joined | Each:
-    """A one over a copy of a user's metric, so that calls can nest.
+def wrap_object(metric: Metric, first: FirstBatch) -> TorchMetric:
+    """A copy of a user's metric, so that calls can nest.
 
     Metrics of `torchmetrics.classification` get probabilities, never logits, and labels in the
     shape that they take; those of `torchmetrics.regression` (N,) beside (N, 1) reconciled; all
     others each batch as it came.
     """
-    copy = metric.clone()
-    copy.reset()
-    _keep_local(copy)
-    owner = update_owner(copy)
+    own = metric.clone()
+    own.reset()
+    _keep_local(own)
+    owner = update_owner(own)
     conversion: Conversion
     if _package(owner) == "torchmetrics.regression":
         conversion = Matched(strict=False)
     elif _package(owner) == "torchmetrics.classification" and "group" not in owner.__module__:
-        conversion = _object_reading(_inner(copy), owner, first)
+        conversion = _object_conversion(_inner(own), owner, first)
     else:
-        return Each(copy)
-    return Joined(copy, conversion) if joins(_inner(copy), owner) else Each(copy, conversion)
+        return TorchMetric(own, None, joins=False)
+    return TorchMetric(own, conversion, joins=joins(_inner(own), owner))
 
 
-def _object_reading(metric: Metric, owner: type, first: FirstBatch) -> Conversion:
+def _object_conversion(metric: Metric, owner: type, first: FirstBatch) -> Conversion:
     if not owner.__name__.startswith("Multiclass"):
         scale = first.scale()
         if getattr(metric, "normalization", "sigmoid") is None:

@@ -13,8 +13,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import CheckpointError, ConfigurationError, FitkitError
 from fitkit.logging_options import LogOptions, merged
 from fitkit.losses import Term
-from fitkit.metrics.group import OutputGroup
-from fitkit.metrics.merging import merged_metric_value, metric_states
+from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
 
 FOLD_EVERY = 128
 """Values kept before they are folded into a sum: bounds memory, costs one operation."""
@@ -29,7 +28,7 @@ class RunningMean:
     that no cache holds (9 % of a small net's time).
     """
 
-    __slots__ = ("_count", "_counted", "_counts", "_elsewhere", "_read", "_sum", "_values", "last")
+    __slots__ = ("_count", "_counted", "_counts", "_read", "_sum", "_values", "last")
 
     def __init__(self) -> None:
         self.reset()
@@ -43,15 +42,6 @@ class RunningMean:
         self._read = 0.0
         self._count: float = 0
         self._counted: float | torch.Tensor = 0  # on the device
-        self._elsewhere: Callable[[], tuple[float, float]] | None = None
-
-    def also(self, sums: Callable[[], tuple[float, float]]) -> None:
-        """Count what is summed up elsewhere, too, until `reset`.
-
-        Args:
-            sums: gives the sum over the samples there, and their number.
-        """
-        self._elsewhere = sums
 
     def add(self, value: torch.Tensor, count: float | torch.Tensor) -> None:
         """Take a batch's mean; one over nothing changes nothing, though it is NaN.
@@ -95,11 +85,9 @@ class RunningMean:
         self._fold()
         total = self._read + (0.0 if self._sum is None else self._sum.item())
         counted = self._counted
-        count = self._count + (counted.item() if isinstance(counted, torch.Tensor) else counted)
-        if self._elsewhere is not None:
-            more, samples = self._elsewhere()
-            total, count = total + more, count + samples
-        return total, count
+        return total, self._count + (
+            counted.item() if isinstance(counted, torch.Tensor) else counted
+        )
 
     def result(self) -> float | None:
         """The mean so far, read from the device; None before the first value."""
@@ -412,28 +400,6 @@ class Logbook:
             mean.add(term.value.detach(), samples if term.count is None else term.count)
             self.scales[term.name] = term.scale
 
-    def join_loss(
-        self,
-        values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        meters: OutputGroup,
-        device: torch.device,
-    ) -> None:
-        """Let the loss of the pass's later batches be computed of many at once, with the metrics.
-
-        Args:
-            values: gives each sample's loss (N,), to be summed in float64.
-            meters: with which batches wait.
-            device: where they are.
-        """
-        totals = meters.also(values, device)
-
-        def sums() -> tuple[float, float]:
-            with meters.up_to_date():
-                total, samples = totals.summed().tolist()
-            return total, samples
-
-        self.loss.also(sums)
-
     def reset(self) -> None:
         """Begin a new pass."""
         self.loss.reset()
@@ -446,13 +412,20 @@ class Logbook:
     def sums(self) -> dict[str, tuple[float, float]]:
         """The sum of the loss and of each of its parts, and over what it was taken."""
         parts = {name: part.sums() for name, part in self.parts.items()}
-        return parts if self.scales else {"loss": self.loss.sums(), **parts}
+        return parts if self.scales else {"loss": self._loss_sums(), **parts}
+
+    def _loss_sums(self) -> tuple[float, float]:
+        """The sum of the losses and their number, those included that wait with the metrics."""
+        (total, count), (more, samples) = self.loss.sums(), self.meters.loss_sums()
+        return total + more, count + samples
 
     def results(self) -> dict[str, Any]:
         """All running values as Python floats: the loss, its parts, the metrics, the logged."""
         with self.meters.up_to_date():
             parts = {name: part.result() for name, part in self.parts.items()}
-            found = {"loss": whole_loss(parts, self.scales, self.loss.result()), **parts}
+            total, count = self._loss_sums()
+            loss = whole_loss(parts, self.scales, total / count if count else None)
+            found = {"loss": loss, **parts}
             return {
                 **{name: value for name, value in found.items() if value is not None},
                 **self.meters.results(),

@@ -59,7 +59,7 @@ def compiled_step(
         mover_of(model, strategy),
         strategy.precision,
         compilation.loss.begin(),
-        Logbook(compilation.metrics.meters()),
+        Logbook(compilation.metrics.begin()),
         class_weights,
         all_targets,
         name,

@@ -88,7 +88,7 @@ class CompiledStep:
         self.synchronization: Synchronization | None = None
         self.loss = loss
         self.logbook = logbook
-        self.meters = logbook.meters if logbook.meters.has_metrics else None
+        self.meters = logbook.meters or None
         self.class_weights = class_weights
         self.all_targets = all_targets or []
         self.name = name
@@ -107,7 +107,7 @@ class CompiledStep:
     @property
     def is_private(self) -> bool:
         """Whether the user has no code that a step calls, but the net's; after the first batch."""
-        return self.loss.is_private and (self.meters is None or self.meters.are_known)
+        return self.loss.is_private and not (self.meters is not None and self.meters.has_user_code)
 
     def begin(self) -> None:
         """Begin a new pass."""
@@ -116,7 +116,7 @@ class CompiledStep:
     def finish(self) -> None:
         """End the pass: the metrics count the batches that wait."""
         if self.meters is not None:
-            self.meters.settle()
+            self.meters.flush()
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
@@ -155,14 +155,14 @@ class CompiledStep:
     def settled(self, first: Any, *, alone: bool) -> Callable[..., Any]:
         """What notes the same as a call, from an evaluation's second batch on: without what can't
         change where all batches are rows of the same tensors. It gives nothing; the loss may be
-        computed later, of many batches (`Logbook.join_loss`).
+        computed later, of many batches (`OutputGroup.join_loss`).
 
         Args:
             first: the first batch.
             alone: whether only torch's layers and fitkit's own code run: `may_infer`, `is_private`.
         """
         loss = self.loss.direct
-        meters = None if self.meters is None else self.meters.of_one
+        meters = None if self.meters is None else self.meters.only
         is_pair = type(first) is tuple and len(first) == 2
         if not is_pair or loss is None or not self._is_plain or not self.mover.leaves(first):
             return self
@@ -172,10 +172,10 @@ class CompiledStep:
         counted = self.loss.counted if self.may_count else None
         update = of_each = shape = None
         if meters is not None:
-            update = meters.update_more
+            update = meters.update
             of_each = self.loss.of_each(self.all_targets)
             if of_each is not None:
-                self.logbook.join_loss(of_each, meters, self.mover.transfer.device)
+                meters.join_loss(of_each, self.mover.transfer.device)
 
         def step(batch: Any, index: int = 0) -> None:
             nonlocal shape

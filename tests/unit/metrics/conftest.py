@@ -13,7 +13,7 @@ def measure():
 
     def run(metrics, prediction, target, *, hint=None, weighted=None, weight=None, batch=7):
         hint = hint or LossHint()
-        meters = CompiledMetrics(metrics, weighted).meters()
+        meters = CompiledMetrics(metrics, weighted).begin()
         with torch.no_grad():
             for start in range(0, len(target), batch):
                 part = slice(start, start + batch)

@@ -27,7 +27,7 @@ def batches(count, size=4, classes=3):
 
 
 def summed(metrics, data, most_batches=MOST_BATCHES, each_step=None):
-    meters = CompiledMetrics(metrics).meters()
+    meters = CompiledMetrics(metrics).begin()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST_BATCHES", most_batches)
         for prediction, target in data:
@@ -100,19 +100,18 @@ def test_sizes_that_change_from_batch_to_batch_are_not_joined():
 
 def test_so_many_batches_wait_and_no_more(monkeypatch):
     monkeypatch.setattr(module, "MOST_BATCHES", 3)
-    pending = Buffer()
+    buffer = Buffer()
     prediction, target = batches(1)[0]
-    assert [pending.add(prediction, target, None) for _ in range(3)] == [False, False, True]
-    (batch,) = pending.take()
+    assert [len(buffer.add(prediction, target, None)) for _ in range(2)] == [0, 0]
+    (batch,) = buffer.add(prediction, target, None)
     assert batch.samples == 12
-    assert list(pending.take()) == []
+    assert list(buffer.take()) == []
 
 
 def test_large_batches_do_not_wait_and_are_not_copied(monkeypatch):
     monkeypatch.setattr(module, "LARGE", 12)
-    pending, (prediction, target) = Buffer(), batches(1)[0]
-    assert pending.add(prediction, target, None)
-    (batch,) = pending.take()
+    prediction, target = batches(1)[0]
+    (batch,) = Buffer().add(prediction, target, None)
     assert batch.prediction.data_ptr() == prediction.data_ptr()
     assert batch.target.data_ptr() == target.data_ptr()
 
@@ -178,7 +177,7 @@ def test_a_generator_may_refill_its_own_buffers(monkeypatch, way, limits):
 def test_weights_may_be_refilled_too():
     buffer, data = torch.empty(4), batches(23)
     weights = torch.rand(23, 4)
-    found, expected = (CompiledMetrics(weighted_metrics="accuracy").meters() for _ in range(2))
+    found, expected = (CompiledMetrics(weighted_metrics="accuracy").begin() for _ in range(2))
     with torch.no_grad():
         for (prediction, target), weight in zip(data, weights, strict=True):
             for meters in (found, expected):
@@ -189,17 +188,28 @@ def test_weights_may_be_refilled_too():
 
 
 def test_what_waits_holds_no_graph():
-    pending = Buffer()
+    buffer = Buffer()
     weight = torch.randn(4, 3, requires_grad=True)
-    prediction = weight * 2
-    with torch.no_grad():
-        pending.add(prediction, torch.zeros(4), None)
-    assert not next(pending.take()).prediction.requires_grad
+    buffer.add(weight * 2, torch.zeros(4), None)
+    assert not buffer.take()[0].prediction.requires_grad
+
+
+def test_batches_of_other_lengths_are_joined_and_those_of_other_columns_come_after():
+    buffer = Buffer()
+    long, short, wide = torch.rand(4, 2), torch.rand(3, 2), torch.rand(4, 5)
+    for part in (long, long, short, long, short):
+        assert not buffer.add(part, part[:, 0], None)
+    (batch,) = buffer.add(wide, wide[:, 0], None)
+    assert batch.prediction.equal(torch.cat([long, long, short, long, short]))
+    assert batch.target.equal(batch.prediction[:, 0])
+    (batch,) = buffer.take()
+    assert batch.prediction.equal(wide)
+    assert not buffer
 
 
 def test_reset_forgets_what_waits_too():
     data = batches(5)
-    meters = CompiledMetrics(METRICS).meters()
+    meters = CompiledMetrics(METRICS).begin()
     for prediction, target in data:
         meters.start(prediction, target, lambda _: CLASSES)
         meters.update(prediction, target)
@@ -217,7 +227,7 @@ def own_states(meters):
 def test_metrics_that_count_the_same_update_one_state():
     meters = CompiledMetrics(
         ["precision", "recall", "f1", "mcc", "iou", "auc", "average_precision"]
-    ).meters()
+    ).begin()
     data = batches(1)[0]
     meters.start(*data, lambda _: CLASSES)
     assert own_states(meters) == ["precision", "mcc", "auc"]
@@ -229,7 +239,7 @@ def test_metrics_of_other_settings_keep_their_own_state_though_they_start_alike(
         "high": torchmetrics_precision(0.9),
         "low_again": torchmetrics_precision(0.5),
     }
-    meters = CompiledMetrics(metrics).meters()
+    meters = CompiledMetrics(metrics).begin()
     sure, unsure = torch.tensor([0.95, 0.1]), torch.tensor([0.95, 0.6])
     target = torch.tensor([1, 0])
     meters.start(sure, target, lambda _: LossHint("probabilities", "binary"))

@@ -18,7 +18,7 @@ LABELS = torch.randint(3, (6,))
 
 
 def started(metrics, prediction, target, weighted=None, hint=None):
-    meters = CompiledMetrics(metrics, weighted).meters()
+    meters = CompiledMetrics(metrics, weighted).begin()
     meters.start(prediction, target, lambda _: hint or LossHint())
     meters.update(prediction, target)
     return list(meters.results())
@@ -105,14 +105,14 @@ def test_one_metric_needs_no_list():
 @pytest.mark.parametrize("nothing", [None, [], {}, ()])
 def test_no_metrics_are_falsy_and_without_results(nothing):
     compiled = CompiledMetrics(nothing, nothing)
-    meters = compiled.meters()
+    meters = compiled.begin()
     assert not compiled
-    assert not meters.has_metrics
+    assert not meters
     assert compiled.known_names == []
     meters.start(A, LABELS, lambda _: LossHint())
     meters.update(A, LABELS)
     assert meters.results() == {}
-    assert CompiledMetrics("mae") and CompiledMetrics("mae").meters().has_metrics
+    assert CompiledMetrics("mae") and CompiledMetrics("mae").begin()
 
 
 # ---- several outputs ----
@@ -154,7 +154,7 @@ def test_a_dict_is_by_output_and_may_leave_out_some():
 
 
 def test_each_output_has_its_own_values():
-    meters = CompiledMetrics({"a": "acc", "b": "mae"}, {"b": "mae"}).meters()
+    meters = CompiledMetrics({"a": "acc", "b": "mae"}, {"b": "mae"}).begin()
     prediction = {"a": torch.eye(3), "b": torch.zeros(3)}
     target = {"a": torch.tensor([0, 1, 0]), "b": torch.tensor([1.0, 2.0, 3.0])}
     weight = {"b": torch.tensor([1.0, 0.0, 0.0])}
@@ -166,7 +166,7 @@ def test_each_output_has_its_own_values():
 
 def test_the_hint_is_asked_by_output():
     asked = []
-    meters = CompiledMetrics("mae").meters()
+    meters = CompiledMetrics("mae").begin()
     meters.start({"a": A, "b": A}, {"a": A, "b": A}, lambda o: asked.append(o) or LossHint())
     assert asked == ["a", "b"]
 
@@ -235,7 +235,7 @@ def test_loss_and_accuracy_read_the_same_axis_of_classes_where_both_would_fit():
         loss = CompiledLoss(name)
         loss.check(right, labels)
         metrics = ["accuracy", "cross_entropy", MulticlassAccuracy(4, average="micro")]
-        meters = CompiledMetrics(metrics).meters()
+        meters = CompiledMetrics(metrics).begin()
         meters.start(right, labels, loss.hint)
         meters.update(right, labels)
         found = meters.results()

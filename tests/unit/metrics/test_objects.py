@@ -40,7 +40,7 @@ def test_the_users_object_stays_as_it_is_and_starts_from_nothing(measure, batch)
 
 def test_calls_can_nest(batch):
     compiled = CompiledMetrics(MulticlassAccuracy(3))
-    outer, inner = compiled.meters(), compiled.meters()
+    outer, inner = compiled.begin(), compiled.begin()
     for meters in (outer, inner):
         meters.start(*batch, lambda _: CLASSES)
     outer.update(*batch)
@@ -173,9 +173,9 @@ def test_no_metric_waits_for_other_ranks(batch):
     wrapped = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
     meters = CompiledMetrics(
         [collection, wrapped, Seen(), MeanSquaredError() + 1, "f1", "auc"]
-    ).meters()
+    ).begin()
     meters.start(*batch, lambda _: CLASSES)
-    parts = [part for gauge in meters._only.sums.values() for part in gauge.metric.modules()]
+    parts = [part for one in meters.only.sums.values() for part in one.metric.modules()]
     assert len(parts) > 7
     assert not any(
         part._to_sync or part.sync_on_compute for part in parts if hasattr(part, "_to_sync")
@@ -215,7 +215,7 @@ def test_callables_see_each_batch_at_once_and_as_it_came(batch):
         seen.append((prediction, target))
         return 0.0
 
-    meters = CompiledMetrics([note, "acc"]).meters()
+    meters = CompiledMetrics([note, "acc"]).begin()
     meters.start(*batch, lambda _: CLASSES)
     assert not seen
     for count in range(1, 4):
@@ -229,7 +229,7 @@ def test_callables_get_whatever_structure_an_output_has():
     def boxes(prediction, target):
         return prediction["boxes"].mean() - target["boxes"].mean()
 
-    meters = CompiledMetrics({"a": boxes}).meters()
+    meters = CompiledMetrics({"a": boxes}).begin()
     prediction = {"a": {"boxes": torch.ones(3, 4)}, "b": torch.zeros(3)}
     target = {"a": {"boxes": torch.zeros(3, 4)}, "b": torch.zeros(3)}
     meters.start(prediction, target, lambda _: LossHint())
@@ -239,10 +239,10 @@ def test_callables_get_whatever_structure_an_output_has():
 
 def test_a_callable_that_keeps_gradients_holds_no_graph():
     weight = torch.ones(3, requires_grad=True)
-    meters = CompiledMetrics(lambda p, t: (weight * p).sum()).meters()
+    meters = CompiledMetrics(lambda p, t: (weight * p).sum()).begin()
     meters.start(torch.ones(3), torch.ones(3), lambda _: LossHint())
     meters.update(torch.ones(3), torch.ones(3))
-    assert not meters._only.sums["lambda"].totals.state.requires_grad
+    assert not meters.only.sums["lambda"].totals.requires_grad
     assert meters.results() == {"lambda": 3.0}
 
 

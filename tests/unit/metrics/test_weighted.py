@@ -76,7 +76,7 @@ def test_without_weights_each_sample_counts_once(measure, batch):
 
 def test_batches_with_and_without_weights_can_mix(batch):
     logits, target, weight = batch
-    meters = CompiledMetrics(weighted_metrics="accuracy").meters()
+    meters = CompiledMetrics(weighted_metrics="accuracy").begin()
     meters.start(logits, target, lambda _: CLASSES)
     meters.update(logits[:20], target[:20], weight[:20])
     meters.update(logits[20:40], target[20:40])

@@ -12,7 +12,7 @@ from sklearn.metrics import accuracy_score
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.metrics import CompiledMetrics, Meters
+from fitkit.metrics import CompiledMetrics
 from fitkit.metrics.named import NAMES
 from fitkit.outputs import LossHint
 
@@ -25,7 +25,7 @@ def test_neither_import_nor_the_commonest_metrics_import_torchmetrics():
     code = (
         "import sys, torch; from fitkit.metrics import CompiledMetrics;"
         "from fitkit.outputs import LossHint;"
-        "m = CompiledMetrics(['accuracy', lambda p, t: 0.0], 'mae').meters();"
+        "m = CompiledMetrics(['accuracy', lambda p, t: 0.0], 'mae').begin();"
         "p = torch.eye(2); m.start(p, p, lambda _: LossHint('logits', 'classes'));"
         "m.update(p, p); assert m.results()['accuracy'] == 1.0;"
         "assert 'torchmetrics' not in sys.modules"
@@ -34,8 +34,8 @@ def test_neither_import_nor_the_commonest_metrics_import_torchmetrics():
 
 
 def test_before_start_there_is_nothing():
-    meters = CompiledMetrics("accuracy").meters()
-    assert isinstance(meters, Meters)
+    meters = CompiledMetrics("accuracy").begin()
+    assert isinstance(meters, CompiledMetrics)
     assert meters.results() == {}
     meters.reset()
     with pytest.raises(RuntimeError, match="start"):
@@ -43,7 +43,7 @@ def test_before_start_there_is_nothing():
 
 
 def test_a_started_metric_without_updates_is_left_out_without_a_warning():
-    meters = CompiledMetrics(["accuracy", "f1", lambda p, t: 0.0]).meters()
+    meters = CompiledMetrics(["accuracy", "f1", lambda p, t: 0.0]).begin()
     meters.start(LOGITS, LABELS, lambda _: CLASSES)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -51,7 +51,7 @@ def test_a_started_metric_without_updates_is_left_out_without_a_warning():
 
 
 def test_starting_again_changes_nothing():
-    meters = CompiledMetrics("accuracy").meters()
+    meters = CompiledMetrics("accuracy").begin()
     meters.start(LOGITS, LABELS, lambda _: CLASSES)
     meters.update(LOGITS, LABELS)
     meters.start(torch.zeros(2), torch.zeros(2), lambda _: LossHint())
@@ -59,7 +59,7 @@ def test_starting_again_changes_nothing():
 
 
 def test_results_are_python_floats_in_order():
-    meters = CompiledMetrics(["f1", "accuracy", lambda p, t: p[:, 0] > 0, "auc"]).meters()
+    meters = CompiledMetrics(["f1", "accuracy", lambda p, t: p[:, 0] > 0, "auc"]).begin()
     meters.start(LOGITS, LABELS, lambda _: CLASSES)
     meters.update(LOGITS, LABELS)
     found = meters.results()
@@ -69,7 +69,7 @@ def test_results_are_python_floats_in_order():
 
 def test_states_made_in_inference_mode_work_outside_it_and_back():
     composed = MulticlassAccuracy(3) + 0  # one that sees each batch
-    meters = CompiledMetrics(["accuracy", "f1", "auc", lambda p, t: p.mean(), composed]).meters()
+    meters = CompiledMetrics(["accuracy", "f1", "auc", lambda p, t: p.mean(), composed]).begin()
     with torch.inference_mode():
         prediction = LOGITS * 1
         meters.start(prediction, LABELS, lambda _: CLASSES)
@@ -86,7 +86,7 @@ def test_states_made_in_inference_mode_work_outside_it_and_back():
 
 def test_the_states_of_two_ranks_merge_to_the_value_over_both():
     names = ["accuracy", "rmse", "f1", "recall", "auc", "r2", "pearson", "spearman"]
-    whole, one, two = (CompiledMetrics(names).meters() for _ in range(3))
+    whole, one, two = (CompiledMetrics(names).begin() for _ in range(3))
     prediction, target = torch.rand(10), torch.tensor([0, 1] * 5).float()
     for meters, part in ((whole, slice(None)), (one, slice(0, 3)), (two, slice(3, None))):
         meters.start(prediction, target, lambda _: LossHint("probabilities", "binary"))
@@ -100,7 +100,7 @@ def test_the_states_of_two_ranks_merge_to_the_value_over_both():
 
 @pytest.mark.parametrize("name", list(NAMES))
 def test_every_name_works_on_some_output_over_two_passes(name):
-    meters = CompiledMetrics(name).meters()
+    meters = CompiledMetrics(name).begin()
     ways = [
         (torch.rand(8), torch.tensor([0, 1] * 4), LossHint("probabilities", "binary")),
         (torch.randn(8, 3), torch.tensor([0, 1, 2, 0] * 2), CLASSES),
@@ -112,7 +112,7 @@ def test_every_name_works_on_some_output_over_two_passes(name):
             meters.update(prediction, target)
             break
         except ConfigurationError:
-            meters = CompiledMetrics(name).meters()
+            meters = CompiledMetrics(name).begin()
     first = meters.results()
     assert list(first) == [name]
     meters.reset()
@@ -171,7 +171,7 @@ def test_aggregations_are_refused_because_they_know_no_targets():
 
 
 def first_batch(metrics, prediction, target, hint=CLASSES):
-    meters = CompiledMetrics(metrics).meters()
+    meters = CompiledMetrics(metrics).begin()
     meters.start(prediction, target, lambda _: hint)
     meters.update(prediction, target)
     return meters
@@ -227,7 +227,7 @@ def test_a_named_metric_without_target_tensors_says_so(metric):
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_predictions_meet_targets_and_weights_in_float32(half):
     prediction, target = torch.zeros(2, 1, dtype=half), torch.tensor([257.0, 1.0])
-    meters = CompiledMetrics(["mse", "mae"], ["mae"]).meters()
+    meters = CompiledMetrics(["mse", "mae"], ["mae"]).begin()
     meters.start(prediction, target, lambda _: LossHint(task="regression"))
     meters.update(prediction, target, torch.tensor([1.0, 1.001]))
     expected = {"mse": 66050 / 2, "mae": 129.0, "weighted_mae": (257 + 1.001) / 2.001}
@@ -246,7 +246,7 @@ def test_every_name_takes_half_precision_predictions_as_the_same_numbers_in_floa
     for prediction, target, hint in ways:
         found = []
         for given in (prediction, prediction.float()):
-            meters = CompiledMetrics(name).meters()
+            meters = CompiledMetrics(name).begin()
             try:
                 meters.start(given, target, lambda _: hint)  # noqa: B023
                 meters.update(given, target)
