@@ -23,7 +23,7 @@ from fitkit.errors import (
     FitkitError,
     raised_in_torch,
 )
-from fitkit.losses import targets
+from fitkit.losses import formulas
 from fitkit.losses.names import Definition
 from fitkit.outputs import last_operation
 from fitkit.trees import leaves_with_paths
@@ -74,16 +74,16 @@ def check_shapes(
             f"{tuple(prediction.shape)} have one. For yes/no labels write loss={binary!r}; "
             "for C classes let the net give C values."
         )
-    if definition.match is targets.vectors and prediction.ndim < 2:
+    if definition.match is formulas.vectors and prediction.ndim < 2:
         raise ConfigurationError(
             f"{label} takes a vector for each sample, (N, D), but the predictions have shape "
             f"{tuple(prediction.shape)}."
         )
-    if definition.match is targets.classes or definition.match is targets.indices:
+    if definition.match is formulas.classes or definition.match is formulas.indices:
         _check_index_shape(definition, label, prediction, target)
-    elif definition.match is targets.vectors and definition.rows_sum_to_one:
+    elif definition.match is formulas.vectors and definition.rows_sum_to_one:
         _check_one_hot_shape(label, prediction, target)
-    elif definition.match is targets.last_axis_indices and target.shape == prediction.shape:
+    elif definition.match is formulas.last_axis_indices and target.shape == prediction.shape:
         raise ConfigurationError(
             f"{label} takes class indices, but targets of shape {tuple(target.shape)} look "
             "one-hot. Write loss='categorical_crossentropy', or pass y.argmax(-1)."
@@ -96,7 +96,7 @@ def _check_index_shape(
     shape, batch_and_positions = prediction.shape, prediction.shape[:1] + prediction.shape[2:]
     if target.shape in (batch_and_positions, (*shape[:1], 1, *shape[2:])):
         return
-    may_be_soft = definition.match is targets.classes
+    may_be_soft = definition.match is formulas.classes
     if may_be_soft and target.shape == shape:
         return
     ending = f" or class probabilities {tuple(shape)}" if may_be_soft else ""
@@ -282,12 +282,12 @@ def count_classes(
     definition: Definition, prediction: torch.Tensor, target: torch.Tensor
 ) -> int | None:
     """The number of classes, where the targets are class indices; None where they aren't."""
-    if definition.match is targets.classes and target.shape == prediction.shape:
+    if definition.match is formulas.classes and target.shape == prediction.shape:
         return None
-    if definition.match in (targets.classes, targets.indices):
+    if definition.match in (formulas.classes, formulas.indices):
         return prediction.shape[1]
-    if definition.match is targets.last_axis_indices:
-        return targets.last_axis_indices(prediction.detach(), target)[0].shape[-1]
+    if definition.match is formulas.last_axis_indices:
+        return formulas.last_axis_indices(prediction.detach(), target)[0].shape[-1]
     return None
 
 
@@ -295,15 +295,15 @@ def _class_columns(
     definition: Definition, prediction: torch.Tensor, target: torch.Tensor
 ) -> int | None:
     """The predicted classes, 1 where there is no class axis; None for losses without classes."""
-    by_classes = definition.hint.task == "classes" or definition.match is targets.index_lists
+    by_classes = definition.hint.task == "classes" or definition.match is formulas.index_lists
     if not by_classes:
         return None
     if prediction.ndim < 2:
         return 1
-    if definition.match in (targets.classes, targets.indices):
+    if definition.match in (formulas.classes, formulas.indices):
         return prediction.shape[1]
     # Keras's class axis is the last, but a target may fit axis 1 alone (`last_axis_indices`).
-    if definition.match is targets.last_axis_indices and target.shape != prediction.shape[:-1]:
+    if definition.match is formulas.last_axis_indices and target.shape != prediction.shape[:-1]:
         return max(prediction.shape[1], prediction.shape[-1])
     return prediction.shape[-1]
 

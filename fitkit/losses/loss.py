@@ -19,10 +19,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
+from fitkit.losses.formulas import HALF_TYPES, classes, weighted_mean
 from fitkit.losses.guards import check_broadcast
-from fitkit.losses.modules import known_module, unreduced
-from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition
-from fitkit.losses.targets import HALF_TYPES, classes, weighted_mean
+from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
 from fitkit.outputs import SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import leaves
 

@@ -1,17 +1,21 @@
-"""The losses that go by a name. Torch's names have torch's meaning, Keras's names Keras's."""
+"""The losses whose meaning fitkit knows: those that go by a name, and those of `torch.nn`.
+
+Torch's names have torch's meaning, Keras's names Keras's.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from functools import partial
 
 import torch.nn.functional as F
+from torch import nn
 
 from fitkit.errors import ConfigurationError
-from fitkit.losses import functions, targets
-from fitkit.losses.functions import CountedLabels, LossFunction, MeanOf, SumPerSample
-from fitkit.losses.targets import Match
+from fitkit.losses import formulas
+from fitkit.losses.formulas import CountedLabels, LossFunction, Match, MeanOf, SumPerSample
 from fitkit.outputs import LossHint
 from fitkit.registry import Registry
 
@@ -23,7 +27,7 @@ class Definition:
     Attributes:
         mean: `(prediction, target)`, matched, to the mean over the batch.
         each: the same to values of shape (N, ...), whose mean over all is `mean`.
-        match: how the target is brought to the prediction, from `targets.py`.
+        match: how the target is brought to the prediction, from `formulas.py`.
         hint: what the loss tells about predictions and task.
         twin: the loss for a net that gives the other form: of one that takes probabilities, the
             one that takes logits, and the other way round. None where there is none.
@@ -117,7 +121,7 @@ def _torch(
     name: str,
     *aliases: str,
     function: LossFunction,
-    match: Match = targets.elements,
+    match: Match = formulas.elements,
     hint: LossHint = REGRESSION,
     twin: str | None = None,
     signs: bool = False,
@@ -130,7 +134,7 @@ def _torch(
         match,
         hint,
         twin=twin,
-        shares=match is targets.classes,
+        shares=match is formulas.classes,
         signs=signs,
         ignore_index=ignore_index,
         counted=None if ignore_index is None else CountedLabels(ignore_index),
@@ -144,7 +148,7 @@ def _keras(
     name: str,
     *aliases: str,
     function: LossFunction,
-    match: Match = targets.elements,
+    match: Match = formulas.elements,
     hint: LossHint = REGRESSION,
     twin: str | None = None,
     rows_sum_to_one: bool = False,
@@ -167,7 +171,7 @@ def _keras(
 
 _BCE = _torch(
     "bce", "bce_loss", "binary_cross_entropy_loss",
-    function=functions.torch_binary_cross_entropy,
+    function=formulas.torch_binary_cross_entropy,
     hint=BINARY_PROBABILITIES, twin="bce_with_logits",
 )  # fmt: skip
 LOSSES.add_spelled("binary_cross_entropy", _BCE)
@@ -175,12 +179,12 @@ TORCH_FUNCTIONS[F.binary_cross_entropy] = _BCE
 
 _torch(
     "cross_entropy", "cross_entropy_loss",
-    function=F.cross_entropy, match=targets.classes, hint=TORCH_LOGITS,
+    function=F.cross_entropy, match=formulas.classes, hint=TORCH_LOGITS,
     twin="sparse_categorical_crossentropy", ignore_index=-100,
 )  # fmt: skip
 _torch(
     "nll", "nll_loss",
-    function=F.nll_loss, match=targets.indices, hint=TORCH_LOG_PROBABILITIES,
+    function=F.nll_loss, match=formulas.indices, hint=TORCH_LOG_PROBABILITIES,
     twin="cross_entropy", ignore_index=-100,
 )  # fmt: skip
 _torch(
@@ -198,11 +202,11 @@ _torch(
 )  # fmt: skip
 _torch(
     "multi_margin", "multi_margin_loss",
-    function=F.multi_margin_loss, match=targets.indices, hint=TORCH_LOGITS,
+    function=F.multi_margin_loss, match=formulas.indices, hint=TORCH_LOGITS,
 )  # fmt: skip
 _torch(
     "multilabel_margin", "multilabel_margin_loss",
-    function=F.multilabel_margin_loss, match=targets.index_lists, hint=UNKNOWN,
+    function=F.multilabel_margin_loss, match=formulas.index_lists, hint=UNKNOWN,
 )  # fmt: skip
 _torch(
     "multilabel_soft_margin", "multilabel_soft_margin_loss",
@@ -220,53 +224,121 @@ LOSSES.add(
     Definition(
         partial(F.kl_div, reduction="batchmean"),
         SumPerSample(partial(F.kl_div, reduction="none")),
-        targets.vectors,
+        formulas.vectors,
         LossHint("log_probabilities", "classes"),
     ),
 )
 
 _keras(
     "sparse_categorical_crossentropy",
-    function=functions.sparse_categorical_crossentropy, match=targets.last_axis_indices,
+    function=formulas.sparse_categorical_crossentropy, match=formulas.last_axis_indices,
     hint=KERAS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True,
 )  # fmt: skip
 _keras(
     "categorical_crossentropy",
-    function=functions.categorical_crossentropy, match=targets.vectors,
+    function=formulas.categorical_crossentropy, match=formulas.vectors,
     hint=KERAS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True, shares=True,
 )  # fmt: skip
 _keras(
     "categorical_focal_crossentropy",
-    function=functions.categorical_focal_crossentropy, match=targets.vectors,
+    function=formulas.categorical_focal_crossentropy, match=formulas.vectors,
     hint=KERAS_PROBABILITIES, rows_sum_to_one=True, shares=True,
 )  # fmt: skip
 _keras(
     "binary_crossentropy",
-    function=functions.binary_crossentropy, hint=BINARY_PROBABILITIES, twin="bce_with_logits",
+    function=formulas.binary_crossentropy, hint=BINARY_PROBABILITIES, twin="bce_with_logits",
 )  # fmt: skip
 _keras(
     "binary_focal_crossentropy",
-    function=functions.binary_focal_crossentropy, hint=BINARY_PROBABILITIES,
+    function=formulas.binary_focal_crossentropy, hint=BINARY_PROBABILITIES,
 )  # fmt: skip
 _keras(
     "mean_absolute_percentage_error", "mape",
-    function=functions.mean_absolute_percentage_error,
+    function=formulas.mean_absolute_percentage_error,
 )  # fmt: skip
 _keras(
     "mean_squared_logarithmic_error", "msle",
-    function=functions.mean_squared_logarithmic_error,
+    function=formulas.mean_squared_logarithmic_error,
 )  # fmt: skip
-_keras("log_cosh", function=functions.log_cosh)
-_keras("cosine_similarity", function=functions.cosine_similarity, match=targets.vectors)
+_keras("log_cosh", function=formulas.log_cosh)
+_keras("cosine_similarity", function=formulas.cosine_similarity, match=formulas.vectors)
 _keras(
     "kl_divergence", "kld", "kullback_leibler_divergence",
-    function=functions.kl_divergence, match=targets.vectors, hint=KERAS_PROBABILITIES,
+    function=formulas.kl_divergence, match=formulas.vectors, hint=KERAS_PROBABILITIES,
 )  # fmt: skip
-_keras("poisson", function=functions.poisson)
+_keras("poisson", function=formulas.poisson)
 # A batch's labels say together whether they are 0 and 1 or -1 and 1.
-_keras("hinge", function=functions.hinge, hint=UNKNOWN, joins=False)
-_keras("squared_hinge", function=functions.squared_hinge, hint=UNKNOWN, joins=False)
+_keras("hinge", function=formulas.hinge, hint=UNKNOWN, joins=False)
+_keras("squared_hinge", function=formulas.squared_hinge, hint=UNKNOWN, joins=False)
 _keras(
     "categorical_hinge",
-    function=functions.categorical_hinge, match=targets.vectors, hint=KERAS_LOGITS, shares=True,
+    function=formulas.categorical_hinge, match=formulas.vectors, hint=KERAS_LOGITS, shares=True,
 )  # fmt: skip
+
+
+KNOWN: dict[type[nn.Module], str] = {
+    nn.CrossEntropyLoss: "cross_entropy",
+    nn.NLLLoss: "nll",
+    nn.BCELoss: "bce",
+    nn.BCEWithLogitsLoss: "bce_with_logits",
+    nn.MSELoss: "mse",
+    nn.L1Loss: "l1",
+    nn.HuberLoss: "huber",
+    nn.SmoothL1Loss: "smooth_l1",
+    nn.KLDivLoss: "kl_div",
+    nn.PoissonNLLLoss: "poisson_nll",
+    nn.SoftMarginLoss: "soft_margin",
+    nn.MultiMarginLoss: "multi_margin",
+    nn.MultiLabelMarginLoss: "multilabel_margin",
+    nn.MultiLabelSoftMarginLoss: "multilabel_soft_margin",
+    nn.HingeEmbeddingLoss: "hinge_embedding",
+}
+"""The name of the loss that each class computes."""
+
+
+def known_module(module: nn.Module) -> Definition | None:
+    """What is known of `module`; None for one that isn't torch's, or has a `forward` of its own.
+
+    The mean is `module` itself, bit for bit; with `reduction="none"` the mean of its values.
+
+    Raises:
+        ConfigurationError: it sums. A sum grows with the batch, and fitkit's losses, their logs and
+            their averages over devices are means over samples.
+    """
+    name = _loss_name(module)
+    if name is None:
+        return None
+    reduction = getattr(module, "reduction", "mean")
+    if reduction == "sum":
+        raise ConfigurationError(
+            f"loss={module!r} has reduction='sum', but fitkit's losses are means over samples: a "
+            "sum depends on the batch size and on the number of devices. Write "
+            "reduction='mean', or a callable such as "
+            "lambda prediction, target: module(prediction, target) / len(target)."
+        )
+    each = unreduced(module)
+    known = LOSSES[name]
+    counted = None
+    if isinstance(module, (nn.CrossEntropyLoss, nn.NLLLoss)) and reduction != "none":
+        counted = CountedLabels(module.ignore_index, module)
+    return dataclasses.replace(
+        known,
+        mean=MeanOf(each) if reduction == "none" else module,
+        each=SumPerSample(each) if reduction == "batchmean" else each,
+        ignore_index=getattr(module, "ignore_index", known.ignore_index),
+        counted=counted,
+    )
+
+
+def unreduced(module: nn.Module) -> nn.Module:
+    """A shallow copy with `reduction="none"`; it shares buffers, so both move together."""
+    twin = copy.copy(module)
+    twin.reduction = "none"  # type: ignore[assignment]
+    return twin
+
+
+def _loss_name(module: nn.Module) -> str | None:
+    for ancestor in type(module).__mro__:
+        if ancestor in KNOWN:
+            return KNOWN[ancestor] if type(module).forward is ancestor.forward else None
+    return None

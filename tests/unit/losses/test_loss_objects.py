@@ -14,7 +14,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import loss as loss_module
 from fitkit.losses import resolve
 from fitkit.losses.loss import labels_rule
-from fitkit.losses.modules import KNOWN
+from fitkit.losses.names import KNOWN
 
 LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3], [4.0, 0.0, -1.0], [0.0, 0.0, 2.0]])
 INDICES = torch.tensor([1, 0, 0, 2])
