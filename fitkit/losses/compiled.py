@@ -15,7 +15,8 @@ import torch
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses.guards import check_learns
-from fitkit.losses.loss import Count, KnownLoss, Loss, OwnLoss, resolve
+from fitkit.losses.loss import Count, KnownLoss, Loss, resolve
+from fitkit.losses.own import OwnLoss
 from fitkit.outputs import SINGLE, LossHint, by_output, log_name, named_outputs
 from fitkit.trees import is_container, leaves
 
@@ -34,6 +35,10 @@ class _Part:
     loss: Loss
     scale: float = 1.0
     classes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return log_name(str(self.output), "loss")
 
 
 @dataclasses.dataclass
@@ -62,6 +67,38 @@ class _Plan:
     @property
     def is_whole(self) -> bool:
         return self.parts[0].output is None
+
+    def pairs(self, prediction: Any, target: Any) -> list[tuple[_Part, Any, Any]]:
+        """Each part with its prediction and its target."""
+        if self.is_whole:
+            return [(self.parts[0], prediction, target)]
+        predictions: dict[Any, Any] = named_outputs(prediction)
+        targets = self.targets(target)
+        return [(part, predictions[part.output], targets[part.output]) for part in self.parts]
+
+    def targets(self, target: Any) -> dict[Any, Any]:
+        """The target of each trained output; None for one that has none."""
+        trained: list[Any] = [part.output for part in self.parts]
+        if self.is_whole:
+            return {None: target}
+        if target is None or (len(trained) == 1 and not is_container(target)):
+            return dict.fromkeys(trained, target)
+        # A lone output of a net that gives a dict has a name, but its target needs none.
+        is_named = isinstance(target, Mapping) and trained != [SINGLE]
+        if len(self.outputs) == 1 and not is_named:
+            return {trained[0]: by_output(target, [SINGLE], "target")[SINGLE]}
+        given = by_output(target, self.outputs, "target")
+        return {name: given.get(name) for name in trained}
+
+    def weights(self, weight: Any) -> dict[Any, Any]:
+        """The sample weights of each part; parts without any are left out."""
+        if weight is None:
+            return {}
+        if isinstance(weight, (list, tuple, Mapping)):
+            if self.is_whole or len(self.outputs) == 1:
+                return {self.parts[0].output: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
+            return by_output(weight, self.outputs, "sample_weight")
+        return dict.fromkeys((part.output for part in self.parts), weight)
 
 
 class CompiledLoss:
@@ -95,10 +132,8 @@ class CompiledLoss:
         # A net may give other outputs in training than in evaluation, so there may be two plans.
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
         self._plan: _Plan | None = None  # the one last checked
-        # The loss of a net with one output, where prediction and target need no unwrapping; as
-        # bound methods, which Python calls faster than an object.
-        self._direct: Callable[[Any, Any], torch.Tensor] | None = None
-        self._direct_weighted: Callable[[Any, Any, Any], torch.Tensor] | None = None
+        # The loss of a net with one output, where prediction and target need no unwrapping.
+        self._only: Loss | None = None
         self._needs_unwrapping = False
 
     @property
@@ -106,7 +141,7 @@ class CompiledLoss:
         """The keys of the parts: empty before `check`, and where there is one loss."""
         if self._plan is None or len(self._plan.parts) < 2:
             return []
-        return [_part_name(part) for part in self._plan.parts]
+        return [part.name for part in self._plan.parts]
 
     def may_count(self, targets: list[Any] | None) -> bool:
         """Whether some loss may be a mean over something else than samples.
@@ -121,16 +156,11 @@ class CompiledLoss:
         self, prediction: Any, target: Any, weight: Any, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
         """The loss of a net with one loss, and what its mean was taken over: None for samples."""
-        if self._direct is not None and self._plan is not None and weight is None:
-            (part,) = self._plan.parts
-            return part.loss.counted(prediction, target, None, part.classes, is_part=is_part)
-        plan = self._plan_of(prediction)
-        ((part, its_prediction, its_target),) = _pairs(plan, prediction, target)
-        its_weight = _weights(plan, weight).get(part.output)
-        value, count = part.loss.counted(
-            its_prediction, its_target, its_weight, part.classes, is_part=is_part
-        )
-        return (value if part.scale == 1.0 else part.scale * value), count
+        if self._only is not None and self._plan is not None and weight is None:
+            classes = self._plan.parts[0].classes
+            return self._only.counted(prediction, target, None, classes, is_part=is_part)
+        (term,) = self.terms(prediction, target, weight, is_part=is_part)
+        return total_of([term]), term.count
 
     @property
     def own(self) -> OwnLoss | None:
@@ -140,32 +170,39 @@ class CompiledLoss:
     def counts(self, target: Any) -> list[Count]:
         """What each output's mean is taken over, of a batch whose forward hasn't run."""
         assert self._plan is not None
-        targets = _targets(self._plan, target)
+        targets = self._plan.targets(target)
         return [
             part.loss.count(None, targets[part.output], part.classes) for part in self._plan.parts
         ]
 
     def terms(self, prediction: Any, target: Any, weight: Any, *, is_part: bool) -> list[Term]:
         """The losses of a batch's several outputs, each with what its mean was taken over."""
+        return self._terms(prediction, target, weight, counts=True, is_part=is_part)
+
+    def _terms(
+        self, prediction: Any, target: Any, weight: Any, *, counts: bool, is_part: bool = False
+    ) -> list[Term]:
         plan = self._plan_of(prediction)
-        weights = _weights(plan, weight)
+        weights = plan.weights(weight)
         found = []
-        for part, its_prediction, its_target in _pairs(plan, prediction, target):
-            value, count = part.loss.counted(
-                its_prediction,
-                its_target,
-                weights.get(part.output),
-                part.classes,
-                is_part=is_part,
-            )
-            found.append(Term(_part_name(part), part.scale, value, count))
+        for part, its_prediction, its_target in plan.pairs(prediction, target):
+            its_weight, loss, count = weights.get(part.output), part.loss, None
+            if counts:
+                value, count = loss.counted(
+                    its_prediction, its_target, its_weight, part.classes, is_part=is_part
+                )
+            elif its_weight is None:
+                value = loss(its_prediction, its_target)
+            else:
+                value = loss.weighted(its_prediction, its_target, its_weight)
+            found.append(Term(part.name, part.scale, value, count))
         return found
 
     @property
     def direct(self) -> Callable[[Any, Any], torch.Tensor] | None:
         """The loss of a net with one output, for a tensor and its target; None before `check`, and
         where there is more to it."""
-        return self._direct
+        return None if self._only is None else self._only.__call__
 
     def of_each(self, targets: list[Any]) -> Callable[[Any, Any], torch.Tensor] | None:
         """What gives each sample's loss (N,), where the mean over any samples is made of these.
@@ -176,16 +213,16 @@ class CompiledLoss:
         Returns:
             None before `check`, and where there is, or may be, more to it than such a mean.
         """
-        only = None if self._plan is None or self._direct is None else self._plan.parts[0].loss
+        only = self._only
         if not isinstance(only, KnownLoss) or not targets:
             return None
         tensors = all(isinstance(target, torch.Tensor) for target in targets)
         return only.of_each if tensors and all(map(only.joins, targets)) else None
 
     @property
-    def is_private(self) -> bool:
-        """Whether no code of the user's acts in any loss."""
-        return all(loss is None or loss.is_private for loss in _each(self._losses))
+    def has_user_code(self) -> bool:
+        """Whether code of the user's acts in some loss."""
+        return any(loss is not None and loss.has_user_code for loss in _each(self._losses))
 
     def hint(self, output: Hashable) -> LossHint:
         """What `output`'s loss tells; an empty hint where that isn't known, or not yet."""
@@ -193,7 +230,7 @@ class CompiledLoss:
         return LossHint() if loss is None else loss.hint
 
     def check(self, prediction: Any, target: Any) -> None:
-        """Settle which loss meets which output, and refuse a first batch that can't be meant.
+        """Decide which loss meets which output, and refuse a first batch that can't be meant.
 
         Call it with the first batch of each kind of data (training, validation); it reads values
         back from the device.
@@ -204,7 +241,7 @@ class CompiledLoss:
         """
         plan = self._plan = self._plan_of(prediction)
         needs_unwrapping = len(plan.parts) > 1 or plan.parts[0].scale != 1.0
-        for part, its_prediction, its_target in _pairs(plan, prediction, target):
+        for part, its_prediction, its_target in plan.pairs(prediction, target):
             with _naming(part.output):
                 part.loss.check(its_prediction, its_target)
                 part.classes = part.loss.count_classes(its_prediction, its_target)
@@ -212,9 +249,7 @@ class CompiledLoss:
                 needs_unwrapping = True
         # Once needed, always: training and validation data may differ in structure.
         self._needs_unwrapping = self._needs_unwrapping or needs_unwrapping
-        only = plan.parts[0].loss
-        self._direct = None if self._needs_unwrapping else only.__call__
-        self._direct_weighted = None if self._needs_unwrapping else only.weighted
+        self._only = None if self._needs_unwrapping else plan.parts[0].loss
 
     def check_labels(self, target: Any) -> None:
         """Refuse what are no labels for the losses in `target`, perhaps a whole data set's.
@@ -227,7 +262,7 @@ class CompiledLoss:
         plan = self._plan
         if plan is None or target is None:
             return
-        labels = _targets(plan, target)
+        labels = plan.targets(target)
         for part in plan.parts:
             if labels[part.output] is not None:
                 with _naming(part.output):
@@ -252,43 +287,27 @@ class CompiledLoss:
         Args:
             prediction: what the net gave.
             target: by the same structure, or what belongs to the single output.
-            weight: sample weights (`weights.py`): one tensor for all outputs, or a list or dict.
+            weight: sample weights (`formulas.weighted_mean`): one tensor for all outputs, or a
+                list or dict.
 
         Returns:
             The total, to be differentiated; and each output's loss before its loss weight,
             detached, under the key that logs give it. The latter is empty with one loss.
         """
-        if self._direct is not None and weight is None:
-            return self._direct(prediction, target), {}
-        if self._direct_weighted is not None and isinstance(weight, torch.Tensor):
-            return self._direct_weighted(prediction, target, weight), {}
-        return self._sum(prediction, target, weight)
+        if self._only is not None:
+            if weight is None:
+                return self._only(prediction, target), {}
+            if isinstance(weight, torch.Tensor):
+                return self._only.weighted(prediction, target, weight), {}
+        terms = self._terms(prediction, target, weight, counts=False)
+        parts = {term.name: term.value.detach() for term in terms} if len(terms) > 1 else {}
+        return total_of(terms), parts
 
     def to(self, device: torch.device | str) -> None:
         """Move class weights and other buffers of the losses."""
         for loss in _each(self._losses):
             if loss is not None:
                 loss.to(device)
-
-    def _sum(
-        self, prediction: Any, target: Any, weight: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        plan = self._plan_of(prediction)
-        weights = _weights(plan, weight)
-        total: torch.Tensor | None = None
-        parts: dict[str, torch.Tensor] = {}
-        for part, its_prediction, its_target in _pairs(plan, prediction, target):
-            its_weight = weights.get(part.output)
-            if its_weight is None:
-                value = part.loss(its_prediction, its_target)
-            else:
-                value = part.loss.weighted(its_prediction, its_target, its_weight)
-            if len(plan.parts) > 1:
-                parts[_part_name(part)] = value.detach()
-            scaled = value if part.scale == 1.0 else part.scale * value
-            total = scaled if total is None else total + scaled
-        assert total is not None  # a plan has at least one part
-        return total, parts
 
     def _plan_of(self, prediction: Any) -> _Plan:
         reads_itself = isinstance(self._losses, OwnLoss)
@@ -415,45 +434,6 @@ def _structured(value: Any, outputs: list[Any], what: str) -> dict[Any, Any]:
             f"{what} has {len(value)} entries, but the net has one output. Give one."
         )
     return by_output(value, outputs, what)
-
-
-def _pairs(plan: _Plan, prediction: Any, target: Any) -> list[tuple[_Part, Any, Any]]:
-    """Each part with its prediction and its target."""
-    if plan.is_whole:
-        return [(plan.parts[0], prediction, target)]
-    predictions: dict[Any, Any] = named_outputs(prediction)
-    targets = _targets(plan, target)
-    return [(part, predictions[part.output], targets[part.output]) for part in plan.parts]
-
-
-def _targets(plan: _Plan, target: Any) -> dict[Any, Any]:
-    """The target of each trained output; None for one that has none."""
-    trained: list[Any] = [part.output for part in plan.parts]
-    if plan.is_whole:
-        return {None: target}
-    if target is None or (len(trained) == 1 and not is_container(target)):
-        return dict.fromkeys(trained, target)
-    # A lone output of a net that gives a dict has a name, but its target needs none.
-    unnamed = len(plan.outputs) == 1 and not (isinstance(target, Mapping) and trained != [SINGLE])
-    if unnamed:
-        return {trained[0]: by_output(target, [SINGLE], "target")[SINGLE]}
-    given = by_output(target, plan.outputs, "target")
-    return {name: given.get(name) for name in trained}
-
-
-def _weights(plan: _Plan, weight: Any) -> dict[Any, Any]:
-    """The sample weights of each part; parts without any are left out."""
-    if weight is None:
-        return {}
-    if isinstance(weight, (list, tuple, Mapping)):
-        if plan.is_whole or len(plan.outputs) == 1:
-            return {plan.parts[0].output: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
-        return by_output(weight, plan.outputs, "sample_weight")
-    return dict.fromkeys((part.output for part in plan.parts), weight)
-
-
-def _part_name(part: _Part) -> str:
-    return log_name(str(part.output), "loss")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,25 @@ SOFTMAX_SUM_TOLERANCE = 1e-4
 REMEDIES_FOR_TWO_LABELS = {(1.0, 2.0): "y - 1", (-1.0, 1.0): "(y + 1) / 2", (0.0, 255.0): "y / 255"}
 
 
-def check_tensors(label: str, prediction: Any, target: Any) -> None:
+def check_batch(definition: Definition, label: str, prediction: Any, target: Any) -> None:
+    """Refuse a first batch that the loss can't mean anything for.
+
+    Raises:
+        ConfigurationError: with what was found and what to write instead.
+    """
+    _check_tensors(label, prediction, target)
+    _check_shapes(definition, label, prediction, target)
+    if prediction.numel() == 0:
+        return
+    definition.match(prediction.detach(), target)
+    if definition.hint.takes == "probabilities":
+        _check_probabilities(definition, label, prediction, target)
+    elif definition.hint.takes == "log_probabilities":
+        _check_log_probabilities(definition, label, prediction)
+    check_labels(definition, label, target, count_classes(definition, prediction, target))
+
+
+def _check_tensors(label: str, prediction: Any, target: Any) -> None:
     """Refuse a missing target, what isn't a tensor, and batches of different lengths."""
     if target is None:
         raise ConfigurationError(
@@ -62,7 +80,7 @@ def check_tensors(label: str, prediction: Any, target: Any) -> None:
         )
 
 
-def check_shapes(
+def _check_shapes(
     definition: Definition, label: str, prediction: torch.Tensor, target: torch.Tensor
 ) -> None:
     """Refuse predictions without classes, and targets of a shape that the loss doesn't take."""
@@ -118,17 +136,6 @@ def _check_one_hot_shape(label: str, prediction: torch.Tensor, target: torch.Ten
             f"{tuple(target.shape)} looks like class indices. Write "
             "loss='sparse_categorical_crossentropy', or pass one-hot labels."
         )
-
-
-def check_values(
-    definition: Definition, label: str, prediction: torch.Tensor, target: torch.Tensor
-) -> None:
-    """Refuse numbers that can't be what the loss takes: probabilities, logarithms, labels."""
-    if definition.hint.takes == "probabilities":
-        _check_probabilities(definition, label, prediction, target)
-    elif definition.hint.takes == "log_probabilities":
-        _check_log_probabilities(definition, label, prediction)
-    check_labels(definition, label, target, count_classes(definition, prediction, target))
 
 
 def _check_probabilities(

@@ -1,34 +1,24 @@
-"""One output's loss, whatever it was given as: a name, a torch.nn loss, a function, the net's own.
-
-Reference: the meaning of each name is in `names.py`, that of weights in `weights.py`.
-"""
+"""One output's loss, whatever it was given as: a name, a torch.nn loss, a function."""
 
 from __future__ import annotations
 
 import abc
 import math
 import numbers
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
-from fitkit.losses.formulas import HALF_TYPES, classes, weighted_mean
-from fitkit.losses.guards import check_broadcast
+from fitkit.losses.formulas import HALF_TYPES, IGNORED, classes, values_by_class, weighted_mean
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
-from fitkit.outputs import SINGLE, LossHint, named_outputs, scale_of
+from fitkit.outputs import LossHint, scale_of
 from fitkit.trees import leaves
-
-FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
-"""How many float32 the CPU computes at once. Along a last axis shorter than that, torch's softmax
-takes two to seven times as long (0.15 µs a row) as along an axis with another behind it."""
-
 
 Count = float | torch.Tensor | None
 """What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
@@ -65,7 +55,7 @@ class Loss(abc.ABC):
         hint: what it tells about predictions and task.
         label: how messages call it.
         takes_whole: given once for several outputs, it gets all of them at once.
-        is_private: whether no code of the user's acts in its call, or keeps what is in it.
+        has_user_code: whether code of the user's acts in its call, or keeps what is in it.
     """
 
     name: str
@@ -74,8 +64,8 @@ class Loss(abc.ABC):
     takes_whole = False
 
     @property
-    def is_private(self) -> bool:
-        return False
+    def has_user_code(self) -> bool:
+        return True
 
     @abc.abstractmethod
     def __call__(self, prediction: Any, target: Any) -> torch.Tensor:
@@ -90,7 +80,7 @@ class Loss(abc.ABC):
         """
 
     def weighted(self, prediction: Any, target: Any, weight: torch.Tensor) -> torch.Tensor:
-        """The mean over the batch under sample weights (`weights.py`).
+        """The mean over the batch under sample weights (`formulas.weighted_mean`).
 
         Raises:
             ConfigurationError: the loss gives only its mean, or the weights' shape doesn't fit.
@@ -176,9 +166,9 @@ class KnownLoss(Loss):
         self._has_warned = False
 
     @property
-    def is_private(self) -> bool:
+    def has_user_code(self) -> bool:
         module = self._module
-        return module is None or (is_torchs(module) and not _has_any_global_hook())
+        return module is not None and not (is_torchs(module) and not _has_any_global_hook())
 
     def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         prediction, target = self._match(prediction, target)
@@ -200,10 +190,10 @@ class KnownLoss(Loss):
     def of_each(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Each sample's loss (N,), whose mean is the loss where `joins`."""
         prediction, target = self._match(prediction, target)
-        if self._match is classes and _is_narrow(prediction, target):
-            # N samples' scores as those of one sample at N positions.
-            return self._each(prediction.t().contiguous().unsqueeze(0), target.unsqueeze(0))[0]
-        values = self._each(prediction, target)
+        if self._match is classes:
+            values = values_by_class(self._each, prediction, target)
+        else:
+            values = self._each(prediction, target)
         return values if values.ndim == 1 else values.flatten(1).mean(1)
 
     def may_count(self, targets: list[Any] | None) -> bool:
@@ -236,18 +226,13 @@ class KnownLoss(Loss):
         none is ignored, no weights of the loss's own may be meant for a batch's places, and no code
         of the user's acts in it."""
         weighs = self._module is not None and any(True for _ in self._module.buffers())
-        if weighs or not self.is_private or not self._definition.joins:
+        if weighs or self.has_user_code or not self._definition.joins:
             return False
         return self._counted is None or self._counted.counts_all(target)
 
     def check(self, prediction: Any, target: Any) -> None:
-        guards.check_tensors(self.label, prediction, target)
-        guards.check_shapes(self._definition, self.label, prediction, target)
-        if prediction.numel() == 0:
-            return
-        self._match(prediction.detach(), target)
-        guards.check_values(self._definition, self.label, prediction, target)
-        if self._has_warned:
+        guards.check_batch(self._definition, self.label, prediction, target)
+        if self._has_warned or prediction.numel() == 0:
             return
         suspicion = guards.suspicion(self._definition, self.label, prediction)
         if suspicion:
@@ -320,7 +305,7 @@ class CustomLoss(Loss):
         return result
 
     def check(self, prediction: Any, target: Any) -> None:
-        check_broadcast(self.label, self._function, prediction, target)
+        guards.check_broadcast(self.label, self._function, prediction, target)
         # Kept for evaluations, in which no graph tells.
         self.hint = LossHint(scale_of(prediction) or self.hint.takes)
         ignored = getattr(self._function, "ignore_index", IGNORED)
@@ -374,175 +359,6 @@ class CustomLoss(Loss):
             )
 
 
-class OwnLoss(Loss):
-    """The loss that the net computes itself, as Hugging Face models given labels do."""
-
-    takes_whole = True
-
-    def __init__(self) -> None:
-        self.name, self.label, self.hint = "loss", "The net's own loss", LossHint()
-        self.rule: str | None = None
-        self.is_settled = False
-        self._has_warned = False
-
-    def __call__(self, prediction: Any, target: Any = None) -> torch.Tensor:
-        value = _carried(prediction)
-        if value is None:
-            raise _nothing_carried(prediction)
-        return value.mean() if value.ndim else value
-
-    def may_count(self, targets: list[Any] | None) -> bool:
-        return True
-
-    def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
-        if not is_labels(target):
-            return None
-        if not self.is_settled:
-            self._settle(prediction, target)
-        if self.rule is None:
-            return None if self.is_settled else (target != IGNORED).sum()
-        labels = target[:, 1:] if self.rule == "shifted" else target
-        return (labels != IGNORED).sum()
-
-    def settle_by_sum(self, mean: Any, summed: Any, target: Any) -> None:
-        """Find out which labels the net's loss is the mean over, from the same batch's sum.
-
-        Args:
-            mean: what the net gave for a batch.
-            summed: what it gave for the batch with `num_items_in_batch=1`.
-            target: the batch's labels.
-        """
-        own, total = _carried(mean), _carried(summed)
-        if own is None or total is None or not is_labels(target) or not float(own):
-            return
-        found = float(total) / float(own)
-        counts = {"aligned": int((target != IGNORED).sum())}
-        if target.ndim == 2:
-            counts["shifted"] = int((target[:, 1:] != IGNORED).sum())
-        rule = min(counts, key=lambda name: abs(counts[name] - found))
-        is_clear = len(set(counts.values())) == len(counts)
-        if is_clear and abs(counts[rule] - found) < 0.25:  # labels are whole
-            self._take(rule)
-
-    def agree(self, collectives: Any) -> None:
-        """Weigh by the same labels on every rank, also where a rank's first batch has none.
-
-        Ranks:
-            Collective.
-        """
-        gathered = collectives.gather((self.is_settled, self.rule))
-        settled = [rule for is_settled, rule in gathered if is_settled]
-        if settled:
-            self._take(settled[0] if len(set(settled)) == 1 else None)
-
-    def _take(self, rule: str | None) -> None:
-        self.rule, self.is_settled = rule, True
-        if rule is not None:
-            self.hint = LossHint("logits", "classes", -1, is_shifted=rule == "shifted")
-
-    def _settle(self, prediction: Any, target: torch.Tensor) -> None:
-        """Find out which labels the net's loss is the mean over, at a batch where some count."""
-        ignored = target == IGNORED
-        if bool(ignored.all()):
-            return  # nothing was computed yet that could tell
-        self._take(labels_rule(prediction, target))
-        if self.rule is None and bool(ignored.any()) and not self._has_warned:
-            self._has_warned = True
-            warn(
-                "Labels of -100 don't count in the net's own loss, and fitkit can't tell what "
-                "its mean is taken over: batches are weighed by their samples, so the result "
-                "depends on how they are cut. Return logits beside the loss, give compile a loss, "
-                "or return {'loss': loss, 'count': labels that count} from a training_step."
-            )
-
-    def per_sample(self, prediction: Any, target: Any = None) -> torch.Tensor:
-        value = _carried(prediction)
-        if value is None:
-            raise _nothing_carried(prediction)
-        if value.ndim == 0:
-            raise ConfigurationError(
-                "The net computes its own loss, one number for the whole batch, so sample and "
-                "class weights can't reach it. Give compile a loss, or leave the weights out."
-            )
-        return value
-
-    def check(self, prediction: Any, target: Any = None) -> None:
-        if _carried(prediction) is None:
-            raise _nothing_carried(prediction)
-        if is_labels(target) and not self.is_settled:
-            self._settle(prediction, target)
-
-
-IGNORED = -100
-"""Labels of this value count for nothing, in torch's losses and in Hugging Face's models."""
-
-MOST_SCORES = 2**24
-"""So many logits are copied at once at most: those of a batch may be gigabytes."""
-
-
-def is_labels(target: Any) -> bool:
-    """Whether a target is one tensor of class indices."""
-    is_tensor = isinstance(target, torch.Tensor) and target.ndim > 0
-    return is_tensor and not target.is_floating_point() and target.dtype is not torch.bool
-
-
-@torch.no_grad()
-def labels_rule(prediction: Any, target: Any) -> str | None:
-    """Which label each of a net's logits is for, by the loss that the net has computed itself.
-
-    The cross entropy of the logits is computed in both ways and compared with the net's loss.
-    Where both fit (as while all logits are equal) or none does (where an auxiliary loss was
-    added, say), an output whose class is called `…CausalLM…`, as Hugging Face's are, is shifted.
-
-    Args:
-        prediction: the net's output, with its loss and its logits, (N, C) or (N, T, C).
-        target: the labels, (N,) or (N, T); -100 where there is none.
-
-    Returns:
-        `"shifted"`: logits[:, t] are for labels[:, t + 1], and the last for none; `"aligned"`:
-        each is for the label in its place; None: that can't be told.
-    """
-    loss, logits = _carried(prediction), named_outputs(prediction).get(SINGLE)
-    if loss is None or not isinstance(logits, torch.Tensor) or not is_labels(target):
-        return None
-    if logits.ndim not in (2, 3) or target.shape != logits.shape[:-1]:
-        return None
-    by_class = "shifted" if logits.ndim == 3 and "CausalLM" in type(prediction).__name__ else None
-    counted = target[target != IGNORED]
-    if not counted.numel() or counted.min() < 0 or counted.max() >= logits.shape[-1]:
-        return by_class
-    if logits.ndim == 2:  # N places of one sample
-        ways = {"aligned": _cross_entropy(logits.unsqueeze(0), target.unsqueeze(0), 0)}
-    else:
-        ways = {way: _cross_entropy(logits, target, n) for n, way in enumerate(LABELS_RULES)}
-    value = loss.double().mean().item()
-    # What bfloat16 can hold was rounded to it, by up to 4e-3, before predictions were widened.
-    tolerance = 1e-2 if bool((loss == loss.bfloat16()).all()) else 1e-3
-    away = {way: abs(found - value) for way, found in ways.items()}
-    fitting = [way for way in away if away[way] <= tolerance * abs(value)]
-    if len(fitting) == 1:
-        return fitting[0]
-    if by_class is None and len(fitting) == 2:
-        near, far = sorted(fitting, key=away.__getitem__)
-        return near if 10 * away[near] < away[far] else None
-    return by_class
-
-
-LABELS_RULES = ("aligned", "shifted")
-"""What `labels_rule` tells, by how many places further a logit's label is."""
-
-
-def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> float:
-    """The mean over all labels that count: of logits (N, T, C), for labels (N, T) `shift` later."""
-    logits, labels = logits[:, : logits.shape[1] - shift], labels[:, shift:].long()
-    rows = max(1, MOST_SCORES // max(1, logits[0].numel()))
-    sums = [
-        F.cross_entropy(some.float().flatten(0, 1), theirs.flatten(), reduction="sum").double()
-        for some, theirs in zip(logits.split(rows), labels.split(rows), strict=True)
-    ]
-    return (sum(sums) / (labels != IGNORED).sum()).item()
-
-
 def resolve(loss: Any) -> Loss:
     """The loss that `loss` stands for.
 
@@ -578,39 +394,8 @@ def resolve(loss: Any) -> Loss:
     return CustomLoss(loss)
 
 
-def _is_narrow(prediction: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether scores (N, C) of few classes are on the CPU, with labels (N,)."""
-    shape = prediction.shape
-    return (
-        len(shape) == 2 and shape[1] < FEW and target.ndim == 1 and prediction.device.type == "cpu"
-    )
-
-
 def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:
     """A half-precision prediction in float32 where its target has another floating type."""
     if not isinstance(target, torch.Tensor) or not target.is_floating_point():
         return prediction
     return prediction if target.dtype is prediction.dtype else prediction.float()
-
-
-def _carried(prediction: Any) -> torch.Tensor | None:
-    """The loss in a net's output: its attribute `loss`, or its key."""
-    if isinstance(prediction, Mapping):
-        value = prediction.get("loss")
-    else:
-        value = getattr(prediction, "loss", None)
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _nothing_carried(prediction: Any) -> ConfigurationError:
-    if isinstance(prediction, Mapping):
-        output = f"{type(prediction).__name__} with the keys {list(prediction)}"
-    else:
-        is_tensor = isinstance(prediction, torch.Tensor)
-        output = describe(prediction) if is_tensor else type(prediction).__name__
-    return ConfigurationError(
-        f"compile was given no loss, and the net's output ({output}) carries none. "
-        "Give compile a loss, such as loss='cross_entropy', or let the net return an object with "
-        ".loss (Hugging Face models do when the batch has labels) or a dict with 'loss'; or define "
-        "training_step, validation_step and test_step in a subclass."
-    )

@@ -107,7 +107,8 @@ class CompiledStep:
     @property
     def is_private(self) -> bool:
         """Whether the user has no code that a step calls, but the net's; after the first batch."""
-        return self.loss.is_private and not (self.meters is not None and self.meters.has_user_code)
+        loss, meters = self.loss, self.meters
+        return not (loss.has_user_code or (meters is not None and meters.has_user_code))
 
     def begin(self) -> None:
         """Begin a new pass."""
@@ -293,7 +294,7 @@ class CompiledStep:
             self.terms = None
             return total_of(terms), {term.name: term.value.detach() for term in terms}
         own, ranks = self.loss.own, self._ranks
-        if own is not None and ranks is not None and not own.is_settled:
+        if own is not None and ranks is not None and not own.is_decided:
             own.count(prediction, y)
             own.agree(ranks)
         loss, count = self.loss.counted(prediction, y, weight, is_part=self.is_part)
@@ -303,12 +304,12 @@ class CompiledStep:
     def _ask_for_sum(self, x: Any, y: Any) -> None:
         """Find out what a net's own loss is the mean over, where it can give its sum, too."""
         own, net = self.loss.own, self.door.net
-        if own is None or own.is_settled or not self.caller.takes(x, "num_items_in_batch"):
+        if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
         with modes_restored(net), torch.no_grad(), self._around(self._kind):
             net.eval()
             mean = self.caller(net, x)
-            own.settle_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
+            own.decide_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""

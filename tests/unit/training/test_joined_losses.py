@@ -224,7 +224,7 @@ def test_a_loss_in_whose_call_the_users_code_acts_sees_each_batch():
 @pytest.mark.parametrize("classes", [1, 2, 10, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_scores_of_few_classes_are_turned_and_give_the_same(classes, dtype, monkeypatch):
-    monkeypatch.setattr("fitkit.losses.loss.FEW", 16)
+    monkeypatch.setattr("fitkit.losses.formulas.FEW", 16)
     torch.manual_seed(0)
     scores = (30 * torch.randn(500, classes)).to(dtype)  # some losses are tiny beside their scores
     labels = torch.randint(0, classes, (500,))
