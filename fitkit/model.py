@@ -23,7 +23,7 @@ from fitkit.logging_options import is_metric
 from fitkit.modes import in_use, kept_in_evaluation, to_training
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
-from fitkit.pictures.results import Results
+from fitkit.pictures.html import Results
 from fitkit.training.compilation import UNSET, Compilation
 from fitkit.training.fit_run import run_fit
 from fitkit.training.host_copies import on_host

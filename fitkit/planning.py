@@ -28,7 +28,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable
 from fitkit.summary import human_bytes
-from fitkit.tune.untouched import untouched
+from fitkit.tune import untouched
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}
 """Bytes a second that one device may send over usual links, at best."""

@@ -14,7 +14,7 @@ from fitkit.errors import ConfigurationError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fitkit.pictures.learning_curves import Curve
+    from fitkit.pictures.curves import Curve
 
 
 class History(Callback):
@@ -90,7 +90,7 @@ class History(Callback):
 
     def _curves(self) -> dict[str, Curve]:
         """The logs that are numbers, with the epochs (from 1) that have them."""
-        from fitkit.pictures.learning_curves import Curve, curve_values
+        from fitkit.pictures.curves import Curve, curve_values
 
         found = {}
         for name, values in self.history.items():

@@ -1,6 +1,6 @@
 """Pictures of a training and of its results (with matplotlib), and tables for notebooks."""
 
 from fitkit.pictures.confusion_matrix import confusion_counts, confusion_matrix
-from fitkit.pictures.learning_curves import learning_curves
+from fitkit.pictures.curves import learning_curves
 
 __all__ = ["confusion_counts", "confusion_matrix", "learning_curves"]

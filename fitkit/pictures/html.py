@@ -1,4 +1,4 @@
-"""Tables for notebooks: a model, a training. They stand alone and take the page's colours."""
+"""Tables for notebooks: a model, a training, an evaluation's values; in the page's own colours."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from fitkit.arguments import plain_settings
 
 if TYPE_CHECKING:
-    from fitkit.pictures.learning_curves import Curve
+    from fitkit.pictures.curves import Curve
     from fitkit.summary import Summary
+
 
 DEFAULTS = ("auto", "Unset", "32-true")
 """Values of those that say nothing."""
@@ -174,3 +175,16 @@ def _curve(curve: Curve) -> str:
 def _part(value: float, low: float, high: float) -> float:
     # Halved first: the difference of two large numbers may be infinite.
     return (value / 2 - low / 2) / (high / 2 - low / 2)
+
+
+class Results(dict[str, Any]):
+    """Values by name, `loss` first: a dict in all but how a notebook shows it.
+
+    It is copied and pickled as a plain dict, which can be read where there is no fitkit.
+    """
+
+    def _repr_html_(self) -> str:
+        return results_html(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)

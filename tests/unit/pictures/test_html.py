@@ -11,7 +11,7 @@ import torch
 
 import fitkit
 from fitkit.callbacks import History
-from fitkit.pictures.results import Results
+from fitkit.pictures.html import Results
 
 VOID = {"path"}
 

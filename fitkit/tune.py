@@ -1,28 +1,40 @@
-"""The learning-rate range test: a short training at a rate that rises with every update.
+"""Finding a learning rate or a batch size by trying; the model is left as it was.
 
 Reference: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, arXiv:1506.01186.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
+import gc
 import math
 import os
+import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import from_all_ranks
 from fitkit.callbacks.rates import set_rate, updates_of
 from fitkit.callbacks.watches import BatchLosses
-from fitkit.errors import ConfigurationError
+from fitkit.data.sources import check_data_type, make_source
+from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.model import Model
 from fitkit.modes import in_use
-from fitkit.pictures.rate_curve import rate_curve
-from fitkit.tune.untouched import untouched
+from fitkit.pictures.curves import rate_curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+__all__ = ["RateRange", "batch_size", "learning_rate"]
 
 SMOOTHING = 0.9
 """How much of the running mean of losses each new one keeps, for seeing that they explode."""
@@ -244,3 +256,197 @@ def smoothed(losses: list[float]) -> list[float]:
         values = losses[place - side : place + side + 1]
         found.append(sum(w * v for w, v in zip(near, values, strict=True)) / sum(near))
     return found
+
+
+def batch_size(
+    model: Model,
+    x: Any,
+    y: Any = None,
+    *,
+    sample_weight: Any = None,
+    mode: str = "power",
+    steps_per_trial: int = 3,
+    init_val: int = 2,
+    max_trials: int = 25,
+    max_val: int | None = None,
+) -> int:
+    """The largest batch size with which a compiled model trains without running out of memory.
+
+    Each trial trains for some steps; afterwards the model has its weights, optimizer and random
+    numbers back. Leave some room: other programs, longer sequences and validations need memory,
+    too. On the CPU a machine may come to a standstill before it says that memory is short; give
+    `max_val` there.
+
+    Args:
+        model: a compiled model; its devices and precision are those of the trials.
+        x, y, sample_weight: as in `fit`; arrays or a Dataset, whose batches fit makes.
+        mode: `"power"` (default) doubles the size until memory runs out; `"binsearch"` then
+            halves the gap, to the sample.
+        steps_per_trial: steps with each size. Default 3.
+        init_val: the first size. Default 2.
+        max_trials: the most trials. Default 25.
+        max_val: the largest size to try; default, and at most, the samples of a rank.
+
+    Returns:
+        The size, for each process, as `fit` takes it.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be; even the first size is
+            too large; or x makes its own batches.
+    """
+    check_choice("mode", mode, ("power", "binsearch"))
+    check_count("steps_per_trial", steps_per_trial)
+    check_count("init_val", init_val)
+    check_count("max_trials", max_trials)
+    check_count("max_val", max_val, optional=True)
+    bound = _samples(x, y) // model._fitkit.compilation.strategy.share_count
+    bound = bound if max_val is None else min(bound, max_val)
+    if init_val > bound:
+        raise ConfigurationError(f"init_val={init_val} is more than the {bound} that can be tried.")
+
+    def fits(size: int) -> bool:
+        return _trains(model, x, y, sample_weight, size, steps_per_trial)
+
+    with in_use(model, "tune.batch_size", alone=True), untouched(model):
+        return search(fits, mode, init_val, bound, max_trials)
+
+
+def search(fits: Any, mode: str, first: int, bound: int, trials: int) -> int:
+    """The largest size for which `fits(size)` is true, if it is so for all smaller ones.
+
+    Raises:
+        ConfigurationError: it isn't for the first.
+    """
+    good, bad = 0, bound + 1
+    size = first
+    for _ in range(trials):
+        if fits(size):
+            good = size
+        else:
+            bad = size
+        if good == 0:
+            raise ConfigurationError(f"Even batch_size={first} needs more memory than there is.")
+        is_doubling = bad == bound + 1
+        if good == bound or (mode == "power" and (not is_doubling or 2 * good > bound)):
+            break
+        if bad - good <= 1:
+            break
+        size = min(2 * good, bound) if is_doubling else (good + bad) // 2
+    return good
+
+
+def _samples(x: Any, y: Any) -> int:
+    check_data_type(x)
+    source = make_source(x, y)
+    if isinstance(x, DataLoader) or source.samples is None:
+        raise ConfigurationError(
+            f"x is a {type(x).__name__}, which makes its own batches. Give arrays or the Dataset."
+        )
+    return source.samples
+
+
+def _trains(model: Model, x: Any, y: Any, sample_weight: Any, size: int, steps: int) -> bool:
+    """Whether some steps with that batch size work."""
+    try:
+        model.fit(
+            x, y, sample_weight=sample_weight, batch_size=size, steps_per_epoch=steps, verbose=0
+        )
+        return True
+    except Exception as error:
+        if not is_short_of_memory(error):
+            raise
+    finally:
+        # The error's frames held the step's tensors until here.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return False
+
+
+def is_short_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, here or on another rank."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError) or is_out_of_memory(seen):
+            return True
+        if isinstance(seen, WorkerError) and MEMORY_ERRORS.search(seen.remote_traceback):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+NOTES = ("history", "stop_training", "current_epoch", "_batch_size", "_log_names")
+"""What a fit leaves on a model beside its weights."""
+
+WITHOUT = {"warmup_epochs": None, "scale_lr": None, "lr_scheduler": None}
+"""Arguments of compile that would change rates while something is tried."""
+
+
+@contextlib.contextmanager
+def untouched(model: Model) -> Iterator[None]:
+    """Put weights, optimizers, schedulers, notes and random numbers back at the end.
+
+    Meanwhile nothing changes the learning rates by itself. The model, its parameters and its
+    optimizers stay the same objects.
+    """
+    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
+    weights = [(tensor, _copied(tensor)) for tensor in _tensors(model)]
+    notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
+    had = dict(vars(state))
+    optimizers = [(optimizer, _content(optimizer)) for optimizer in state.optimizers]
+    numbers = random.getstate(), np.random.get_state()
+    model._fitkit.compilation = dataclasses.replace(
+        compilation, given={**compilation.given, **WITHOUT}, scheduler=None
+    )
+    state.schedulers = []
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        model._fitkit.compilation = compilation
+        vars(state).update(had)
+        for optimizer, content in optimizers:
+            _put_content(optimizer, content)
+        _put_back(weights)
+        for name in NOTES:
+            vars(model).pop(name, None)
+        vars(model).update(notes)
+        random.setstate(numbers[0])
+        np.random.set_state(numbers[1])
+
+
+def _tensors(model: Model) -> list[torch.Tensor]:
+    """All that a training changes in place."""
+    return [*model.parameters(), *model.buffers(), *model._fitkit.compilation.loss_parameters()]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    # In main memory: a copy on the device would leave less of it for what is tried.
+    return tensor.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def _put_back(weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, before in weights:
+        tensor.copy_(before)
+
+
+def _content(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """An optimizer's state and its groups' options, copied."""
+    state = {parameter: copy.deepcopy(own) for parameter, own in optimizer.state.items()}
+    options = [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
+    return state, copy.deepcopy(options)
+
+
+def _put_content(
+    optimizer: Optimizer, content: tuple[dict[Any, Any], list[dict[str, Any]]]
+) -> None:
+    state, options = content
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        for name in set(group) - set(before) - {"params"}:
+            del group[name]
+        group.update(before)

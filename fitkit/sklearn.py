@@ -1,0 +1,483 @@
+"""Nets as scikit-learn estimators: for pipelines, grid searches and cross-validation."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fitkit.arguments import describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
+from fitkit.losses import CompiledLoss
+from fitkit.model import Model
+from fitkit.outputs import SINGLE, LossHint
+from fitkit.random_states import random_state, set_random_state, set_seed
+
+try:
+    from scipy.special import expit, softmax
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state, compute_sample_weight
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+except ImportError:
+    raise missing_package("scikit-learn", "sklearn", "fitkit.sklearn") from None
+
+__all__ = ["Classifier", "Regressor"]
+
+NET_PREFIX = "net__"
+"""How names of the net's own parameters begin, as in `set_params(net__hidden=64)`."""
+
+
+class NetEstimator(BaseEstimator):
+    """An estimator whose `fit` trains a copy of a net, or a net made for the data.
+
+    scikit-learn's rules hold: the constructor stores what it is given and checks nothing, `fit`
+    changes no parameter, and what it learns ends in `_`.
+    """
+
+    net_: nn.Module
+    model_: Model
+    _random: dict[str, Any]
+
+    def __init__(
+        self,
+        net: nn.Module | Callable[..., nn.Module],
+        *,
+        optimizer: Any = "adam",
+        loss: Any = None,
+        learning_rate: float | None = None,
+        metrics: Any = None,
+        epochs: int = 20,
+        batch_size: int = 32,
+        validation_split: float = 0.0,
+        callbacks: Any = None,
+        verbose: int | str = 0,
+        random_state: Any = None,
+        dtype: str | None = "float32",
+        net_options: Mapping[str, Any] | None = None,
+        compile_options: Mapping[str, Any] | None = None,
+        fit_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.net = net
+        self.optimizer = optimizer
+        self.loss = loss
+        self.learning_rate = learning_rate
+        self.metrics = metrics
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.validation_split = validation_split
+        self.callbacks = callbacks
+        self.verbose = verbose
+        self.random_state = random_state
+        self.dtype = dtype
+        self.net_options = net_options
+        self.compile_options = compile_options
+        self.fit_options = fit_options
+
+    # ------------------------------------------------------------------ parameters
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The parameters; with `deep` also the net's own options, as `net__<name>`."""
+        params: dict[str, Any] = super().get_params(deep=deep)
+        if deep and isinstance(self.net_options, Mapping):
+            options = self.net_options.items()
+            params.update({f"{NET_PREFIX}{name}": value for name, value in options})
+        return params
+
+    def set_params(self, **params: Any) -> NetEstimator:
+        """Set parameters by name; `net__<name>` sets one of the net's own options."""
+        inner = {name: params.pop(name) for name in list(params) if name.startswith(NET_PREFIX)}
+        super().set_params(**params)
+        if inner:
+            options = {name.removeprefix(NET_PREFIX): value for name, value in inner.items()}
+            self.net_options = {**(self.net_options or {}), **options}
+        return self
+
+    # ------------------------------------------------------------------ learning
+
+    def _train(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
+        """Train `model_` for some epochs, with the estimator's random numbers and none else's."""
+        before = random_state()
+        set_random_state(self._random)
+        try:
+            self.history_ = self.model_.fit(
+                x,
+                y,
+                sample_weight=weight,
+                epochs=epochs,
+                batch_size=self.batch_size,
+                validation_split=self.validation_split,
+                callbacks=copy.deepcopy(self.callbacks),
+                verbose=self.verbose,
+                **(self.fit_options or {}),
+            ).history
+        finally:
+            self._random = random_state()
+            set_random_state(before)
+
+    def _begin(self, outputs: int) -> None:
+        """Make `model_` anew.
+
+        Args:
+            outputs: the columns that the net has to give.
+        """
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        before = random_state()
+        try:
+            set_seed(seed)
+            self.net_ = self._made_net(outputs)
+            self._random = random_state()
+        finally:
+            set_random_state(before)
+        self.model_ = Model(self.net_)
+        self.model_.compile(
+            self.optimizer,
+            self._loss(),
+            self.metrics,
+            learning_rate=self.learning_rate,
+            **(self.compile_options or {}),
+        )
+
+    def _loss(self) -> Any:
+        """The loss, with the kind's default for None."""
+        raise NotImplementedError
+
+    def _made_net(self, outputs: int) -> nn.Module:
+        """A copy of the net, or what its factory makes for the data."""
+        options = dict(self.net_options or {})
+        if isinstance(self.net, nn.Module):
+            if options:
+                raise ConfigurationError(
+                    f"net_options={describe(options)} are for a class or function that makes the "
+                    f"net, but net is a {type(self.net).__name__} already."
+                )
+            return copy.deepcopy(self.net)
+        if not callable(self.net):
+            raise ArgumentTypeError(
+                f"net={describe(self.net)} must be a torch.nn.Module, or a class or function that "
+                "makes one."
+            )
+        known = {"n_features": self.n_features_in_, "n_outputs": outputs}
+        made = self.net(**{**_accepted(self.net, known), **options})
+        if not isinstance(made, nn.Module):
+            raise ArgumentTypeError(
+                f"net={describe(self.net)} made a {type(made).__name__}, not a torch.nn.Module."
+            )
+        return made
+
+    # ------------------------------------------------------------------ data
+
+    def _checked_x(self, x: Any, *, reset: bool) -> np.ndarray:
+        """The inputs as an array of the net's type, their number of features checked or set."""
+        checked: np.ndarray = validate_data(self, x, reset=reset, **self._x_rules())
+        return checked
+
+    def _x_rules(self) -> dict[str, Any]:
+        return {"dtype": self.dtype or "numeric", "allow_nd": True}
+
+    def _checked_weight(self, weight: Any, x: np.ndarray) -> np.ndarray | None:
+        if weight is None:
+            return None
+        checked: np.ndarray = _check_sample_weight(
+            weight, x, dtype=np.float32, ensure_non_negative=True
+        )
+        return checked
+
+    def _outputs(self, x: Any) -> np.ndarray:
+        """What the net gives for inputs, (N, columns)."""
+        check_is_fitted(self)
+        x = self._checked_x(x, reset=False)
+        found = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
+        if not isinstance(found, np.ndarray):
+            raise ConfigurationError(
+                f"The net gives a {type(found).__name__}; a scikit-learn estimator needs one "
+                "tensor of shape (N, columns)."
+            )
+        return found.reshape(len(found), -1).astype(np.float64)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.three_d_array = True
+        return tags
+
+
+def _accepted(make: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Those of the known values whose names a factory's signature has."""
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return {}
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    return {name: value for name, value in known.items() if takes_all or name in parameters}
+
+
+class Classifier(ClassifierMixin, NetEstimator):
+    """A net that tells classes, by scikit-learn's rules.
+
+    Args:
+        net: a `torch.nn.Module`, which is copied for each fit (with its weights); or a class or
+            function that makes one. Of `n_features` and `n_outputs` it is given those that
+            its signature names. The net gives a column a class; one with a loss for two
+            classes (`"bce_with_logits"`, `"binary_crossentropy"`) gives one column.
+        loss: as in `Model.compile`. Default None: `"cross_entropy"`, so the net gives logits.
+        optimizer, learning_rate, metrics: as in `Model.compile`.
+        epochs, batch_size, validation_split, callbacks, verbose: as in `Model.fit`; callbacks
+            are copied for each fit. Default 20 epochs, batches of 32, and silence.
+        class_weight: label → weight, `"balanced"`, or None (default): multiplies sample weights.
+        random_state: an int, a NumPy RandomState or None. An int makes a fit repeatable; torch's
+            own random numbers are neither used nor moved on.
+        dtype: what inputs are converted to. Default `"float32"`; None keeps them (token ids).
+        net_options: further arguments of the class or function; also set one by one, as
+            `set_params(net__hidden=64)` or in a grid.
+        compile_options, fit_options: further arguments of `Model.compile` (devices, strategy,
+            precision) and of `Model.fit`.
+
+    Attributes:
+        classes_: the labels, sorted.
+        n_features_in_, feature_names_in_: of the inputs; the latter for data frames only.
+        net_: the trained net.
+        model_: the `fitkit.Model` around it.
+        history_: name → one value an epoch, of the last fit.
+
+    Example:
+        >>> import torch
+        >>> from sklearn.datasets import load_iris
+        >>> from fitkit.sklearn import Classifier
+        >>> def make(n_features, n_outputs, hidden=16):
+        ...     first = torch.nn.Linear(n_features, hidden)
+        ...     last = torch.nn.Linear(hidden, n_outputs)
+        ...     return torch.nn.Sequential(first, torch.nn.ReLU(), last)
+        >>> x, y = load_iris(return_X_y=True)
+        >>> estimator = Classifier(make, learning_rate=0.01, epochs=50, random_state=0)
+        >>> estimator.fit(x, y).score(x, y) > 0.9
+        True
+    """
+
+    def __init__(
+        self,
+        net: nn.Module | Callable[..., nn.Module],
+        *,
+        optimizer: Any = "adam",
+        loss: Any = None,
+        learning_rate: float | None = None,
+        metrics: Any = None,
+        epochs: int = 20,
+        batch_size: int = 32,
+        validation_split: float = 0.0,
+        callbacks: Any = None,
+        class_weight: Any = None,
+        verbose: int | str = 0,
+        random_state: Any = None,
+        dtype: str | None = "float32",
+        net_options: Mapping[str, Any] | None = None,
+        compile_options: Mapping[str, Any] | None = None,
+        fit_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            net,
+            optimizer=optimizer,
+            loss=loss,
+            learning_rate=learning_rate,
+            metrics=metrics,
+            epochs=epochs,
+            batch_size=batch_size,
+            validation_split=validation_split,
+            callbacks=callbacks,
+            verbose=verbose,
+            random_state=random_state,
+            dtype=dtype,
+            net_options=net_options,
+            compile_options=compile_options,
+            fit_options=fit_options,
+        )
+        self.class_weight = class_weight
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Classifier:  # noqa: N803
+        """Train a net from its beginning.
+
+        Args:
+            X: (N, features), or (N, ...) for nets that take images or sequences.
+            y: (N,) labels: numbers or strings.
+            sample_weight: (N,) weights of the samples.
+        """
+        x, y = self._checked(X, y, reset=True)
+        self.classes_ = np.unique(y)
+        self._begin(self._columns())
+        self._learn(x, y, sample_weight, self.epochs)
+        return self
+
+    def partial_fit(
+        self,
+        X: Any,  # noqa: N803
+        y: Any,
+        classes: Any = None,
+        sample_weight: Any = None,
+    ) -> Classifier:
+        """Train for one more epoch on some data.
+
+        Args:
+            X, y, sample_weight: as in `fit`.
+            classes: all labels that will come; needed in the first call.
+
+        Raises:
+            ValueError: the first call lacks `classes`, or a label isn't among them.
+        """
+        begins = not hasattr(self, "model_")
+        if begins and classes is None:
+            raise ValueError("classes must be given in the first call of partial_fit.")
+        x, y = self._checked(X, y, reset=begins)
+        if begins:
+            self.classes_ = np.unique(classes)
+            self._begin(self._columns())
+        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
+            raise ValueError(
+                f"classes={classes!r} differ from the first call's: {self.classes_!r}."
+            )
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise ValueError(f"y has {unknown!r}, which are not among classes={self.classes_!r}.")
+        self._learn(x, y, sample_weight, 1)
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
+        """Each class's probability, (N, classes), in the order of `classes_`."""
+        outputs = self._outputs(X)
+        takes = self._hint.takes
+        if takes is None:
+            raise ConfigurationError(
+                f"loss={self.loss!r} doesn't tell whether the net gives logits or probabilities. "
+                "Give a loss by name (or torch's own module), or use predict and net_."
+            )
+        if outputs.shape[1] == 1:
+            of_second = expit(outputs) if takes == "logits" else outputs
+            return np.hstack([1.0 - of_second, of_second])
+        if takes == "logits":
+            outputs = softmax(outputs, axis=1)
+        elif takes == "log_probabilities":
+            outputs = np.exp(outputs)
+        probabilities: np.ndarray = outputs / outputs.sum(axis=1, keepdims=True)
+        return probabilities
+
+    def predict(self, X: Any) -> np.ndarray:  # noqa: N803
+        """The most probable label of each sample, (N,)."""
+        outputs = self._outputs(X)
+        if outputs.shape[1] == 1:
+            border = 0.5 if self._hint.takes == "probabilities" else 0.0
+            chosen = (outputs[:, 0] > border).astype(np.intp)
+        else:
+            chosen = outputs.argmax(axis=1)
+        labels: np.ndarray = self.classes_[chosen]
+        return labels
+
+    # ------------------------------------------------------------------ inside
+
+    def _loss(self) -> Any:
+        return "cross_entropy" if self.loss is None else self.loss
+
+    def _checked(self, x: Any, y: Any, *, reset: bool) -> tuple[np.ndarray, np.ndarray]:
+        x, y = validate_data(self, x, y, reset=reset, **self._x_rules())
+        check_classification_targets(y)
+        return x, y
+
+    @property
+    def _hint(self) -> LossHint:
+        """What the loss tells of the net's numbers."""
+        return CompiledLoss(self._loss()).hint(SINGLE)
+
+    def _columns(self) -> int:
+        """The columns that the net has to give."""
+        if len(self.classes_) < 2:
+            raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two.")
+        if self._hint.task != "binary":
+            return len(self.classes_)
+        if len(self.classes_) != 2:
+            raise ConfigurationError(
+                f"loss={self.loss!r} is for two classes, but y has {len(self.classes_)}. Write "
+                "loss='cross_entropy', with a net that gives a column a class."
+            )
+        return 1
+
+    def _learn(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
+        weight = self._checked_weight(weight, x)
+        if self.class_weight is not None:
+            by_class = compute_sample_weight(self.class_weight, y).astype(np.float32)
+            weight = by_class if weight is None else weight * by_class
+        indices = np.searchsorted(self.classes_, y).astype(np.int64)
+        self._train(x, self._targets(indices), weight, epochs)
+
+    def _targets(self, indices: np.ndarray) -> np.ndarray:
+        """The labels' indices as the loss takes them."""
+        if self._hint.task == "binary":
+            return indices.astype(np.float32).reshape(-1, 1)
+        return indices
+
+
+class Regressor(RegressorMixin, NetEstimator):
+    """A net that tells numbers, by scikit-learn's rules.
+
+    Targets are learned as they are: scale them (scikit-learn's `TransformedTargetRegressor`)
+    where they are far from 0 or wide.
+
+    Args:
+        net: as in `Classifier`; it gives a column a target, so one where `y` is (N,).
+        loss: as in `Model.compile`. Default None: `"mse"`.
+        optimizer, learning_rate, metrics, epochs, batch_size: as in `Classifier`.
+        validation_split, callbacks, verbose, random_state, dtype: likewise.
+        net_options, compile_options, fit_options: likewise.
+
+    Attributes:
+        n_features_in_, feature_names_in_, net_, model_, history_: as in `Classifier`.
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Regressor:  # noqa: N803
+        """Train a net from its beginning.
+
+        Args:
+            X: (N, features), or (N, ...) for nets that take images or sequences.
+            y: (N,) or (N, targets) numbers.
+            sample_weight: (N,) weights of the samples.
+        """
+        x, y = self._checked(X, y, reset=True)
+        self._is_flat = y.ndim == 1
+        self._begin(1 if self._is_flat else y.shape[1])
+        self._learn(x, y, sample_weight, self.epochs)
+        return self
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Regressor:  # noqa: N803
+        """Train for one more epoch on some data, given as in `fit`."""
+        begins = not hasattr(self, "model_")
+        x, y = self._checked(X, y, reset=begins)
+        if begins:
+            self._is_flat = y.ndim == 1
+            self._begin(1 if self._is_flat else y.shape[1])
+        self._learn(x, y, sample_weight, 1)
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:  # noqa: N803
+        """The numbers for each sample, (N,) or (N, targets) as `y` was."""
+        outputs = self._outputs(X)
+        return outputs[:, 0] if self._is_flat else outputs
+
+    # ------------------------------------------------------------------ inside
+
+    def _loss(self) -> Any:
+        return "mse" if self.loss is None else self.loss
+
+    def _checked(self, x: Any, y: Any, *, reset: bool) -> tuple[np.ndarray, np.ndarray]:
+        rules = {"multi_output": True, "y_numeric": True, **self._x_rules()}
+        x, y = validate_data(self, x, y, reset=reset, **rules)
+        return x, y.astype(np.float32)
+
+    def _learn(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
+        y = y.reshape(len(y), -1)
+        self._train(x, y, self._checked_weight(weight, x), epochs)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        tags.target_tags.single_output = True
+        return tags
