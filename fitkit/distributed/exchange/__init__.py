@@ -1,10 +1,14 @@
-"""Ways in which ranks that train a module keep together, beside DDP's: one file an algorithm."""
+"""Ways in which ranks that train a module keep together, beside DDP's."""
 
-from fitkit.distributed.exchange.asynchronous import Asynchronous
+from fitkit.distributed.exchange.algorithms import (
+    Asynchronous,
+    Decentralized,
+    GradientAllreduce,
+    LowPrecisionDecentralized,
+    PostLocalSGD,
+)
 from fitkit.distributed.exchange.base import Exchange
 from fitkit.distributed.exchange.compression import ByteGrad
-from fitkit.distributed.exchange.decentralized import Decentralized, LowPrecisionDecentralized
-from fitkit.distributed.exchange.gradient_allreduce import GradientAllreduce, PostLocalSGD
 from fitkit.distributed.exchange.peers import GroupPeers, Peers
 from fitkit.distributed.exchange.qadam import QAdam, QAdamOptimizer
 from fitkit.registry import Registry

@@ -11,7 +11,13 @@ import torch
 
 import fitkit
 from fitkit.distributed.exchange import EXCHANGES, QAdamOptimizer
-from fitkit.distributed.exchange.asynchronous import Asynchronous
+from fitkit.distributed.exchange.algorithms import (
+    Asynchronous,
+    Decentralized,
+    LowPrecisionDecentralized,
+    PostLocalSGD,
+    shifted_peer,
+)
 from fitkit.distributed.exchange.base import FlatTensors
 from fitkit.distributed.exchange.compression import (
     BLOCK,
@@ -22,12 +28,6 @@ from fitkit.distributed.exchange.compression import (
     encode,
     merge_feedback,
 )
-from fitkit.distributed.exchange.decentralized import (
-    Decentralized,
-    LowPrecisionDecentralized,
-    shifted_peer,
-)
-from fitkit.distributed.exchange.gradient_allreduce import PostLocalSGD
 from fitkit.distributed.exchange.qadam import QAdam
 from fitkit.distributed.strategies.bagua import average_states
 from fitkit.errors import ConfigurationError

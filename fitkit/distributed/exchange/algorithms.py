@@ -1,17 +1,65 @@
-"""Bagua's `decentralized`: ranks step by their own gradients, and average weights with peers."""
+"""Ways in which ranks keep together that send plain numbers: gradients, or weights among peers."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 from torch.optim import Optimizer
 
-from fitkit.arguments import check_choice, check_count
+from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.base import Exchange
 from fitkit.distributed.exchange.compression import decode, encode, wire_bytes
-from fitkit.distributed.exchange.peers import Peers
+from fitkit.distributed.exchange.peers import Peers, Sum
 from fitkit.distributed.precision import Precision
 from fitkit.errors import ConfigurationError
+
+
+class GradientAllreduce(Exchange):
+    """Gradients are averaged exactly, while the backward pass goes on.
+
+    Reference: Gan et al., BAGUA, 2021, arXiv:2107.01499 (C_FP_S); Li et al., PyTorch
+    Distributed, 2020, arXiv:2006.15704, which does the work.
+    """
+
+    name = "gradient_allreduce"
+
+
+class PostLocalSGD(Exchange):
+    """After a warm-up each rank steps by itself; weights are averaged every few updates.
+
+    Args:
+        warmup_steps: updates with the exact mean of gradients.
+        period: updates from one averaging of weights to the next.
+
+    Reference: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020, arXiv:1808.07217.
+    """
+
+    name = "post_local_sgd"
+    keeps_apart = True
+
+    def __init__(self, warmup_steps: int = 100, period: int = 4) -> None:
+        check_count("warmup_steps", warmup_steps, minimum=0)
+        check_count("period", period)
+        self.warmup_steps = warmup_steps
+        self.period = period
+        self.wraps = warmup_steps > 0
+
+    def sent(self, size: float, numbers: int, ranks: int) -> float:
+        return all_reduce(size, ranks) / self.period
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self._updates < self.warmup_steps
+
+    def after_update(self) -> None:
+        self._updates += 1
+        local = self._updates - self.warmup_steps
+        if local > 0 and local % self.period == 0:
+            weights = self._weights.read()
+            self._peers.mean(weights)
+            self._weights.write(weights)
 
 
 class Decentralized(Exchange):
@@ -133,3 +181,96 @@ class LowPrecisionDecentralized(Exchange):
 def neighbours(rank: int, size: int) -> list[int]:
     """The ranks before and after a rank on the ring; one of them where there are two ranks."""
     return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+
+
+class Asynchronous(Exchange):
+    """From time to time a copy of the weights is averaged over the ranks, while they go on.
+
+    When the mean is there, its difference to the copy is added to the weights, so that what was
+    learned meanwhile isn't lost. The exchange has a process group of its own and is carried out
+    by that group's thread; weights change between updates only. No rank waits for others but at
+    epochs' ends, evaluations and saves, where all end the rounds that any of them has begun.
+
+    Args:
+        sync_interval_ms: milliseconds from one round's beginning to the next's, at least.
+        warmup_steps: updates with the exact mean of gradients, before the ranks part.
+
+    Reference: Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, 2021,
+    arXiv:2107.01499 (asynchronous model averaging).
+    """
+
+    name = "async"
+    keeps_apart = True
+
+    _own: Peers | None = None
+    _sum: Sum | None = None
+    _copy: torch.Tensor
+    _total: torch.Tensor
+    _rounds = 0
+    _began_s = 0.0
+
+    def __init__(self, sync_interval_ms: float = 500.0, warmup_steps: int = 0) -> None:
+        check_number("sync_interval_ms", sync_interval_ms, minimum=0)
+        check_count("warmup_steps", warmup_steps, minimum=0)
+        self.sync_interval_ms = sync_interval_ms
+        self.warmup_steps = warmup_steps
+        self.wraps = warmup_steps > 0
+
+    def begin(
+        self,
+        peers: Peers,
+        parameters: list[torch.nn.Parameter],
+        optimizers: list[Optimizer],
+        updates: int,
+    ) -> None:
+        super().begin(peers, parameters, optimizers, updates)
+        self._own = peers.apart()
+        self._sum, self._rounds, self._began_s = None, 0, time.monotonic()
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self._updates < self.warmup_steps
+
+    def after_update(self) -> None:
+        self._updates += 1
+        if self._updates <= self.warmup_steps:
+            return
+        if self._sum is not None:
+            if not self._sum.is_completed():
+                return
+            self._take()
+        if (time.monotonic() - self._began_s) * 1000 >= self.sync_interval_ms:
+            self._begin_round()
+
+    def settle(self) -> None:
+        # A round ends when all ranks have begun it, and none can be ahead by more than one.
+        rounds = max(self._peers.gather(self._rounds))
+        while self._rounds < rounds:
+            self._take()
+            self._begin_round()
+        self._take()
+
+    def end(self) -> None:
+        # Not waited for: after a failure the others may not come. The strategy leaves the group.
+        self._sum = None
+
+    def leave(self) -> None:
+        """Leave the group of its own."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.leave()
+
+    def _begin_round(self) -> None:
+        assert self._own is not None, "begin comes first"
+        self._copy = self._weights.read()
+        self._total = self._copy.clone()
+        self._rounds += 1
+        self._began_s = time.monotonic()
+        self._sum = self._own.begin_sum(self._total)
+
+    def _take(self) -> None:
+        """Take the mean of the round that is under way, if any."""
+        found, self._sum = self._sum, None
+        if found is not None:
+            found.wait()
+            self._weights.add(self._total.div_(self._peers.size).sub_(self._copy))
