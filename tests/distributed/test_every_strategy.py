@@ -15,14 +15,14 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fitkit.distributed.exchange import EXCHANGES
+from fitkit.distributed.exchange import ALGORITHMS
 from fitkit.distributed.strategies import STRATEGIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ENGINES = {"deepspeed", "horovod", "xla", "tpu"}
 """Those of other packages, which have environments of their own: tests/engines."""
-EXACT_EXCHANGES = {"gradient_allreduce"}
+EXACT_ALGORITHMS = {"gradient_allreduce"}
 SAMPLES, EPOCHS = 1408, 8
 
 SCRIPT = """
@@ -92,7 +92,7 @@ def cases():
             continue
         classes.append(STRATEGIES[name])
         yield name
-    yield from (f"bagua:{algorithm}" for algorithm in EXCHANGES)
+    yield from (f"bagua:{algorithm}" for algorithm in ALGORITHMS)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_a_strategy_trains_evaluates_predicts_saves_resumes_and_fails_well(
     # The file's four epochs are in the history, and those after it.
     assert result["epochs"] == list(range(EPOCHS))
     _kind, _, algorithm = name.partition(":")
-    if algorithm and algorithm not in EXACT_EXCHANGES:
+    if algorithm and algorithm not in EXACT_ALGORITHMS:
         assert result["accuracy"] >= accuracy - 0.01 and result["resumed"] >= accuracy - 0.01
         return
     for file in ("trained.pt", "resumed.pt"):

@@ -7,13 +7,13 @@ from fitkit.distributed.exchange.algorithms import (
     LowPrecisionDecentralized,
     PostLocalSGD,
 )
-from fitkit.distributed.exchange.base import Exchange
+from fitkit.distributed.exchange.base import Algorithm
 from fitkit.distributed.exchange.compression import ByteGrad
-from fitkit.distributed.exchange.peers import GroupPeers, Peers
+from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.exchange.qadam import QAdam, QAdamOptimizer
 from fitkit.registry import Registry
 
-EXCHANGES: Registry[type[Exchange]] = Registry("algorithm")
+ALGORITHMS: Registry[type[Algorithm]] = Registry("algorithm")
 for _class in (
     GradientAllreduce,
     ByteGrad,
@@ -23,6 +23,6 @@ for _class in (
     QAdam,
     PostLocalSGD,
 ):
-    EXCHANGES.add(_class.name, _class)
+    ALGORITHMS.add(_class.name, _class)
 
-__all__ = ["EXCHANGES", "Exchange", "GroupPeers", "Peers", "QAdamOptimizer"]
+__all__ = ["ALGORITHMS", "Algorithm", "Peers", "QAdamOptimizer"]

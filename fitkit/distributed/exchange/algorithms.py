@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.distributed.costs import all_reduce
-from fitkit.distributed.exchange.base import Exchange
+from fitkit.distributed.exchange.base import Algorithm
 from fitkit.distributed.exchange.compression import decode, encode, wire_bytes
-from fitkit.distributed.exchange.peers import Peers, Sum
+from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.precision import Precision
 from fitkit.errors import ConfigurationError
 
 
-class GradientAllreduce(Exchange):
+class GradientAllreduce(Algorithm):
     """Gradients are averaged exactly, while the backward pass goes on.
 
     Reference: Gan et al., BAGUA, 2021, arXiv:2107.01499 (C_FP_S); Li et al., PyTorch
@@ -26,7 +27,7 @@ class GradientAllreduce(Exchange):
     name = "gradient_allreduce"
 
 
-class PostLocalSGD(Exchange):
+class PostLocalSGD(Algorithm):
     """After a warm-up each rank steps by itself; weights are averaged every few updates.
 
     Args:
@@ -62,7 +63,7 @@ class PostLocalSGD(Exchange):
             self._weights.write(weights)
 
 
-class Decentralized(Exchange):
+class Decentralized(Algorithm):
     """After an update weights are averaged with peers; gradients stay where they are.
 
     Args:
@@ -122,7 +123,7 @@ def shifted_peer(rank: int, size: int, round_number: int) -> int:
     return (rank - half - round_number) % half
 
 
-class LowPrecisionDecentralized(Exchange):
+class LowPrecisionDecentralized(Algorithm):
     """Each rank tells its two neighbours by how much its weights change, in 8-bit numbers.
 
     It keeps a replica of each neighbour's weights, which those differences keep in step: the
@@ -153,14 +154,14 @@ class LowPrecisionDecentralized(Exchange):
     ) -> None:
         super().begin(peers, parameters, optimizers, updates)
         self._neighbours = neighbours(peers.rank, peers.size)
-        self.settled(parameters)
+        self.resume(parameters)
 
     @property
     def averages_gradients(self) -> bool:
         return False
 
-    def settled(self, parameters: list[torch.nn.Parameter]) -> None:
-        super().settled(parameters)
+    def resume(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().resume(parameters)
         self._own = self._weights.read()
         self._replicas = [self._own.clone() for _ in self._neighbours]
 
@@ -183,7 +184,7 @@ def neighbours(rank: int, size: int) -> list[int]:
     return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
 
 
-class Asynchronous(Exchange):
+class Asynchronous(Algorithm):
     """From time to time a copy of the weights is averaged over the ranks, while they go on.
 
     When the mean is there, its difference to the copy is added to the weights, so that what was
@@ -203,7 +204,7 @@ class Asynchronous(Exchange):
     keeps_apart = True
 
     _own: Peers | None = None
-    _sum: Sum | None = None
+    _sum: Any = None  # torch's `Work`, while a round is under way
     _copy: torch.Tensor
     _total: torch.Tensor
     _rounds = 0
@@ -242,7 +243,7 @@ class Asynchronous(Exchange):
         if (time.monotonic() - self._began_s) * 1000 >= self.sync_interval_ms:
             self._begin_round()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         # A round ends when all ranks have begun it, and none can be ahead by more than one.
         rounds = max(self._peers.gather(self._rounds))
         while self._rounds < rounds:

@@ -1,4 +1,4 @@
-"""What an exchange decides: how ranks that train a module keep together."""
+"""What an algorithm decides: how ranks that train a module keep together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.precision import Precision
 
 
-class Exchange:
+class Algorithm:
     """How ranks keep together while they learn; here: as DDP does, by the mean of gradients.
 
     Its constructor takes the algorithm's options. What belongs to a run is set by `begin` and
@@ -22,7 +22,7 @@ class Exchange:
 
     Attributes:
         name: as users write it.
-        keeps_apart: whether the ranks' weights differ between two settlements.
+        keeps_apart: whether the ranks' weights differ between two averagings by the strategy.
         wraps: whether gradients are averaged by DDP's wrapper, at least at first.
     """
 
@@ -106,10 +106,10 @@ class Exchange:
         """Act after an update of the weights."""
         self._updates += 1
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """End what is under way, before the strategy averages what ranks hold apart."""
 
-    def settled(self, parameters: list[torch.nn.Parameter]) -> None:
+    def resume(self, parameters: list[torch.nn.Parameter]) -> None:
         """Go on from weights that are equal on all ranks again.
 
         Args:
@@ -121,7 +121,7 @@ class Exchange:
         """Drop what the training needed; it may have failed, and nobody may be waited for."""
 
     def leave(self) -> None:
-        """Leave process groups of the exchange's own."""
+        """Leave process groups of the algorithm's own."""
 
 
 class FlatTensors:

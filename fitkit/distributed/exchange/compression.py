@@ -9,7 +9,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from fitkit.distributed.costs import all_reduce
-from fitkit.distributed.exchange.base import Exchange, FlatTensors
+from fitkit.distributed.exchange.base import Algorithm, FlatTensors
 from fitkit.distributed.exchange.hooks import Hook, finished
 from fitkit.distributed.exchange.peers import Peers
 
@@ -157,7 +157,7 @@ def merge_feedback(feedback: Feedback, peers: Peers) -> None:
     peers.mean(feedback.own)
 
 
-class ByteGrad(Exchange):
+class ByteGrad(Algorithm):
     """Gradients travel as bytes between each block's least and greatest number, both ways.
 
     Each rank gets a part of every bucket from all ranks, averages it and hands the mean out: a

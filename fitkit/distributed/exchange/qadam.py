@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fitkit.arguments import check_count, check_number
 from fitkit.distributed.costs import all_reduce
-from fitkit.distributed.exchange.base import Exchange, FlatTensors
+from fitkit.distributed.exchange.base import Algorithm, FlatTensors
 from fitkit.distributed.exchange.compression import (
     Feedback,
     compressed_mean,
@@ -27,7 +27,7 @@ ERROR = "error"
 """The name under which the optimizer keeps what compression has taken from a momentum so far."""
 
 
-class QAdam(Exchange):
+class QAdam(Algorithm):
     """Gradients are averaged while `QAdamOptimizer` warms up, then the ranks' momentum is.
 
     What compression takes away is kept and added to the next momentum, on both legs of the
@@ -100,7 +100,7 @@ class QAdam(Exchange):
             known = self._feedback[number] = parameters, feedback
         flat.write(compressed_mean(vector, self._peers, known[1]))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         for number in sorted(self._feedback):
             self._keep(number)
 

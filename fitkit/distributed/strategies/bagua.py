@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.costs import Costs, Sizes
-from fitkit.distributed.exchange import EXCHANGES, Exchange, GroupPeers
+from fitkit.distributed.exchange import ALGORITHMS, Algorithm, Peers
 from fitkit.distributed.exchange.base import FlatTensors
-from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.strategies.ddp import DDP
@@ -47,23 +46,23 @@ class Bagua(DDP):
 
     _module: torch.nn.Module | None = None  # that is in training, on several ranks
     _optimizers: list[Optimizer]
-    _peers: GroupPeers
+    _peers: Peers
     _exchanged: list[torch.nn.Parameter]
     _parted = False  # whether there were updates since the last settlement
 
     def __init__(self, algorithm: str = "gradient_allreduce", **options: Any) -> None:
         if not isinstance(algorithm, str):
             raise ArgumentTypeError(
-                f"algorithm={algorithm!r} must be one of {', '.join(map(repr, EXCHANGES))}."
+                f"algorithm={algorithm!r} must be one of {', '.join(map(repr, ALGORITHMS))}."
             )
-        chosen = EXCHANGES[algorithm]
+        chosen = ALGORITHMS[algorithm]
         own = _arguments(chosen)
         general = [name for name in _arguments(DDP) if not name.startswith("comm_hook")]
         for name in options:
             if name not in own and name not in general:
                 raise _unknown_option(algorithm, name, own, general)
         super().__init__(**{k: v for k, v in options.items() if k not in own})
-        self.exchange: Exchange = chosen(**{k: v for k, v in options.items() if k in own})
+        self.algorithm: Algorithm = chosen(**{k: v for k, v in options.items() if k in own})
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -73,19 +72,19 @@ class Bagua(DDP):
 
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
-        self.exchange.check(self.world.size, assignment.precision, self.device)
+        self.algorithm.check(self.world.size, assignment.precision, self.device)
         return self
 
     def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
         plain = super().costs(module, sizes, devices, nodes)
         if devices * nodes == 1:
             return plain
-        sent = self.exchange.sent(sizes.gradients, sizes.numbers, devices * nodes)
+        sent = self.algorithm.sent(sizes.gradients, sizes.numbers, devices * nodes)
         return dataclasses.replace(plain, sent=sent)
 
     def leave(self) -> None:
         self.finish()
-        self.exchange.leave()
+        self.algorithm.leave()
         super().leave()
 
     # ------------------------------------------------------------------ the module
@@ -97,9 +96,9 @@ class Bagua(DDP):
 
     def door(self, module: torch.nn.Module) -> Door:
         plain = self.plain_door(module)
-        if not self.exchange.wraps:
+        if not self.algorithm.wraps:
             return plain
-        return PhasedDoor(self.wrapping(plain), plain, lambda: self.exchange.averages_gradients)
+        return PhasedDoor(self.wrapping(plain), plain, lambda: self.algorithm.averages_gradients)
 
     def rewrap(self) -> None:
         super().rewrap()
@@ -108,7 +107,7 @@ class Bagua(DDP):
 
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
         wrapped = super().configure_ddp(module)
-        hook = self.exchange.hook()
+        hook = self.algorithm.hook()
         if hook is not None:
             register: Any = wrapped
             register.register_comm_hook(None, hook)
@@ -125,47 +124,47 @@ class Bagua(DDP):
     # ------------------------------------------------------------------ learning
 
     def begin_training(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
-        self.exchange.check_optimizers(optimizers)
+        self.algorithm.check_optimizers(optimizers)
         if self.collectives.world_size == 1:
             return
         self._module, self._optimizers, self._parted = module, optimizers, False
-        self._peers = GroupPeers(self.collectives, self.timeout)
+        self._peers = Peers(self.collectives, self.timeout)
         self._exchanged = _learning(module)
         state = getattr(getattr(module, "_fitkit", None), "fit_state", None)  # of a Model
         # Ranks may count differently, where each leaves out the steps that overflow for it.
         updates = self.collectives.broadcast(getattr(state, "updates", 0))
-        self.exchange.begin(self._peers, self._exchanged, optimizers, updates)
+        self.algorithm.begin(self._peers, self._exchanged, optimizers, updates)
 
     def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        if self._module is None or not self.exchange.averages_gradients:
+        if self._module is None or not self.algorithm.averages_gradients:
             return
-        if not self.exchange.mean_gradients(parameters):
+        if not self.algorithm.mean_gradients(parameters):
             super().exchange_gradients(parameters)
 
     def after_update(self) -> None:
         if self._module is None:
             return
         self._parted = True
-        self.exchange.after_update()
+        self.algorithm.after_update()
 
     def settle(self) -> None:
         if self._module is None or not self._parted:
             return
         self._parted = False
-        self.exchange.settle()
+        self.algorithm.flush()
         now = _learning(self._module)
-        if self.exchange.keeps_apart:
+        if self.algorithm.keeps_apart:
             known = {id(parameter) for parameter in now}
             frozen_since = [p for p in self._exchanged if id(p) not in known]
             average_tensors([*now, *frozen_since], self._peers)
             average_states(self._optimizers, self._peers)
         average_buffers(self._module, self._peers, self.collectives)
         self._exchanged = now
-        self.exchange.settled(now)
+        self.algorithm.resume(now)
 
     def finish(self) -> None:
         self._module, self._optimizers, self._exchanged = None, [], []
-        self.exchange.end()
+        self.algorithm.end()
         super().finish()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.distributed.exchange import EXCHANGES, QAdamOptimizer
+from fitkit.distributed.exchange import ALGORITHMS, QAdamOptimizer
 from fitkit.distributed.exchange.algorithms import (
     Asynchronous,
     Decentralized,
@@ -152,7 +152,7 @@ def learn(make, size, steps, optimizer=None, shift=0.0):
             own.step()
             exchange.after_update()
             seen.append(weight.detach().numpy().copy())
-        exchange.settle()
+        exchange.flush()
         exchange.end()
         return np.array(seen)
 
@@ -383,14 +383,14 @@ def test_async_adds_the_mean_s_difference_to_what_was_learned_meanwhile():
         np.testing.assert_allclose(weights[rank].detach(), reference[rank], atol=1e-6)
 
 
-def test_async_settles_although_one_rank_has_begun_a_round_more():
+def test_async_ends_its_rounds_although_one_rank_has_begun_a_round_more():
     def run(peers):
         weight = torch.nn.Parameter(torch.full((2,), float(peers.rank)))
         exchange = Asynchronous(sync_interval_ms=0)
         exchange.begin(peers, [weight], [], 0)
         for _ in range(1 + peers.rank):
             exchange.after_update()
-        exchange.settle()
+        exchange.flush()
         return weight.detach()
 
     for found in zip(*(on_ranks(3, run)[0] for _ in range(3)), strict=True):
@@ -466,7 +466,7 @@ def test_qadam_keeps_its_errors_where_a_checkpoint_finds_them():
         for _ in range(3):
             weight.grad = weight.detach() - torch.from_numpy(targets(2)[peers.rank])
             own.step()
-        exchange.settle()
+        exchange.flush()
         exchange.end()
         assert own.average is None
         return own.state[weight]["error"]
@@ -528,10 +528,10 @@ def test_momentum_is_averaged_where_all_ranks_have_it():
     assert all(torch.allclose(one, torch.ones(2)) for one in found)
 
 
-@pytest.mark.parametrize("algorithm", list(EXCHANGES))
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_has_a_name_and_takes_ddp_s_options(algorithm):
     strategy = BaguaStrategy(algorithm=algorithm, timeout=5, bucket_cap_mb=1)
-    assert strategy.exchange.name == algorithm
+    assert strategy.algorithm.name == algorithm
     assert strategy.timeout.total_seconds() == 5 and strategy.options["bucket_cap_mb"] == 1
 
 
@@ -584,7 +584,7 @@ def test_one_device_needs_no_exchange():
     torch.manual_seed(0)
     model = fitkit.Model(torch.nn.Linear(2, 1))
     x, y = torch.randn(16, 2), torch.randn(16, 1)
-    for algorithm in EXCHANGES:
+    for algorithm in ALGORITHMS:
         chosen = BaguaStrategy(algorithm)
         model.compile("qadam", "mse", accelerator="cpu", devices=1, strategy=chosen)
         model.fit(x, y, epochs=1, verbose=0)
