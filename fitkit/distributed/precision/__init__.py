@@ -1,12 +1,15 @@
 """In which number types a net computes."""
 
-from fitkit.distributed.precision.base import Precision
+from __future__ import annotations
+
+import numbers
+
+import torch
+
+from fitkit.arguments import describe
+from fitkit.distributed.precision.base import FullPrecision, Precision, match_state, plain_layers
 from fitkit.distributed.precision.float8 import Float8Mixed
-from fitkit.distributed.precision.float8_layers import plain_layers
-from fitkit.distributed.precision.full import FullPrecision
 from fitkit.distributed.precision.mixed import BFloat16Mixed, HalfMixed, MixedPrecision
-from fitkit.distributed.precision.own_dtypes import match_state
-from fitkit.distributed.precision.resolve import PRECISIONS, resolve_precision
 from fitkit.distributed.precision.scaling import CLOSURE, Scaling, scaled_steps
 from fitkit.distributed.precision.true import (
     BFloat16Precision,
@@ -14,6 +17,8 @@ from fitkit.distributed.precision.true import (
     HalfPrecision,
     TruePrecision,
 )
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.registry import Registry, normalise
 
 __all__ = [
     "CLOSURE",
@@ -34,3 +39,55 @@ __all__ = [
     "resolve_precision",
     "scaled_steps",
 ]
+
+PRECISIONS: Registry[type[Precision]] = Registry("precision")
+PRECISIONS.add("32-true", FullPrecision, "32")
+PRECISIONS.add("64-true", DoublePrecision, "64")
+PRECISIONS.add("16-mixed", HalfMixed, "16")
+PRECISIONS.add("bf16-mixed", BFloat16Mixed, "bf16")
+PRECISIONS.add("16-true", HalfPrecision)
+PRECISIONS.add("bf16-true", BFloat16Precision)
+# The last is Lightning's word for 8-bit floats, after the package that it takes for them.
+PRECISIONS.add("fp8-mixed", Float8Mixed, "fp8", "float8", "transformer-engine")
+
+EIGHT_BITS = ("8", "fp8", "float8", "int8", "transformerengine", "te")
+"""How other words for 8-bit arithmetic begin or read, in `normalise`'s form."""
+
+
+def resolve_precision(precision: object) -> Precision:
+    """The precision that a word, a number of bits or an object means.
+
+    Args:
+        precision: a name in any case, 16, 32 or 64, or a `Precision`.
+
+    Raises:
+        ConfigurationError: an unknown word; the message has all that are known.
+        ArgumentTypeError: neither.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    if isinstance(precision, torch.dtype):
+        raise ArgumentTypeError(
+            f"precision={precision} doesn't say what gets that dtype. Write one of {_known()}: "
+            "'-true' casts the net, '-mixed' only what is computed."
+        )
+    if isinstance(precision, bool) or not isinstance(precision, (numbers.Integral, str)):
+        raise ArgumentTypeError(
+            f"precision={describe(precision)} must be a name or a number of bits: {_known()}."
+        )
+    word = str(precision)
+    if word not in PRECISIONS and _is_eight_bits(normalise(word)):
+        raise ConfigurationError(
+            f"precision={precision!r} asks for 8-bit arithmetic of a kind that fitkit lacks. "
+            "Write 'fp8-mixed' for products of 8-bit floats beside weights in float32. Known: "
+            f"{_known()}."
+        )
+    return PRECISIONS[word]()
+
+
+def _is_eight_bits(form: str) -> bool:
+    return form in EIGHT_BITS or form.startswith(("fp8", "transformerengine"))
+
+
+def _known() -> str:
+    return ", ".join(repr(name) for name in PRECISIONS)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from fitkit import trees
-from fitkit.distributed.precision.float8_layers import make_plain
-from fitkit.distributed.precision.own_dtypes import give_back, own_dtype
 from fitkit.errors import ConfigurationError
 
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -51,20 +51,20 @@ class Precision:
             ConfigurationError: with what to write instead.
         """
 
-    def convert(self, module: torch.nn.Module) -> None:
+    def convert(self, module: nn.Module) -> None:
         """Give the module's parameters and buffers this precision's dtype, in place.
 
         Here: those that an earlier "-true" precision has cast get their own dtype back (what
-        it rounded off stays lost), and layers that multiplied 8-bit floats are ordinary again; all
-        others stay as they are.
+        it rounded off stays lost), layers whose class an earlier precision has changed get their
+        own one back, and all others stay as they are.
 
         Raises:
             ConfigurationError: a module that can't learn in this precision.
         """
-        make_plain(module)
-        give_back(module)
+        restore_layers(module)
+        restore_dtypes(module)
 
-    def input_dtype(self, module: torch.nn.Module) -> torch.dtype:
+    def input_dtype(self, module: nn.Module) -> torch.dtype:
         """The dtype that floating inputs get before a step, also before `convert` was called."""
         return own_dtype(module)
 
@@ -90,6 +90,17 @@ class Precision:
         """
         return None
 
+
+class FullPrecision(Precision):
+    """The module computes in the dtype that it has (float32 unless its maker chose another).
+
+    One that a "-true" precision has cast before gets its own dtypes back.
+    """
+
+    name = "32-true"
+
+
+# ---------------------------------------------------------------------- which devices
 
 FLOAT8 = "fp8-mixed"
 """Its name, which the table has for one kind of device alone."""
@@ -181,3 +192,152 @@ def _wide(leaf: Any) -> Any:
 
 def _is_half(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dtype in HALF_TYPES
+
+
+# ---------------------------------------------------------------------- cast, and back
+
+CAST = "_dtypes_before_precision"
+"""The module's attribute: the dtype that it was cast to, and each tensor's own by its name.
+
+It is on the module itself, so that a copy in another process has it too; it enters no `state_dict`.
+"""
+
+CASTS: dict[torch.dtype, Callable[[nn.Module], Any]] = {
+    torch.float16: nn.Module.half,
+    torch.bfloat16: nn.Module.bfloat16,
+    torch.float32: nn.Module.float,
+    torch.float64: nn.Module.double,
+}
+"""Torch's casts of floating tensors; `module.to(dtype)` would take complex ones' imaginary part."""
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating parameters and buffers in place; integer and complex ones stay.
+
+    Args:
+        dtype: one of `CASTS`.
+    """
+    present = dict(_floating(module))
+    if all(tensor.dtype is dtype for tensor in present.values()):
+        return
+    own = {name: _own(module, name, tensor) for name, tensor in present.items()}
+    CASTS[dtype](module)
+    setattr(module, CAST, (dtype, own))
+
+
+def restore_dtypes(module: nn.Module) -> None:
+    """Undo `cast`, where it was called; a tensor whose dtype changed since then keeps it."""
+    if not hasattr(module, CAST):
+        return
+    present = dict(_floating(module))
+    own = {name: _own(module, name, tensor) for name, tensor in present.items()}
+    kinds = set(own.values())
+    if len(kinds) == 1 and kinds <= CASTS.keys():
+        CASTS[kinds.pop()](module)
+    else:
+        for name, tensor in present.items():
+            _cast_tensor(tensor, own[name])
+    delattr(module, CAST)
+
+
+def own_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of the module's floating parameters, as it is when nothing has cast them.
+
+    Of a module without any: torch's default.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point():
+            return _own(module, name, parameter)
+    return torch.get_default_dtype()
+
+
+def match_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer's running values the dtype and the device that their parameters have now.
+
+    Those of a training in another precision would meet gradients of another dtype, and those of
+    a sharded one are in main memory.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            # Torch counts steps in float32 beside parameters of any dtype.
+            if key != "step":
+                state[key] = _matched(value, parameter)
+
+
+def _matched(value: Any, parameter: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(parameter.device if value.ndim else value.device, parameter.dtype)
+    if isinstance(value, list):  # LBFGS keeps its history in lists
+        return [_matched(item, parameter) for item in value]
+    return value
+
+
+def _own(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that a tensor had before `cast`; its present one where that isn't from there."""
+    record: tuple[torch.dtype | None, dict[str, torch.dtype]] = getattr(module, CAST, (None, {}))
+    cast_to, own = record
+    return own.get(name, tensor.dtype) if tensor.dtype is cast_to else tensor.dtype
+
+
+def _floating(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Cast a parameter or buffer and its gradient; the object stays, so optimizers keep it."""
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(dtype)
+    tensor.grad = None if gradient is None else gradient.to(dtype)
+
+
+# ---------------------------------------------------------------------- other layers, and back
+
+CHANGED = "_changed_by_precision"
+"""The layer's attribute: its own class, and the names of the attributes that it was given."""
+
+
+def change_layer(layer: nn.Module, made: nn.Module) -> None:
+    """Give a layer another one's class and settings; it stays the object that it is.
+
+    So its parameters, optimizers, hooks and names go on with it.
+    """
+    added = {name: value for name, value in vars(made).items() if name not in vars(layer)}
+    vars(layer).update(added, **{CHANGED: (type(layer), tuple(added))})
+    layer.__class__ = type(made)
+
+
+def changed_layers(module: nn.Module) -> list[Any]:
+    """The layers that are changed now."""
+    return [layer for layer in module.modules() if CHANGED in vars(layer)]
+
+
+def restore_layers(module: nn.Module) -> None:
+    """Undo `change_layer` for all layers of a module."""
+    for layer in changed_layers(module):
+        restore_layer(layer)
+
+
+def restore_layer(layer: nn.Module) -> None:
+    """Undo `change_layer`."""
+    kind, added = vars(layer)[CHANGED]
+    for name in (*added, CHANGED):
+        del vars(layer)[name]
+    layer.__class__ = kind
+
+
+@contextlib.contextmanager
+def plain_layers(module: nn.Module) -> Iterator[None]:
+    """Have a module's layers ordinary ones meanwhile: for a file that runs without torchao."""
+    layers = changed_layers(module)
+    before = [(type(layer), dict(vars(layer))) for layer in layers]
+    restore_layers(module)
+    try:
+        yield
+    finally:
+        for layer, (kind, attributes) in zip(layers, before, strict=True):
+            vars(layer).update(
+                {name: attributes[name] for name in (*attributes[CHANGED][1], CHANGED)}
+            )
+            layer.__class__ = kind

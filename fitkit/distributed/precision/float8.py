@@ -1,17 +1,36 @@
-"""Products of large layers in 8-bit floats."""
+"""Products of large layers in 8-bit floats.
+
+torchao puts new layers in the old ones' places, without their hooks and training flags, and cannot
+where a net is itself one layer. Here a layer gets the new one's class and settings instead.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from fitkit.arguments import check_flag
-from fitkit.distributed.precision import float8_layers
-from fitkit.distributed.precision.base import FLOAT8, check_pair
+from fitkit.distributed.precision.base import (
+    FLOAT8,
+    change_layer,
+    changed_layers,
+    check_pair,
+    restore_dtypes,
+    restore_layer,
+)
 from fitkit.distributed.precision.mixed import BFloat16Mixed
-from fitkit.distributed.precision.own_dtypes import give_back
+from fitkit.errors import ConfigurationError, missing_package
 
 EMULATES = ("cpu", "cuda")
+
+MULTIPLE = 16
+"""Of which both sizes of a layer must be multiples, for GPUs that multiply 8-bit floats."""
+
+NAMED = 6
+"""Layers that a message names."""
 
 
 class Float8Mixed(BFloat16Mixed):
@@ -50,9 +69,66 @@ class Float8Mixed(BFloat16Mixed):
     def check(self, device: torch.device) -> None:
         if not self.emulate or device.type not in EMULATES:
             check_pair(self.name, self.half, device)
-        float8_layers.check_installed()
+        if importlib.util.find_spec("torchao") is None:
+            raise missing_package("torchao", "fp8", "precision='fp8-mixed'")
 
     def convert(self, module: nn.Module) -> None:
-        give_back(module)
-        config = float8_layers.settings(emulate=self.emulate)
-        float8_layers.make_float8(module, config, every_layer=self.every_layer)
+        # It takes seconds to import.
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        restore_dtypes(module)
+        if any(isinstance(layer, nn.LazyLinear) for layer in module.modules()):
+            raise ConfigurationError(
+                "precision='fp8-mixed' chooses layers by their sizes, but the net has lazy ones, "
+                "which a first batch settles. Call the net with one first: net(x[:2])."
+            )
+        layers = [layer for _, layer in _linear_layers(module)]
+        chosen = [layer for layer in (layers if self.every_layer else layers[1:-1]) if _fits(layer)]
+        if not chosen:
+            raise ConfigurationError(_none_fits(module, every_layer=self.every_layer))
+        # Gradients of weights are sums over the samples: a batch of 13 would have no kernel.
+        config = Float8LinearConfig(emulate=self.emulate, pad_inner_dim=True)
+        # Those that are right already stay: a compiled net needn't be compiled again.
+        right = {layer for layer in changed_layers(module) if layer.config == config}
+        for layer in changed_layers(module):
+            if layer not in right.intersection(chosen):
+                restore_layer(layer)
+        for layer in chosen:
+            if layer not in right:
+                change_layer(layer, convert_to_float8_training(layer, config=config))
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Torch's own linear layers. Another class has a forward of its own, and stays as it is."""
+    changed = set(changed_layers(module))
+    for name, layer in module.named_modules():
+        if type(layer) is nn.Linear or (layer in changed and isinstance(layer, nn.Linear)):
+            yield name, layer
+
+
+def _fits(layer: nn.Linear) -> bool:
+    weight = layer._parameters.get("weight")  # with torch's weight_norm it is computed
+    return (
+        weight is not None
+        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and weight.shape[0] % MULTIPLE == 0
+        and weight.shape[1] % MULTIPLE == 0
+    )
+
+
+def _none_fits(module: nn.Module, *, every_layer: bool) -> str:
+    sizes = [
+        f"{name or 'itself'} ({layer.in_features} to {layer.out_features})"
+        for name, layer in _linear_layers(module)
+    ]
+    more = f" and {len(sizes) - NAMED} more" if len(sizes) > NAMED else ""
+    has = ", ".join(sizes[:NAMED]) + more if sizes else "none"
+    which = or_all = ""
+    if not every_layer:
+        which = ", all but the first and the last one of a net"
+        or_all = ", or Float8Mixed(every_layer=True) of fitkit.precisions"
+    return (
+        "precision='fp8-mixed' finds no layer to compute in 8 bits. It takes those of torch's "
+        f"nn.Linear whose sizes are both multiples of {MULTIPLE}{which}. Here there are: {has}. "
+        f"Write precision='bf16-mixed'{or_all}."
+    )

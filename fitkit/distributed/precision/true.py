@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 
-from fitkit.distributed.precision.base import Precision, check_pair, widened
-from fitkit.distributed.precision.float8_layers import make_plain
-from fitkit.distributed.precision.own_dtypes import cast
+from fitkit.distributed.precision.base import (
+    Precision,
+    cast,
+    check_pair,
+    restore_layers,
+    widened,
+)
 from fitkit.errors import ConfigurationError
 
 
@@ -29,7 +33,7 @@ class TruePrecision(Precision):
         check_pair(self.name, self.dtype, device)
 
     def convert(self, module: torch.nn.Module) -> None:
-        make_plain(module)
+        restore_layers(module)
         cast(module, self.dtype)
 
     def input_dtype(self, module: torch.nn.Module) -> torch.dtype:
