@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -257,9 +257,12 @@ class ArraySource:
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         """The batches of pass `number` (from 0), without the first `skip`."""
         if self.shuffle:
-            chosen_by_batch = self.index_batches(number)[skip:]
-            return (self.take(chosen) for chosen in self._near(chosen_by_batch))
+            return self.read(self.index_batches(number)[skip:])
         return self._in_order(skip)
+
+    def read(self, chosen: Sequence[torch.Tensor]) -> Iterator[Any]:
+        """The batches of these samples."""
+        return (self.take(indices) for indices in self._near(chosen))
 
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
@@ -272,12 +275,12 @@ class ArraySource:
         starts = range(skip * size, samples, size)
         return (take(self.batch, start, start + size) for start in starts)
 
-    def _near(self, chosen: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _near(self, chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Batches' indices where the data are, sent there at once."""
         first = self.batch[0]
         if not chosen or not isinstance(first, torch.Tensor) or first.device.type == "cpu":
             return chosen
-        whole = torch.cat(chosen).to(first.device, non_blocking=True)
+        whole = torch.cat(list(chosen)).to(first.device, non_blocking=True)
         return whole.split([len(part) for part in chosen])
 
     def take(self, chosen: torch.Tensor) -> Any:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fitkit.arguments import check_number, describe
+from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 
 LARGEST_CLASS = 10**6
 """A table has an entry for each class up to the largest one."""
-
-
-class Exchange(Protocol):
-    """What is needed of the ranks' collectives."""
-
-    rank: int
-
-    def sums(self, numbers: list[float]) -> list[float]: ...
 
 
 class ClassWeights:
@@ -95,7 +88,7 @@ class ClassWeights:
                 torch.isin(torch.tensor(self._named), _labels(target).cpu()).tolist(), "y has"
             )
 
-    def look_back(self, collectives: Exchange) -> None:
+    def look_back(self, collectives: Collectives) -> None:
         """Say at the first epoch's end which classes none of its labels had; then look no more.
 
         Ranks:

@@ -64,14 +64,20 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return other
 
 
-class Once:
-    """A sampler that gives what an iterator still has."""
+class GivenOrder:
+    """A sampler over given items, which may be replaced for each pass.
 
-    def __init__(self, remaining: Iterator[Any]) -> None:
-        self._remaining = remaining
+    So a loader's workers may live on from one to the next.
+    """
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.items = items
 
     def __iter__(self) -> Iterator[Any]:
-        return self._remaining
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)  # type: ignore[arg-type]
 
 
 def reads_by_index(loader: DataLoader[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Each rank's share of the data: the same batches as in one process, dealt out in turn.
+"""Each rank's shard of the data: the same batches as in one process, dealt out in turn.
 
 A run on n ranks with batches of b samples learns from the same n·b samples at a time as one
 process with batches of n·b. The order is the user's: rank 0 draws it, with its own sampler and
@@ -13,47 +13,32 @@ prediction nothing is exchanged, so rank r simply takes every n-th batch.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from fitkit import trees
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, marked, samples_of
-from fitkit.data.fingerprints import check_same_on_all_ranks
 from fitkit.data.loaders import (
+    GivenOrder,
     batches_by_index,
     draw_as_iterating_does,
     reads_by_index,
+    sampler_name,
     tell_epoch,
     with_sampler,
 )
-from fitkit.data.sources import (
-    IterableSource,
-    LoaderSource,
-    Source,
-)
+from fitkit.data.sources import IterableSource, LoaderSource, Source, length_of
+from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 
 SHARDS_ITSELF = "shards_itself"
 """An IterableDataset with this attribute set to True gives each rank its own part already."""
-
-
-class Place(Protocol):
-    """Which share is meant, of how many."""
-
-    rank: int
-    world_size: int
-
-
-class Exchange(Place, Protocol):
-    """What sharding needs of the ranks' collectives."""
-
-    def gather(self, value: Any) -> list[Any]: ...
-    def broadcast(self, value: Any) -> Any: ...
-    def scatter(self, values: list[Any] | None) -> Any: ...
 
 
 @dataclasses.dataclass
@@ -71,56 +56,58 @@ class Share:
     total: int
 
 
-def whole_of(source: Any) -> Any:
-    """The source that a share is of; a source that is no share, itself."""
-    return getattr(source, "source", source)
-
-
 def sharded(
-    source: Source, exchange: Exchange, *, training: bool, replace_sampler: bool, scatter: bool
+    source: Source, ranks: Collectives, *, training: bool, replace_sampler: bool, scatter: bool
 ) -> Source:
-    """The rank's part of a source; the source itself where there is one rank.
+    """The rank's shard of a source; the source itself where there is one rank.
 
     Args:
+        ranks: those that share the data.
         training: whether ranks must make equal numbers of steps; the batches are `Share`s then.
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether rank 0 alone can read plain iterables and hands batches out.
     """
-    if exchange.world_size == 1:
+    if ranks.world_size == 1:
         return source
-    own = not scatter  # Else all ranks have the data that rank 0 sent them.
-    if isinstance(source, ArraySource):
-        if own:
-            check_same_on_all_ranks(source, exchange)
-        return _ArrayShard(source, exchange, training)
-    if isinstance(source, LoaderSource) and _has_indices(source.loader):
-        if isinstance(source.loader.sampler, DistributedSampler) or not replace_sampler:
-            return _AsItIs(source, exchange, training)
-        if own:
-            check_same_on_all_ranks(source, exchange)
-        return _LoaderShard(source, exchange, training)
+    dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
+    if isinstance(dataset, IterableDataset):
+        is_part = bool(getattr(dataset, SHARDS_ITSELF, False))
+        return _ReadByAll(source, ranks, training, is_part=is_part)
+    if isinstance(source, LoaderSource) and (
+        isinstance(source.loader.sampler, DistributedSampler) or not replace_sampler
+    ):
+        shard = _ReadByAll(source, ranks, training, is_part=True)
+        shard.steps = source.steps
+        return shard
+    if isinstance(source, (ArraySource, LoaderSource)):
+        if not scatter:  # else all ranks have the data that rank 0 sent them
+            check_same_on_all_ranks(source, ranks)
+        return _DealtByIndex(source, ranks, training)
     if scatter and isinstance(source, IterableSource):
-        return _Scattered(source, exchange, training)
-    return _EveryNth(source, exchange, training)
-
-
-def _has_indices(loader: DataLoader[Any]) -> bool:
-    return not isinstance(loader.dataset, IterableDataset)
+        return _HandedOut(source, ranks, training)
+    return _ReadByAll(source, ranks, training, is_part=False)
 
 
 class _Shard:
-    """What all shards share: sizes, and the steps that the ranks make together."""
+    """What all shards share: sizes, and the steps that the ranks make together.
 
-    def __init__(self, source: Any, exchange: Exchange, training: bool) -> None:
+    Attributes:
+        source: all ranks' data.
+    """
+
+    def __init__(self, source: Any, ranks: Collectives, training: bool) -> None:
         self.source = source
-        self.exchange = exchange
+        self.ranks = ranks
         self.training = training
         self.samples: int | None = source.samples
         self.batch_size: int | None = source.batch_size
-        self.repeatable = source.repeatable
-        self._seen: Any = None
-        whole, size = source.steps, exchange.world_size
-        self.steps: int | None = None if whole is None else -(-whole // size)
+        self.repeatable: bool = source.repeatable
+        self.steps: int | None = None if source.steps is None else -(-source.steps // self.size)
+        self._seen: Any = None  # the last batch with rows, also another rank's
+
+    @property
+    def size(self) -> int:
+        return self.ranks.world_size
 
     @property
     def target(self) -> Any:
@@ -134,7 +121,7 @@ class _Shard:
         """Every n-th batch."""
         for index, batch in enumerate(batches):
             self._seen = self._seen if batch is NoRows else batch
-            if index % self.exchange.world_size == self.exchange.rank:
+            if index % self.size == self.ranks.rank:
                 yield batch
 
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -149,140 +136,119 @@ class _Shard:
             batch = next(batches, None)
             last = self._seen if last is None else last  # another rank's fills a place as well
             count = count_of(batch)
-            told = self.exchange.gather((count, batch is None, not count and last is None))
-            total = sum(count for count, _, _ in told)
+            gathered = self.ranks.gather((count, batch is None, not count and last is None))
+            total = sum(count for count, _, _ in gathered)
             if total == 0:
-                if all(has_ended for _, has_ended, _ in told):
+                if all(has_ended for _, has_ended, _ in gathered):
                     return
                 yield NoRows
                 continue
-            lacking = [has_ended for _, has_ended, has_nothing in told if has_nothing]
+            lacking = [has_ended for _, has_ended, has_nothing in gathered if has_nothing]
             if any(lacking):
-                if self.exchange.rank == 0:
+                if self.ranks.rank == 0:
                     warn(
                         f"x ended on some ranks before their first batch; {total} samples of the "
                         "others are left over."
                     )
                 return
             if lacking:
-                lent = self.exchange.gather(batch if count else None)
+                lent = self.ranks.gather(batch if count else None)
                 last = next(b for b in lent if b is not None) if last is None else last
             last = batch if count else last
             yield Share(last, count, total)
 
 
-class _ArrayShard(_Shard):
-    """In-memory data: every rank computes the same order from one seed."""
+class _DealtByIndex(_Shard):
+    """Data whose order is known before they are read: arrays, and loaders of map-style data sets.
 
-    source: ArraySource
+    All ranks have the same indices of all batches, and each reads those that it is dealt.
+    """
+
+    source: ArraySource | LoaderSource
+
+    def __init__(
+        self, source: ArraySource | LoaderSource, ranks: Collectives, training: bool
+    ) -> None:
+        super().__init__(source, ranks, training)
+        self._by_sample, self._drop_last = True, False
+        if isinstance(source, LoaderSource):
+            self._mine = GivenOrder()
+            self._loader = with_sampler(source.loader, self._mine)
+            self._drop_last = bool(getattr(source.loader, "drop_last", False))
+            # Without a batch sampler each index stands for a whole batch, of unknown size.
+            self._by_sample = source.loader.batch_sampler is not None
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        groups = self._order(number)[skip:]
+        if self.training and self._by_sample:
+            dealt = list(deal(groups, self.ranks, drop_last=self._drop_last))
+            return shared(dealt, self._read([chosen for chosen, _, _ in dealt]))
+        batches = self._read(list(self._own(iter(groups))))
+        return self._together(batches) if self.training else batches
+
+    def _order(self, number: int) -> Any:
+        """The indices of all batches of a pass, as one process would draw them."""
+        source, is_first = self.source, self.ranks.rank == 0
+        if isinstance(source, ArraySource):  # the order follows from a seed
+            if source.shuffle and source.seed is None:
+                source.seed = self.ranks.broadcast(source.draw_seed() if is_first else None)
+            return source.index_batches(number)
+        drawn = None
+        if is_first:
+            tell_epoch(source.loader, number)
+            indices = iter(getattr(source.loader, sampler_name(source.loader)))
+            draw_as_iterating_does(source.loader)
+            drawn = list(indices)
+        return self.ranks.broadcast(drawn)
+
+    def _read(self, chosen: list[Any]) -> Iterator[Any]:
+        """The batches of these indices, without a draw of random numbers more."""
         source = self.source
-        if source.shuffle and source.seed is None:
-            if self.exchange.rank == 0:
-                source.draw_seed()
-            source.seed = self.exchange.broadcast(source.seed)
-        groups = source.index_batches(number)[skip:]
-        if not self.training:
-            for chosen in self._own(iter(groups)):
-                yield source.take(chosen)
-            return
-        for chosen, count, total in deal(groups, self.exchange, drop_last=False):
-            yield Share(source.take(chosen), count, total)
-
-
-class _LoaderShard(_Shard):
-    """A DataLoader over a map-style data set: rank 0's sampler decides for all."""
-
-    def __init__(self, source: LoaderSource, exchange: Exchange, training: bool) -> None:
-        super().__init__(source, exchange, training)
-        self._mine = _Fixed()
-        self._loader = with_sampler(source.loader, self._mine)
-        self._by_batch = source.loader.batch_sampler is not None
-
-    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        drawn = self._draw(number) if self.exchange.rank == 0 else None
-        groups = self.exchange.broadcast(drawn)[skip:]
-        if not self.training:
-            self._mine.items = list(self._own(iter(groups)))
-            return self._iterate() if self._mine.items else iter(())
-        if not self._by_batch:  # each index stands for a whole batch, of unknown size
-            self._mine.items = list(self._own(iter(groups)))
-            return self._together(self._iterate())
-        drop_last = bool(getattr(self.source.loader, "drop_last", False))
-        dealt = list(deal(groups, self.exchange, drop_last=drop_last))
-        self._mine.items = [chosen for chosen, _, _ in dealt]
-        batches = self._iterate()
-        return shared(dealt, batches)
-
-    def _iterate(self) -> Iterator[Any]:
-        """Iterate the loader over this rank's batches, without a draw of random numbers more."""
-        if reads_by_index(self.source.loader):
-            return batches_by_index(self.source.loader, self._mine.items)
-        generator = self.source.loader.generator or torch.default_generator
+        if isinstance(source, ArraySource):
+            return source.read(chosen)
+        if reads_by_index(source.loader):
+            return batches_by_index(source.loader, chosen)
+        if not chosen:
+            return iter(())
+        self._mine.items = chosen
+        generator = source.loader.generator or torch.default_generator
         state = generator.get_state()
         batches = iter(self._loader)
         generator.set_state(state)
         return marked(batches)
 
-    def _draw(self, number: int) -> list[Any]:
-        """The indices of all batches, drawn as the loader itself would draw them."""
-        loader = self.source.loader
-        tell_epoch(loader, number)
-        drawn = iter(loader.batch_sampler if self._by_batch else loader.sampler)
-        draw_as_iterating_does(loader)  # so the order is that of one process
-        return list(drawn)
 
+class _ReadByAll(_Shard):
+    """Data that every rank reads in their own order, to keep every n-th batch.
 
-class _Fixed:
-    """A sampler over a list that is replaced each epoch, so that a loader's workers may live on."""
+    Args:
+        is_part: whether what a rank reads is its part already; then it keeps all.
+    """
 
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-
-class _AsItIs(_Shard):
-    """A loader that shards itself (a DistributedSampler, or replace_sampler=False)."""
-
-    def __init__(self, source: LoaderSource, exchange: Exchange, training: bool) -> None:
-        super().__init__(source, exchange, training)
-        self.steps = source.steps
+    def __init__(self, source: Any, ranks: Collectives, training: bool, *, is_part: bool) -> None:
+        super().__init__(source, ranks, training)
+        self._is_part = is_part
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        batches = self.source.batches(number, skip // self.exchange.world_size)
-        return self._together(batches) if self.training else batches
-
-
-class _EveryNth(_Shard):
-    """Every rank reads the whole stream and keeps every n-th batch."""
-
-    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        dataset = getattr(getattr(self.source, "loader", None), "dataset", None)
-        if getattr(dataset, SHARDS_ITSELF, False):
-            batches = self.source.batches(number, skip // self.exchange.world_size)
+        if self._is_part:
+            batches = self.source.batches(number, skip // self.size)
         else:
             batches = self._own(self.source.batches(number, skip))
         return self._together(batches) if self.training else batches
 
 
-class _Scattered(_Shard):
+class _HandedOut(_Shard):
     """An iterable that only rank 0 has: it reads, and hands out a batch to each rank."""
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         # Begun here, not at the first batch: what a pass draws has to be drawn by now.
-        batches = self.source.batches(number, skip) if self.exchange.rank == 0 else iter(())
-        return self._dealt(batches)
+        batches = self.source.batches(number, skip) if self.ranks.rank == 0 else iter(())
+        return self._handed_out(batches)
 
-    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:
         """A batch for each rank, as long as there are any."""
         while True:
-            mine, count, total = self.exchange.scatter(self._next(batches))
+            mine, count, total = self.ranks.scatter(self._next(batches))
             if mine is None:
                 return
             if self.training:
@@ -292,19 +258,18 @@ class _Scattered(_Shard):
 
     def _next(self, batches: Iterator[Any]) -> list[Any] | None:
         """For each rank its batch, its samples, and those of all ranks in this step."""
-        if self.exchange.rank != 0:
+        if self.ranks.rank != 0:
             return None
-        size = self.exchange.world_size
-        found = [batch for _, batch in zip(range(size), batches, strict=False)]
+        found = [batch for _, batch in zip(range(self.size), batches, strict=False)]
         if not found:
-            return [(None, 0, 0)] * size
+            return [(None, 0, 0)] * self.size
         total = sum(map(count_of, found))
         filler = next((batch for batch in found if batch is not NoRows), NoRows)
-        told = [
+        handed = [
             (filler if self.training and batch is NoRows else batch, count_of(batch), total)
             for batch in found
         ]
-        return told + [(filler, 0, total)] * (size - len(found))
+        return handed + [(filler, 0, total)] * (self.size - len(found))
 
 
 def count_of(batch: Any) -> int:
@@ -341,14 +306,14 @@ def shared(dealt: list[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterato
         yield Share(batch, count if has_rows else 0, total) if total else NoRows
 
 
-def deal(groups: Any, place: Place, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:
+def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:
     """A rank's indices for each step, their number, and that of all ranks.
 
     Args:
         groups: the indices of every batch, in order: tensors (B,) or lists.
         drop_last: whether a last step that isn't full is left out.
     """
-    size, rank = place.world_size, place.rank
+    size, rank = ranks.world_size, ranks.rank
     for start in range(0, len(groups), size):
         step = groups[start : start + size]
         total = sum(len(batch) for batch in step)
@@ -372,3 +337,81 @@ def _part(step: Any, rank: int, size: int, total: int) -> Any:
         return torch.cat(list(step))[bounds[0] : bounds[1]]
     joined = [index for batch in step for index in batch]
     return joined[bounds[0] : bounds[1]]
+
+
+# ---------------------------------------------------------------------- the same data on all ranks
+
+LOOKED_AT = 256
+"""How many numbers of each array are looked at, evenly spread."""
+
+
+def check_same_on_all_ranks(source: ArraySource | LoaderSource, ranks: Collectives) -> None:
+    """Refuse data that differ between the ranks, told from little of them.
+
+    Where each rank runs the script, each makes its own data. Random data or splits without a seed
+    then differ, and the ranks would deal out parts of different wholes, which nothing shows.
+
+    Arrays (also inside a `TensorDataset`) are compared by shape, dtype and some of their numbers,
+    a `Subset` by some of its indices; of other data sets the length is all that is known.
+
+    Ranks:
+        Collective.
+
+    Raises:
+        ConfigurationError: on every rank, with what two ranks have.
+    """
+    everyone = ranks.gather(list(_facts(source)))
+    first = everyone[0]
+    for rank, facts in enumerate(everyone):
+        if facts == first:
+            continue
+        pairs = zip([*first, ("nothing", 0)], [*facts, ("nothing", 0)], strict=False)
+        (one, _), (other, _) = next((a, b) for a, b in pairs if a != b)
+        differ = f"rank 0 has {one}, rank {rank} has {other}"
+        if one == other:
+            differ = f"{one} holds other numbers on rank {rank} than on rank 0"
+        raise ConfigurationError(
+            f"The ranks have different data: {differ}. Every rank runs the script and must come to "
+            "the same data, of which fitkit gives each its part: seed what makes, splits or "
+            "shuffles them (fitkit.set_seed(0)). If each rank's data are its part already, give a "
+            "DataLoader and compile(replace_sampler=False)."
+        )
+
+
+def _facts(source: ArraySource | LoaderSource) -> Iterator[tuple[str, int]]:
+    """What can be known of a source for little, in words, each with a checksum."""
+    if isinstance(source, ArraySource):
+        for name, part in zip(("x", "y", "sample_weight"), source.batch, strict=False):
+            for path, leaf in trees.leaves_with_paths(part):
+                yield _array_facts(name + path, leaf)
+    else:
+        yield from _dataset_facts(source.loader.dataset)
+
+
+def _dataset_facts(dataset: Dataset[Any]) -> Iterator[tuple[str, int]]:
+    yield f"a {type(dataset).__name__} of {length_of(dataset)} samples", 0
+    if type(dataset) is TensorDataset:
+        for index, tensor in enumerate(dataset.tensors):
+            yield _array_facts(f"tensors[{index}]", tensor)
+    elif type(dataset) is Subset:
+        # Its indices may be millions in a list; a slice of it would be made in full.
+        step = max(len(dataset.indices) // LOOKED_AT, 1)
+        chosen = [int(dataset.indices[at]) for at in range(0, len(dataset.indices), step)]
+        yield "a Subset's indices", zlib.crc32(repr(chosen).encode())
+        yield from _dataset_facts(dataset.dataset)
+    elif type(dataset) is ConcatDataset:
+        for part in dataset.datasets:
+            yield from _dataset_facts(part)
+
+
+def _array_facts(name: str, value: Any) -> tuple[str, int]:
+    """An array's name, shape and dtype, and the checksum of some of its numbers."""
+    if not isinstance(value, torch.Tensor):
+        return f"{name} {type(value).__name__}", 0
+    words = f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if value.layout is not torch.strided or value.numel() == 0:
+        return words, 0
+    positions = torch.linspace(0, value.numel() - 1, LOOKED_AT, dtype=torch.float64).long()
+    places = torch.unravel_index(positions.to(value.device), value.shape)
+    seen = value.detach()[places].contiguous().cpu().view(torch.uint8)
+    return words, zlib.crc32(seen.numpy().tobytes())

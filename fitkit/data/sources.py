@@ -35,7 +35,7 @@ from fitkit.data.arrays import (
 )
 from fitkit.data.batches import check_weights, marked, warn_of_second_target
 from fitkit.data.loaders import (
-    Once,
+    GivenOrder,
     batches_by_index,
     draw_as_iterating_does,
     index_batches,
@@ -80,10 +80,14 @@ class Source(Protocol):
         """
 
 
+def whole_of(source: Any) -> Any:
+    """The source of all ranks' data that a rank's shard is of; one that is no shard, itself."""
+    return getattr(source, "source", source)
+
+
 def drawn_from(source: Any) -> Any:
     """What the targets of all of a source's batches are drawn from; None where nobody knows."""
-    while hasattr(source, "source"):  # a share of another
-        source = source.source
+    source = whole_of(source)
     if isinstance(source, LoaderSource) and reads_by_index(source.loader):
         return targets_by_index(source.loader)
     return source.target
@@ -126,7 +130,7 @@ class LoaderSource:
         draw_as_iterating_does(self.loader)
         if self.loader.num_workers:
             drawn = iter(sampler)  # as torch does where it starts workers
-        return iter(with_sampler(self.loader, Once(without_first(drawn, skip))))
+        return iter(with_sampler(self.loader, GivenOrder(without_first(drawn, skip))))
 
     @property
     def generators(self) -> list[torch.Generator]:

@@ -11,8 +11,7 @@ import torch
 
 from fitkit.data.batches import NoRows
 from fitkit.data.loaders import OwnState
-from fitkit.data.sharding import whole_of
-from fitkit.data.sources import Source
+from fitkit.data.sources import Source, whole_of
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import random_state, set_random_state
 

@@ -12,7 +12,8 @@ import torch
 
 from fitkit import trees
 from fitkit.data.arrays import META, ArraySource, as_tensors, wide_dtype
-from fitkit.data.sharding import Share, whole_of
+from fitkit.data.sharding import Share
+from fitkit.data.sources import whole_of
 from fitkit.errors import ConfigurationError
 
 LABEL_KEYS = ("labels", "label")

@@ -17,8 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.data.arrays import ArraySource
-from fitkit.data.sharding import whole_of
-from fitkit.data.sources import Source
+from fitkit.data.sources import Source, whole_of
 from fitkit.distributed.strategies import Door
 from fitkit.hooks import overridden
 from fitkit.module import Module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fitkit.data.sharding import whole_of
+from fitkit.data.sources import whole_of
 from fitkit.errors import CheckpointError, warn
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import describe
-from fitkit.data.sharding import whole_of
+from fitkit.data.sources import whole_of
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.random_states import random_state
 from fitkit.training.check_state import check_callback_state

@@ -119,11 +119,11 @@ def test_workers_that_live_on_give_the_order_of_those_that_begin_anew():
 
 
 def test_workers_begun_before_the_training_do_not_decide_on_a_ranks_batches():
-    from fitkit.data.loaders import Once, with_sampler
+    from fitkit.data.loaders import GivenOrder, with_sampler
 
     loader = DataLoader(TensorDataset(X, Y), 8, num_workers=1, persistent_workers=True)
     next(iter(loader))
-    (batch,) = with_sampler(loader, Once(iter([[3, 5]])))
+    (batch,) = with_sampler(loader, GivenOrder(iter([[3, 5]])))
     assert torch.equal(batch[0], X[[3, 5]])
 
 
