@@ -12,6 +12,7 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import describe
+from fitkit.data.batches import Source
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -222,7 +223,7 @@ VIEWS = 256
 0.1 MB."""
 
 
-class ArraySource:
+class ArraySource(Source):
     """Batches cut from in-memory tensors; sample by sample nothing is collated.
 
     Args:
@@ -234,16 +235,14 @@ class ArraySource:
     first shuffled pass, and `p`: nothing else draws from that generator.
     """
 
-    repeatable = True
-
     def __init__(
         self, batch: tuple[Any, ...], batch_size: int, shuffle: bool | str = False
     ) -> None:
         self.batch = batch
-        self.batch_size: int | None = batch_size
+        self.batch_size = batch_size
         self.shuffle = shuffle
-        self.samples: int | None = trees.sample_count(batch[0])
-        self.steps: int | None = -(-self.samples // batch_size)
+        self.samples = trees.sample_count(batch[0])
+        self.steps = -(-self.samples // batch_size)
         self.seed: int | None = None
         self._flat = all(
             isinstance(part, torch.Tensor) and part.layout not in SPARSE for part in batch
@@ -251,7 +250,6 @@ class ArraySource:
 
     @property
     def target(self) -> Any:
-        """All targets, or None."""
         return self.batch[1] if len(self.batch) > 1 else None
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What a batch holds: inputs, targets, sample weights."""
+"""What a batch holds (inputs, targets, sample weights), and what all sources of batches have."""
 
 from __future__ import annotations
 
@@ -28,6 +28,48 @@ class NoRows:
 
     A class, because that stays the same object where it is sent to another process.
     """
+
+
+class Source:
+    """Gives batches, pass after pass.
+
+    Attributes:
+        samples: in one pass; None where unknown.
+        batch_size: None where unknown.
+        steps: batches in one pass; None where unknown.
+        repeatable: whether a second pass starts from the beginning.
+        target: all targets as a tree of tensors, where they are in memory.
+        own_state: follows the state that a loader keeps by itself (`OwnState`); None elsewhere.
+        generators: random generators of the data's own, which their order may follow from.
+        whole: all ranks' data, where this is a rank's shard of them; else the source itself.
+    """
+
+    samples: int | None = None
+    batch_size: int | None = None
+    steps: int | None = None
+    repeatable = True
+    own_state: Any = None
+
+    @property
+    def target(self) -> Any:
+        return None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return []
+
+    @property
+    def whole(self) -> Any:
+        return self
+
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of pass `number`, without the first `skip`; they aren't loaded if avoidable.
+
+        `NoRows` stands for each that has no rows. It counts among those to skip.
+
+        What has been drawn when this returns is all that a pass draws before its first batch.
+        """
+        raise NotImplementedError
 
 
 def marked(batches: Iterator[Any]) -> Iterator[Any]:

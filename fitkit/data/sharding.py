@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fitkit import trees
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, marked, samples_of
+from fitkit.data.batches import NoRows, Source, marked, samples_of
 from fitkit.data.loaders import (
     GivenOrder,
     batches_by_index,
@@ -33,7 +33,7 @@ from fitkit.data.loaders import (
     tell_epoch,
     with_sampler,
 )
-from fitkit.data.sources import IterableSource, LoaderSource, Source, length_of
+from fitkit.data.sources import IterableSource, LoaderSource, length_of
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 
@@ -88,8 +88,10 @@ def sharded(
     return _ReadByAll(source, ranks, training, is_part=False)
 
 
-class _Shard:
+class _Shard(Source):
     """What all shards share: sizes, and the steps that the ranks make together.
+
+    `batches` leaves out the first `skip` of all ranks' batches. A shard keeps no loader's state.
 
     Attributes:
         source: all ranks' data.
@@ -99,10 +101,9 @@ class _Shard:
         self.source = source
         self.ranks = ranks
         self.training = training
-        self.samples: int | None = source.samples
-        self.batch_size: int | None = source.batch_size
-        self.repeatable: bool = source.repeatable
-        self.steps: int | None = None if source.steps is None else -(-source.steps // self.size)
+        self.samples, self.batch_size = source.samples, source.batch_size
+        self.repeatable = source.repeatable
+        self.steps = None if source.steps is None else -(-source.steps // self.size)
         self._seen: Any = None  # the last batch with rows, also another rank's
 
     @property
@@ -113,9 +114,13 @@ class _Shard:
     def target(self) -> Any:
         return self.source.target
 
-    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        """This rank's batches of pass `number`, without the first `skip` of all ranks' batches."""
-        raise NotImplementedError
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return self.source.generators
+
+    @property
+    def whole(self) -> Any:
+        return self.source
 
     def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Every n-th batch."""

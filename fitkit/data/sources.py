@@ -1,15 +1,11 @@
-"""Anything that users call data, as one kind of thing: a source of batches.
-
-A source gives the batches of one pass over the data, and knows what can be known before:
-the number of samples, of batches, and whether it can be read again.
-"""
+"""Anything that users call data, as one kind of thing: a source of batches."""
 
 from __future__ import annotations
 
 import copy
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -33,7 +29,7 @@ from fitkit.data.arrays import (
     take,
     wide_dtype,
 )
-from fitkit.data.batches import check_weights, marked, warn_of_second_target
+from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
 from fitkit.data.loaders import (
     GivenOrder,
     batches_by_index,
@@ -52,59 +48,22 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 DEFAULT_BATCH_SIZE = 32
 
 
-class Source(Protocol):
-    """Gives batches, pass after pass.
-
-    Attributes:
-        samples: in one pass; None where unknown.
-        batch_size: None where unknown.
-        steps: batches in one pass; None where unknown.
-        repeatable: whether a second pass starts from the beginning.
-        target: all targets as a tree of tensors, where they are in memory.
-    """
-
-    samples: int | None
-    batch_size: int | None
-    steps: int | None
-    repeatable: bool
-
-    @property
-    def target(self) -> Any: ...
-
-    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of pass `number`, without the first `skip`; they aren't loaded if avoidable.
-
-        `NoRows` stands for each that has no rows. It counts among those to skip.
-
-        What has been drawn when this returns is all that a pass draws before its first batch.
-        """
-
-
-def whole_of(source: Any) -> Any:
-    """The source of all ranks' data that a rank's shard is of; one that is no shard, itself."""
-    return getattr(source, "source", source)
-
-
-def drawn_from(source: Any) -> Any:
+def drawn_from(source: Source) -> Any:
     """What the targets of all of a source's batches are drawn from; None where nobody knows."""
-    source = whole_of(source)
+    source = source.whole
     if isinstance(source, LoaderSource) and reads_by_index(source.loader):
         return targets_by_index(source.loader)
     return source.target
 
 
-class LoaderSource:
+class LoaderSource(Source):
     """The batches of a `DataLoader`, in its own order."""
-
-    repeatable = True
-    target = None
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader = _without_masks(loader)
         self.own_state = own_state_of(loader)
-        self.batch_size: int | None = loader.batch_size
-        self.steps: int | None = length_of(loader)
-        self.samples: int | None = None
+        self.batch_size = loader.batch_size
+        self.steps = length_of(loader)
         if self.steps is not None and loader.batch_size is not None:
             sampled = length_of(loader.sampler)
             full = self.steps * loader.batch_size
@@ -159,18 +118,14 @@ def collate_without_masks(samples: Any) -> Any:
     return default_collate(samples)
 
 
-class IterableSource:
+class IterableSource(Source):
     """The batches of any iterable; one that is its own iterator can be read once."""
-
-    batch_size: int | None = None
-    samples: int | None = None
-    target = None
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
         self.own_state = own_state_of(iterable)
         self.repeatable = not isinstance(iterable, Iterator)
-        self.steps: int | None = length_of(iterable)
+        self.steps = length_of(iterable)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         if self.own_state is not None and (not skip or self.own_state.waits):
@@ -251,32 +206,13 @@ def make_source(
     """
     if _makes_batches(x, y, sample_weight):
         _refuse_parts(name, x, y, sample_weight)
-        source = _batch_source(x, batch_size, shuffle, float_dtype, name)
-        if source.steps == 0:
-            raise ConfigurationError(f"{name} is empty: the {type(x).__name__} has no batches.")
-        return source
-    return array_source(
-        x,
-        y,
-        sample_weight,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        float_dtype=float_dtype,
-        name=name,
-    )
-
-
-def array_source(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    *,
-    batch_size: int,
-    shuffle: bool | str,
-    float_dtype: torch.dtype,
-    name: str = "x",
-) -> ArraySource:
-    """A source that cuts its batches from in-memory arrays."""
+        if not _is_plain_tensors(x):
+            source = _batch_source(x, batch_size, shuffle, name)
+            if source.steps == 0:
+                raise ConfigurationError(f"{name} is empty: the {type(x).__name__} has no batches.")
+            return source
+        x, y, sample_weight = (*x.tensors, None, None)[:3]
+        warn_of_second_target(y, sample_weight)
     batch = array_batch(x, y, sample_weight, float_dtype=float_dtype, name=name)
     check_cuttable(batch[0], name)
     return ArraySource(batch, batch_size, shuffle)
@@ -341,26 +277,11 @@ def _refuse_parts(name: str, x: Any, y: Any, sample_weight: Any) -> None:
             )
 
 
-def _batch_source(
-    x: Any, batch_size: int, shuffle: bool | str, float_dtype: torch.dtype, name: str
-) -> Source:
+def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> Source:
+    """The source for what makes batches, or samples, itself."""
     if isinstance(x, DataLoader):
         _warn_unused_batch_size(name, x, batch_size, x.batch_size)
         return LoaderSource(x)
-    if _is_plain_tensors(x):
-        first, *rest = x.tensors
-        y = rest[0] if rest else None
-        weight = rest[1] if len(rest) > 1 else None
-        warn_of_second_target(y, weight)
-        return array_source(
-            first,
-            y,
-            weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            float_dtype=float_dtype,
-            name=name,
-        )
     if isinstance(x, IterableDataset):
         return LoaderSource(DataLoader(x, batch_size=batch_size))
     if isinstance(x, Dataset) or hasattr(x, "__getitems__"):
@@ -408,7 +329,25 @@ def split_tail(
     Raises:
         ConfigurationError: data that can't be cut, or a part that would be empty.
     """
-    samples, pieces = _cuttable(x, y, sample_weight)
+    makes_batches = _makes_batches(x, y, sample_weight)
+    if makes_batches:
+        _refuse_parts("x", x, y, sample_weight)
+    if _is_plain_tensors(x):
+        x, y, sample_weight = (*x.tensors, None, None)[:3]
+        samples: int | None = len(x)
+    elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
+        samples = length_of(x)
+    elif makes_batches:
+        samples = None
+    else:
+        batch = array_batch(x, y, sample_weight, float_dtype=torch.get_default_dtype())
+        check_cuttable(batch[0], "x")
+        samples = trees.sample_count(batch[0])
+    if samples is None:
+        raise ConfigurationError(
+            f"validation_split needs arrays, tensors or a Dataset; x is a {type(x).__name__}, "
+            "which makes its own batches. Give validation_data=(x_val, y_val) or a loader."
+        )
     # 10 * (1 - 0.9) is 0.9999999999999998 in binary: a hair must not cost a sample.
     cut = int(samples * (1.0 - fraction) + 1e-9)
     if cut == 0 or cut == samples:
@@ -416,32 +355,12 @@ def split_tail(
             f"validation_split={fraction:g} of {samples} samples leaves {cut} to train and "
             f"{samples - cut} to validate. Both need at least 1."
         )
-    if isinstance(x, Dataset) and not _is_plain_tensors(x):
+    if isinstance(x, Dataset):
         return (Subset(x, range(cut)), None, None), (Subset(x, range(cut, samples)), None, None)
+    pieces = (x, y, sample_weight)
     head = tuple(None if piece is None else take(piece, 0, cut) for piece in pieces)
     tail = tuple(None if piece is None else take(piece, cut, samples) for piece in pieces)
     return (head[0], head[1], head[2]), (tail[0], tail[1], tail[2])
-
-
-def _cuttable(x: Any, y: Any, sample_weight: Any) -> tuple[int, tuple[Any, Any, Any]]:
-    """The number of samples, and the parts to cut as trees of arrays."""
-    if _makes_batches(x, y, sample_weight):
-        _refuse_parts("x", x, y, sample_weight)
-    if _is_plain_tensors(x):
-        padded = [*x.tensors, None, None]
-        return len(x), (padded[0], padded[1], padded[2])
-    if isinstance(x, Dataset) and not isinstance(x, IterableDataset):
-        samples = length_of(x)
-        if samples is not None:
-            return samples, (x, None, None)
-    if _makes_batches(x, y, sample_weight):
-        raise ConfigurationError(
-            f"validation_split needs arrays, tensors or a Dataset; x is a {type(x).__name__}, "
-            "which makes its own batches. Give validation_data=(x_val, y_val) or a loader."
-        )
-    batch = array_batch(x, y, sample_weight, float_dtype=torch.get_default_dtype())
-    check_cuttable(batch[0], "x")
-    return trees.sample_count(batch[0]), (x, y, sample_weight)
 
 
 def validation_parts(validation_data: Any) -> tuple[Any, Any, Any]:

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from fitkit.data.batches import NoRows
-from fitkit.data.loaders import OwnState
-from fitkit.data.sources import Source, whole_of
+from fitkit.data.batches import NoRows, Source
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import random_state, set_random_state
 
@@ -85,7 +83,7 @@ class Stream:
         Ranks:
             Collective.
         """
-        whole, own = whole_of(self.source), _own_state(self.source)
+        whole, own = self.source.whole, self.source.own_state
         waiting = own.state(ends_pass=False) if own is not None and own.waits else None
         drawn, rest = random_state(self.generators), None
         if not whole.repeatable:
@@ -109,39 +107,27 @@ class Stream:
         Args:
             ends_pass: whether the next batch is a new pass's.
         """
-        own = _own_state(self.source)
+        own = self.source.own_state
         return None if own is None else own.state(ends_pass=ends_pass)
 
     def take_loader_state(self, state: dict[str, Any] | None) -> None:
         """Let the data's own loader go on from its state, where it keeps one."""
-        own = _own_state(self.source)
+        own = self.source.own_state
         if own is not None and state is not None:
             own.take(state)
 
     @property
     def generators(self) -> list[torch.Generator]:
         """Generators of the data's own, which their order may follow from."""
-        return generators_of(self.source)
-
-
-def generators_of(source: Any) -> list[torch.Generator]:
-    """The generators of a source, or of the one that it is a share of."""
-    found: list[torch.Generator] = getattr(whole_of(source), "generators", [])
-    return found
-
-
-def _own_state(source: Any) -> OwnState | None:
-    """What follows the state of a source's loader; a share of a source has none."""
-    found: OwnState | None = getattr(source, "own_state", None)
-    return found
+        return self.source.generators
 
 
 def _begin(source: Source, place: Place) -> Iterator[Any]:
     """A pass's batches from a place on; what is drawn at its beginning is drawn again."""
-    own = _own_state(source)
+    own = source.own_state
     if place.batches and own is not None and own.waits:
         return source.batches(place.number, place.batches)
-    generators = generators_of(source)
+    generators = source.generators
     if place.batches and place.began is not None:
         now = random_state(generators)
         set_random_state(place.began, generators)

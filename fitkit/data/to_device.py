@@ -13,7 +13,6 @@ import torch
 from fitkit import trees
 from fitkit.data.arrays import META, ArraySource, as_tensors, wide_dtype
 from fitkit.data.sharding import Share
-from fitkit.data.sources import whole_of
 from fitkit.errors import ConfigurationError
 
 LABEL_KEYS = ("labels", "label")
@@ -293,7 +292,7 @@ def keep_on_device(source: Any, move: Callable[[Any], Any], free_bytes: Callable
     Returns:
         Whether they are there now.
     """
-    whole = whole_of(source)
+    whole = source.whole
     if not isinstance(whole, ArraySource) or not goes_aside(whole.batch):
         return False
     needed = sum(leaf.nbytes for leaf in trees.leaves(whole.batch) if leaf is not None)

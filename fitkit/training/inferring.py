@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.data.arrays import ArraySource
-from fitkit.data.sources import Source, whole_of
+from fitkit.data.batches import Source
 from fitkit.distributed.strategies import Door
 from fitkit.hooks import overridden
 from fitkit.module import Module
@@ -100,7 +100,7 @@ def inference_for(
     return Inference(
         step,
         allowed=may_infer(model, step, callbacks, stage),
-        in_memory=alike and isinstance(whole_of(source), ArraySource),
+        in_memory=alike and isinstance(source.whole, ArraySource),
     )
 
 

@@ -12,9 +12,8 @@ import torch
 from fitkit import trees
 from fitkit.callbacks import CallbackList
 from fitkit.callbacks.watches import non_finite_losses
-from fitkit.data.batches import NoRows
+from fitkit.data.batches import NoRows, Source
 from fitkit.data.sharding import Share
-from fitkit.data.sources import Source
 from fitkit.data.stream import limited
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fitkit.data.sources import whole_of
 from fitkit.errors import CheckpointError, warn
 
 
@@ -92,13 +91,13 @@ def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def seed_of(source: Any) -> int | None:
     """The seed of in-memory data's order, from a source or the one that it is a share of."""
-    found: int | None = getattr(whole_of(source), "seed", None)
+    found: int | None = getattr(source.whole, "seed", None)
     return found
 
 
 def set_seed_of(source: Any, seed: int | None) -> None:
     """Give in-memory data the seed that `seed_of` found."""
-    whole = whole_of(source)
+    whole = source.whole
     if seed is not None and hasattr(whole, "seed"):
         whole.seed = seed
 

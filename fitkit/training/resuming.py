@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import describe
-from fitkit.data.sources import whole_of
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.random_states import random_state
 from fitkit.training.check_state import check_callback_state
@@ -112,7 +111,7 @@ def _kind(callback: Callback) -> dict[str, Any]:
 
 def _kind_of_data(source: Any) -> dict[str, Any]:
     """What the place in the data depends on."""
-    whole = whole_of(source)
+    whole = source.whole
     return {
         "batch_size": whole.batch_size,
         "samples": whole.samples,

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.checkpoint import check_fused_state
+from fitkit.data.batches import Source
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import sharded
-from fitkit.data.sources import Source, drawn_from
+from fitkit.data.sources import drawn_from
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Door, Strategy

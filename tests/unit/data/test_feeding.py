@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fitkit
 from fitkit.data.arrays import ArraySource
 from fitkit.data.sharding import Share
+from fitkit.data.sources import IterableSource
 from fitkit.data.to_device import LEAD, Transfer, fed, goes_aside, keep_on_device
 from fitkit.training import moving, session
 
@@ -162,7 +163,7 @@ def test_arrays_are_kept_on_the_device_only_where_they_take_a_small_part_of_it()
     assert not keep_on_device(source, move, lambda: 4 * 4400 - 1)
     assert keep_on_device(source, move, lambda: 4 * 4400)
     assert len(kept) == 1
-    assert not keep_on_device([1, 2], move, lambda: 2**40)
+    assert not keep_on_device(IterableSource([1, 2]), move, lambda: 2**40)
 
 
 @pytest.fixture
