@@ -15,14 +15,14 @@ from fitkit.distributed.strategies.base import Strategy
 class DP(Strategy):
     """One process; each batch is divided among the devices, and the outputs come together again.
 
-    Every call of a step copies the module to the devices, runs the copies in threads with a part
-    of the batch each, and gathers what they return on the first device: tensors joined along
+    Every call of a step copies the module to the devices, runs the copies (on GPUs in threads) with
+    a part of the batch each, and gathers what they return on the first device: tensors joined along
     dimension 0, scalars as a vector with one entry a replica. A `*_step_end` hook sees the whole
     batch, so that a loss over all of its samples (in-batch negatives) is what one device would
     compute. One backward pass gives one device's gradients; one optimizer makes the update.
 
-    On CPU the replicas share the device. `ddp` is faster on several GPUs: it copies no module
-    and no outputs, and Python's lock doesn't hold its processes up.
+    On CPU the replicas share the device, and run one after the other. `ddp` is faster on several
+    GPUs: it copies no module and no outputs, and Python's lock doesn't hold its processes up.
 
     A metric of torchmetrics that a step updates counts what all replicas saw. Other state that a
     step sets on the module is lost, but for the buffers of the first replica; a warning says so.

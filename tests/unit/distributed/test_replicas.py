@@ -1,4 +1,4 @@
-"""Parts of a batch, replicas in threads, and their outputs as one: against plain PyTorch."""
+"""Parts of a batch, replicas, and their outputs as one: against plain PyTorch."""
 
 import copy
 import dataclasses
@@ -6,13 +6,14 @@ import threading
 import traceback
 import warnings
 from collections import OrderedDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from fitkit.distributed.replicas import Replicas
+from fitkit.distributed.replicas import Replicas, _callers_modes
 from fitkit.distributed.rows import gather, part_sizes, split
 from fitkit.errors import ConfigurationError
 
@@ -213,38 +214,52 @@ def test_gradients_and_buffers_are_those_of_plain_pytorch_on_the_parts():
     assert net.calls == 1 and "calls" in net._buffers
 
 
-def test_the_modes_of_the_callers_thread_hold_in_the_replicas():
-    def modes(self, x):
-        return {
-            "thread": [threading.get_ident()], "grad": torch.is_grad_enabled(),
-            "inference": torch.is_inference_mode_enabled(), "training": self.training,
-            "half": self.layer(x).dtype == torch.bfloat16,
-            "shared": torch.is_autocast_cache_enabled(),
-        }  # fmt: skip
+def modes_in(module, x):
+    """The modes of the thread that calls this."""
+    return {
+        "thread": [threading.get_ident()], "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(), "training": module.training,
+        "half": module.layer(x).dtype == torch.bfloat16,
+        "shared": torch.is_autocast_cache_enabled(),
+    }  # fmt: skip
 
-    door = replicas(Returns(modes).eval())
+
+def test_the_callers_modes_hold_in_the_replicas():
+    door = replicas(Returns(modes_in).eval())
     x = torch.randn(2, 3)
     found = door("", x)
     assert found["grad"].all() and not found["half"].any() and not found["inference"].any()
-    assert len(set(found["thread"][0].tolist())) == 2 and not found["training"].any()
+    assert len(found["thread"][0]) == 2 and not found["training"].any()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = door("", x)
     assert found["half"].all() and not found["grad"].any() and not found["shared"].any()
     with torch.inference_mode():
         assert door("", x)["inference"].all()
-    assert not door("", x)["half"].any()  # nothing stays with the threads
+    assert not door("", x)["half"].any()
 
 
-def test_the_threads_end_with_the_door():
-    before = threading.enumerate()
-    door = replicas(nn.Linear(3, 3), 3)
-    door("", torch.ones(3, 3))
-    mine = [thread for thread in threading.enumerate() if thread not in before]
-    assert mine
-    del door
-    for thread in mine:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in mine)
+def test_the_callers_modes_are_carried_to_another_thread():
+    net, x = Returns(modes_in), torch.randn(1, 3)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        modes = _callers_modes(share_casts=False)
+
+    def call():
+        with modes():
+            inside = net(x)
+        return inside, net(x)
+
+    with ThreadPoolExecutor(1) as threads:
+        inside, after = threads.submit(call).result(20)
+    assert inside["inference"] and inside["half"] and not inside["shared"] and not inside["grad"]
+    assert after["grad"] and after["shared"] and not after["inference"] and not after["half"]
+
+
+def test_replicas_on_the_cpu_draw_random_numbers_in_their_order():
+    net = nn.Dropout()
+    torch.manual_seed(3)
+    found = replicas(net, 3)("", torch.ones(7, 5))
+    torch.manual_seed(3)
+    assert torch.equal(found, torch.cat([net(part) for part in torch.ones(7, 5).split((3, 2, 2))]))
 
 
 # ---------------------------------------------------------------------- what goes wrong
