@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ import torch
 
 from fitkit import trees
 from fitkit.data.arrays import META, ArraySource, as_tensors, wide_dtype
+from fitkit.data.batches import Source
 from fitkit.data.sharding import Share
 from fitkit.errors import ConfigurationError
 
@@ -224,39 +226,105 @@ RESIDENT_FRACTION = 0.25
 is meant before optimizer states, gradients and activations are there."""
 
 
-def fed(batches: Iterator[Any], transfer: Any, streams: Any) -> Iterator[Any]:
-    """The batches on the device, each copied on a stream of its own.
-
-    No batch is read before it is asked for, so that the place in the data and the random numbers
-    drawn for them stay those of a loop without this. That costs nothing: the host starts the work
-    of a step and comes for the next batch while the device computes.
+class Mover:
+    """Brings batches to the device: by `Transfer`, or by the model's own hook.
 
     Args:
-        batches: as they are read; `Share`s keep their counts.
-        transfer: brings a batch to the device, as `Transfer` does; it is told which are there.
-        streams: as `CudaStreams`.
+        transfer: fitkit's way.
+        own: the model's `transfer_batch_to_device`, where it has its own; it is called in the step,
+            on the stream that computes.
+        streams: makes the device's streams, where batches are copied beside what is computed.
+            Default: CUDA's, on a CUDA device.
     """
-    computed: deque[Any] = deque()
-    for batch in batches:
-        inner = batch.batch if type(batch) is Share else batch
-        if not goes_aside(inner):
-            yield batch
-            continue
-        if len(computed) >= LEAD:
-            streams.wait_on_host(computed.popleft())
-        with streams.aside():
-            moved = transfer(inner)
-            arrived = streams.mark()
-        streams.wait(arrived)
-        for tensor in tensors_in(moved):
-            streams.used_here(tensor)
-        transfer.ready = moved
-        if type(batch) is Share:
-            batch.batch = moved
-            yield batch
-        else:
-            yield moved
-        computed.append(streams.mark())
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        own: Callable[..., Any] | None = None,
+        streams: Callable[[torch.device], Any] | None = None,
+    ) -> None:
+        self.transfer = transfer
+        self._own = own
+        self.move: Callable[[Any], Any] = (
+            transfer if own is None else lambda batch: moved_by(own, batch, transfer.device)
+        )
+        if streams is None and transfer.device.type == "cuda":
+            streams = CudaStreams
+        self._make_streams = streams if own is None else None
+        self._streams: Any = None
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch on the device."""
+        return self.move(batch)
+
+    def leaves(self, batch: Any) -> bool:
+        """Whether nothing is done to a batch, nor to others of the same tensors."""
+        return self._own is None and self.transfer(batch) is batch
+
+    def fed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A pass's batches; on a GPU copied there while it computes those before them.
+
+        No batch is read before it is asked for, so that the place in the data and the random
+        numbers drawn for them stay those of a loop without this. That costs nothing: the host
+        starts the work of a step and comes for the next batch while the device computes.
+
+        Args:
+            batches: as they are read; `Share`s keep their counts.
+        """
+        return batches if self._own_streams() is None else self._copied_aside(batches)
+
+    def _copied_aside(self, batches: Iterator[Any]) -> Iterator[Any]:
+        streams, computed = self._streams, deque[Any]()
+        for batch in batches:
+            inner = batch.batch if type(batch) is Share else batch
+            if not goes_aside(inner):
+                yield batch
+                continue
+            if len(computed) >= LEAD:
+                streams.wait_on_host(computed.popleft())
+            with streams.aside():
+                moved = self.transfer(inner)
+                arrived = streams.mark()
+            streams.wait(arrived)
+            for tensor in tensors_in(moved):
+                streams.used_here(tensor)
+            self.transfer.ready = moved
+            if type(batch) is Share:
+                batch.batch = moved
+                yield batch
+            else:
+                yield moved
+            computed.append(streams.mark())
+
+    def keep(self, source: Source) -> bool:
+        """Bring in-memory data to a GPU whole, where they take a small part of its free memory.
+
+        Args:
+            source: read more than once.
+
+        Returns:
+            Whether they are there now.
+        """
+        streams, whole = self._own_streams(), source.whole
+        if streams is None or not isinstance(whole, ArraySource) or not goes_aside(whole.batch):
+            return False
+        needed = sum(leaf.nbytes for leaf in trees.leaves(whole.batch) if leaf is not None)
+        if needed > RESIDENT_FRACTION * streams.free_bytes():
+            return False
+        whole.batch = Transfer(self.transfer.device, self.transfer.float_dtype)(whole.batch)
+        return True
+
+    def _own_streams(self) -> Any:
+        """The device's streams; None where batches aren't copied beside what is computed."""
+        if self._streams is None and self._make_streams is not None:
+            self._streams = self._make_streams(self.transfer.device)
+            self.transfer.pin = self._streams.pinned
+        return self._streams
+
+
+def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+    """A batch moved by a hook, which may also ask for Lightning's number of the loader: 0."""
+    return own(batch, device, *([0] if len(inspect.signature(own).parameters) > 2 else []))
 
 
 def goes_aside(batch: Any) -> bool:
@@ -279,24 +347,3 @@ def goes_aside(batch: Any) -> bool:
 
 def _is_dense_on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def keep_on_device(source: Any, move: Callable[[Any], Any], free_bytes: Callable[[], int]) -> bool:
-    """Bring in-memory data to the device whole, where they take a small part of its free memory.
-
-    Args:
-        source: of in-memory arrays, or a share of one; others stay as they are.
-        move: brings them there.
-        free_bytes: tells the device's free memory.
-
-    Returns:
-        Whether they are there now.
-    """
-    whole = source.whole
-    if not isinstance(whole, ArraySource) or not goes_aside(whole.batch):
-        return False
-    needed = sum(leaf.nbytes for leaf in trees.leaves(whole.batch) if leaf is not None)
-    if needed > RESIDENT_FRACTION * free_bytes():
-        return False
-    whole.batch = move(whole.batch)
-    return True

@@ -12,6 +12,7 @@ from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.batches import samples_of
 from fitkit.data.sharding import Share
+from fitkit.data.to_device import Mover
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.strategies import Door
@@ -21,7 +22,6 @@ from fitkit.hooks import overridden, step_arguments
 from fitkit.logging_options import is_metric
 from fitkit.losses import Count, Term, checked_count
 from fitkit.training.log import Logbook
-from fitkit.training.moving import Mover
 from fitkit.training.stage import Stage
 
 

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.data.to_device import Transfer
+from fitkit.data.to_device import Mover, Transfer
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.module import Module
 from fitkit.training.compilation import Compilation
-from fitkit.training.moving import Mover
 from fitkit.training.steps import Caller, parameters_of
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fitkit.data.to_device import moved_by
 from fitkit.errors import ConfigurationError
 from fitkit.logging_options import LogOptions
 from fitkit.module import Module
 from fitkit.training.log import Logged
-from fitkit.training.moving import moved_by
 
 if TYPE_CHECKING:
     from fitkit.training.steps import CompiledStep, PredictStep

@@ -17,7 +17,7 @@ from fitkit import trees
 from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_second_target
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
-from fitkit.data.to_device import LABEL_KEYS
+from fitkit.data.to_device import LABEL_KEYS, Mover
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Door
@@ -28,7 +28,6 @@ from fitkit.losses.compiled import total_of
 from fitkit.modes import modes_restored
 from fitkit.training.explain import raise_explained, shapes_of
 from fitkit.training.log import Logbook
-from fitkit.training.moving import Mover
 
 
 class CompiledStep:

@@ -13,8 +13,8 @@ import fitkit
 from fitkit.data.arrays import ArraySource
 from fitkit.data.sharding import Share
 from fitkit.data.sources import IterableSource
-from fitkit.data.to_device import LEAD, Transfer, fed, goes_aside, keep_on_device
-from fitkit.training import moving, session
+from fitkit.data.to_device import LEAD, Mover, Transfer, goes_aside
+from fitkit.training import session
 
 
 class Streams:
@@ -50,6 +50,11 @@ class Streams:
 
     def free_bytes(self):
         return self.free
+
+
+def fed(batches, transfer, streams):
+    """The batches of a mover with these streams."""
+    return Mover(transfer, streams=lambda device: streams).fed(batches)
 
 
 class Copying(Transfer):
@@ -153,17 +158,17 @@ def test_tensors_whose_memory_streams_cannot_be_told_of_are_left_to_the_step(kin
 
 
 def test_arrays_are_kept_on_the_device_only_where_they_take_a_small_part_of_it():
-    kept = []
-
-    def move(batch):
-        kept.append(batch)
-        return batch
-
     source = ArraySource((torch.zeros(100, 10), torch.zeros(100)), 10)  # 4400 bytes
-    assert not keep_on_device(source, move, lambda: 4 * 4400 - 1)
-    assert keep_on_device(source, move, lambda: 4 * 4400)
-    assert len(kept) == 1
-    assert not keep_on_device(IterableSource([1, 2]), move, lambda: 2**40)
+    given = source.batch[0]
+
+    def keeps(source, free):
+        transfer = Transfer(torch.device("cpu"), torch.float64)
+        return Mover(transfer, streams=lambda device: Streams(free=free)).keep(source)
+
+    assert not keeps(source, 4 * 4400 - 1) and source.batch[0] is given
+    assert keeps(source, 4 * 4400) and source.batch[0].dtype == torch.float64
+    assert not keeps(IterableSource([1, 2]), 2**40)
+    assert not Mover(Transfer(torch.device("cpu"), torch.float32)).keep(source)
 
 
 @pytest.fixture
@@ -174,7 +179,7 @@ def with_streams(monkeypatch):
         made.append(Streams())
         return made[-1]
 
-    class Fed(moving.Mover):
+    class Fed(Mover):
         def __init__(self, transfer, own=None):
             super().__init__(transfer, own, make)
 
