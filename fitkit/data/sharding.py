@@ -42,7 +42,7 @@ SHARDS_ITSELF = "shards_itself"
 
 
 @dataclasses.dataclass
-class Share:
+class RankBatch:
     """A rank's part of one step.
 
     Attributes:
@@ -63,7 +63,7 @@ def sharded(
 
     Args:
         ranks: those that share the data.
-        training: whether ranks must make equal numbers of steps; the batches are `Share`s then.
+        training: whether ranks must make equal numbers of steps, of `RankBatch`es.
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether rank 0 alone can read plain iterables and hands batches out.
     """
@@ -160,7 +160,7 @@ class _Shard(Source):
                 lent = self.ranks.gather(batch if count else None)
                 last = next(b for b in lent if b is not None) if last is None else last
             last = batch if count else last
-            yield Share(last, count, total)
+            yield RankBatch(last, count, total)
 
 
 class _DealtByIndex(_Shard):
@@ -187,7 +187,7 @@ class _DealtByIndex(_Shard):
         groups = self._order(number)[skip:]
         if self.training and self._by_sample:
             dealt = list(deal(groups, self.ranks, drop_last=self._drop_last))
-            return shared(dealt, self._read([chosen for chosen, _, _ in dealt]))
+            return rank_batches(dealt, self._read([chosen for chosen, _, _ in dealt]))
         batches = self._read(list(self._own(iter(groups))))
         return self._together(batches) if self.training else batches
 
@@ -257,7 +257,7 @@ class _HandedOut(_Shard):
             if mine is None:
                 return
             if self.training:
-                yield Share(mine, count, total) if total else NoRows
+                yield RankBatch(mine, count, total) if total else NoRows
             elif count or mine is NoRows:
                 yield mine
 
@@ -305,10 +305,10 @@ def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         )
 
 
-def shared(dealt: list[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
+def rank_batches(dealt: list[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
     """A loader's batches as a rank's parts of the steps that their indices were dealt for."""
     for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
-        yield Share(batch, count if has_rows else 0, total) if total else NoRows
+        yield RankBatch(batch, count if has_rows else 0, total) if total else NoRows
 
 
 def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:

@@ -15,7 +15,7 @@ from fitkit.random_states import random_state, set_random_state
 
 
 @dataclasses.dataclass
-class Place:
+class Position:
     """Where in the data a training is.
 
     Attributes:
@@ -43,7 +43,7 @@ class Stream:
         ranks: how many batches of the whole a step takes.
 
     Attributes:
-        place: where it is; with `steps` counted here, else by `note`.
+        position: where it is; with `steps` counted here, else by `note`.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Stream:
     ) -> None:
         self.source = source
         self.steps = source.steps if steps is None else steps
-        self.place = Place(first)
+        self.position = Position(first)
         self._limit = steps
         self._ranks = ranks
         # No reference back to this stream: a ring would keep a loader's workers alive.
-        self._endless = _passes(source, self.place, ranks) if steps is not None else iter(())
+        self._endless = _passes(source, self.position, ranks) if steps is not None else iter(())
         self._epochs = 0
 
     def epoch(self, done: int = 0) -> Iterator[Any]:
@@ -67,15 +67,15 @@ class Stream:
         if self._limit is not None:
             return itertools.islice(self._endless, self._limit - done)
         if self._epochs:
-            self.place.number += 1
-            self.place.batches = 0
+            self.position.number += 1
+            self.position.batches = 0
         self._epochs += 1
-        return _begin(self.source, self.place)
+        return _begin(self.source, self.position)
 
     def note(self, steps: int) -> None:
         """Take note of how many of the epoch's steps are done."""
         if self._limit is None:
-            self.place.batches = steps * self._ranks
+            self.position.batches = steps * self._ranks
 
     def look(self) -> Any:
         """A batch, which is given again when its turn comes; None where there is none.
@@ -98,7 +98,7 @@ class Stream:
         return batch
 
     def _first_with_rows(self) -> Any:
-        batches = self.source.batches(self.place.number)
+        batches = self.source.batches(self.position.number)
         return next((batch for batch in batches if batch is not NoRows), None)
 
     def loader_state(self, *, ends_pass: bool) -> dict[str, Any] | None:
@@ -122,34 +122,34 @@ class Stream:
         return self.source.generators
 
 
-def _begin(source: Source, place: Place) -> Iterator[Any]:
-    """A pass's batches from a place on; what is drawn at its beginning is drawn again."""
+def _begin(source: Source, position: Position) -> Iterator[Any]:
+    """A pass's batches from a position on; what is drawn at its beginning is drawn again."""
     own = source.own_state
-    if place.batches and own is not None and own.waits:
-        return source.batches(place.number, place.batches)
+    if position.batches and own is not None and own.waits:
+        return source.batches(position.number, position.batches)
     generators = source.generators
-    if place.batches and place.began is not None:
+    if position.batches and position.began is not None:
         now = random_state(generators)
-        set_random_state(place.began, generators)
-        batches = source.batches(place.number, place.batches)
+        set_random_state(position.began, generators)
+        batches = source.batches(position.number, position.batches)
         set_random_state(now, generators)
         return batches
-    place.began = random_state(generators)
-    return source.batches(place.number)
+    position.began = random_state(generators)
+    return source.batches(position.number)
 
 
-def _passes(source: Source, place: Place, ranks: int) -> Iterator[Any]:
+def _passes(source: Source, position: Position, ranks: int) -> Iterator[Any]:
     """Pass after pass, until the source gives nothing or can't be read again."""
     while True:
-        count = place.batches
-        for batch in _begin(source, place):
+        count = position.batches
+        for batch in _begin(source, position):
             count += ranks
-            place.batches = count
+            position.batches = count
             yield batch
         if not source.repeatable or count == 0:
             return
-        place.number += 1
-        place.batches = 0
+        position.number += 1
+        position.batches = 0
 
 
 def limited(source: Source, steps: int | None) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import torch
 from fitkit import trees
 from fitkit.data.arrays import META, ArraySource, as_tensors, wide_dtype
 from fitkit.data.batches import Source
-from fitkit.data.sharding import Share
+from fitkit.data.sharding import RankBatch
 from fitkit.errors import ConfigurationError
 
 LABEL_KEYS = ("labels", "label")
@@ -41,7 +41,7 @@ class Transfer:
             copies needn't go on beside what is computed.
 
     A batch cut from arrays shares their memory. A net that changes its inputs in place (a first
-    layer with `inplace=True`) would change the user's data: `settle` looks after the first
+    layer with `inplace=True`) would change the user's data: `note_writes` looks after the first
     batch, and where it does, later batches are copied and the first one is put back.
     """
 
@@ -57,7 +57,7 @@ class Transfer:
         self.pin: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.float_dtype = float_dtype
         self.wide_dtype = wide_dtype(float_dtype)
-        self._copies = self._is_settled = False
+        self._copies = self._leaves_inputs = False
         self._watched: list[tuple[torch.Tensor, int, torch.Tensor]] | None = []
 
     def __call__(self, batch: Any) -> Any:
@@ -66,21 +66,21 @@ class Transfer:
             return batch
         if type(batch) in (tuple, list) and batch:
             x, *rest = batch
-            if self._is_settled and self._is_there(x) and self._are_there(rest):
+            if self._leaves_inputs and self._is_there(x) and self._are_there(rest):
                 return batch
             if len(batch) > 1:
                 return (self._inputs(x), *(trees.map_leaves(self._target, part) for part in rest))
             return (self._inputs(x),)
         return self._inputs(batch)
 
-    def settle(self) -> None:
+    def note_writes(self) -> None:
         """Look, after the first batch's forward, whether the net changed its inputs."""
         changed = [entry for entry in self._watched or () if entry[0]._version != entry[1]]
         self._copies = bool(changed)
         self._watched = changed or None
-        self._is_settled = not changed
+        self._leaves_inputs = not changed
 
-    def put_back(self) -> None:
+    def undo_writes(self) -> None:
         """Give the first batch's memory its values back; not before its backward is done."""
         for tensor, _, values in self._watched or ():
             with torch.no_grad():
@@ -269,14 +269,14 @@ class Mover:
         starts the work of a step and comes for the next batch while the device computes.
 
         Args:
-            batches: as they are read; `Share`s keep their counts.
+            batches: as they are read; `RankBatch`es keep their counts.
         """
         return batches if self._own_streams() is None else self._copied_aside(batches)
 
     def _copied_aside(self, batches: Iterator[Any]) -> Iterator[Any]:
         streams, computed = self._streams, deque[Any]()
         for batch in batches:
-            inner = batch.batch if type(batch) is Share else batch
+            inner = batch.batch if type(batch) is RankBatch else batch
             if not goes_aside(inner):
                 yield batch
                 continue
@@ -289,7 +289,7 @@ class Mover:
             for tensor in tensors_in(moved):
                 streams.used_here(tensor)
             self.transfer.ready = moved
-            if type(batch) is Share:
+            if type(batch) is RankBatch:
                 batch.batch = moved
                 yield batch
             else:

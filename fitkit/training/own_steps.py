@@ -11,7 +11,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.batches import samples_of
-from fitkit.data.sharding import Share
+from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import Mover
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
@@ -122,7 +122,7 @@ class OwnStep:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
         stage = self.stage
-        share = batch if type(batch) is Share else None
+        share = batch if type(batch) is RankBatch else None
         batch = batch if share is None else share.batch
         self.samples = self.total = samples_of(batch)
         if share is not None:
@@ -156,7 +156,7 @@ class OwnStep:
         stage.is_filler = True
         try:
             with _metrics_kept(self.model):
-                batch = batch.batch if type(batch) is Share else batch
+                batch = batch.batch if type(batch) is RankBatch else batch
                 loss = self._loss(self._run(batch, index, optimizer_idx))
         finally:
             stage.is_filler = is_filler
@@ -165,7 +165,7 @@ class OwnStep:
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
-        self.mover.transfer.put_back()
+        self.mover.transfer.undo_writes()
 
     def _run(self, batch: Any, index: int, optimizer_idx: int) -> Any:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
@@ -181,7 +181,7 @@ class OwnStep:
             elif door.weights is not None:
                 outputs = with_mean_loss(outputs, door.weights)
         if self._is_first:
-            self.mover.transfer.settle()
+            self.mover.transfer.note_writes()
         return outputs
 
     def _loss(self, outputs: Any) -> torch.Tensor | None:
@@ -315,7 +315,7 @@ class OwnPredictStep:
                 outputs = self._door("predict_step", self._transfer(batch), *arguments)
             outputs = self._end(outputs)
         if self._is_first:
-            self._transfer.settle()
-            self._transfer.put_back()
+            self._transfer.note_writes()
+            self._transfer.undo_writes()
             self._is_first = False
         return outputs

@@ -13,7 +13,7 @@ from fitkit import trees
 from fitkit.callbacks import CallbackList
 from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.batches import NoRows, Source
-from fitkit.data.sharding import Share
+from fitkit.data.sharding import RankBatch
 from fitkit.data.stream import limited
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -185,7 +185,7 @@ class InStep:
     Args:
         batches: this rank's.
         strategy: says whether its ranks go in step; where they don't, the batches are as given.
-        muted: whether the step mutes a `Share` without samples. Else fillers come as they are,
+        muted: whether the step mutes a `RankBatch` without samples. Else fillers come as they are,
             and `own` leaves out what became of them.
     """
 
@@ -231,4 +231,4 @@ class InStep:
                 yield batch
             else:
                 self._fillers.add(self._count - 1)
-                yield Share(last, 0, 1) if self._muted else last
+                yield RankBatch(last, 0, 1) if self._muted else last

@@ -40,7 +40,7 @@ def take_place(run: FitRun, progress: Progress) -> None:
     rank = run.collectives.rank
     warn_of_other_ranks(progress, run.collectives.world_size)
     check_data(run.source, progress)
-    place = run.stream.place
+    place = run.stream.position
     place.number, place.batches = progress.number, progress.batches
     # Where there are more ranks than before, rank 0's has all that an order follows from.
     place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
@@ -64,7 +64,7 @@ def progress_of(run: FitRun) -> Progress:
             "fitkit.callbacks.ModelCheckpoint, which waits."
         )
     is_between = run.logs is not None or run.steps_done == 0
-    book, place = run.step.logbook, run.stream.place
+    book, place = run.step.logbook, run.stream.position
     noted = (
         {}
         if is_between

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit import trees
 from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_second_target
 from fitkit.data.class_weights import ClassWeights
-from fitkit.data.sharding import Share
+from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import Precision
@@ -120,7 +120,7 @@ class CompiledStep:
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
-        self.mover.transfer.put_back()
+        self.mover.transfer.undo_writes()
 
     def __call__(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss, noted in the logbook with the metrics.
@@ -129,7 +129,7 @@ class CompiledStep:
             ConfigurationError: a batch that the net, loss or metrics can't take, in the terms
                 of what the user passed; torch's own error is its cause.
         """
-        share = batch if type(batch) is Share else None
+        share = batch if type(batch) is RankBatch else None
         x, y, weight = self.opened(batch if share is None else share.batch)
         if self.synchronization is not None:
             self.synchronization.counts = share is None or share.count > 0
@@ -205,12 +205,12 @@ class CompiledStep:
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        opened = self.opened(batch.batch if type(batch) is Share else batch)
+        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
         return self.compute(self.forward, *opened)[1]
 
     def look(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
-        opened = self.opened(batch.batch if type(batch) is Share else batch)
+        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
         self.compute(self.door.net, *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
@@ -312,7 +312,7 @@ class CompiledStep:
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
-        share = batch if type(batch) is Share else None
+        share = batch if type(batch) is RankBatch else None
         x, y, _ = unpack(batch if share is None else share.batch)
         samples = samples_in(x, y) if share is None else share.count
         counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
@@ -328,7 +328,7 @@ class CompiledStep:
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
-        self.mover.transfer.settle()
+        self.mover.transfer.note_writes()
         with torch.no_grad():
             self.loss.check(prediction, y)
             for targets in self.all_targets:
@@ -409,8 +409,8 @@ class PredictStep:
             raise_explained(error, self.door.net, x, None)
             raise
         if not self.checked:
-            self.mover.transfer.settle()
-            self.mover.transfer.put_back()
+            self.mover.transfer.note_writes()
+            self.mover.transfer.undo_writes()
             self.checked = True
         return outputs
 

@@ -212,7 +212,7 @@ def _unknown_option(
     )
 
 
-Place = tuple[int, int, str, tuple[int, ...]]
+StateKey = tuple[int, int, str, tuple[int, ...]]
 """Which optimizer, which of its parameters, which of that one's states, of what shape."""
 
 
@@ -257,7 +257,7 @@ def average_states(optimizers: list[Optimizer], peers: Peers) -> None:
     average_tensors([found[place] for place in shared], peers)
 
 
-def _states(optimizers: list[Optimizer]) -> Iterator[tuple[Place, torch.Tensor]]:
+def _states(optimizers: list[Optimizer]) -> Iterator[tuple[StateKey, torch.Tensor]]:
     for number, optimizer in enumerate(optimizers):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(held):

@@ -150,7 +150,7 @@ def test_a_pass_goes_on_where_it_was_cut_and_draws_as_if_it_had_not_been(name):
     for done in range(2):
         next(batches)
         stream.note(done + 1)
-    other.place = stream.place
+    other.position = stream.position
     state = torch.get_rng_state()
     expected = read(batches)
     torch.manual_seed(99)

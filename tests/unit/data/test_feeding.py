@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.data.arrays import ArraySource
-from fitkit.data.sharding import Share
+from fitkit.data.sharding import RankBatch
 from fitkit.data.sources import IterableSource
 from fitkit.data.to_device import LEAD, Mover, Transfer, goes_aside
 from fitkit.training import session
@@ -100,7 +100,7 @@ def test_the_host_waits_for_what_was_computed_some_batches_ago_and_no_more():
 
 
 def test_shares_keep_their_counts_and_what_is_fed_is_not_moved_again():
-    streams, share = Streams(), Share((torch.ones(2, 3, dtype=torch.float64),), 2, 5)
+    streams, share = Streams(), RankBatch((torch.ones(2, 3, dtype=torch.float64),), 2, 5)
     transfer = Copying(streams)
     (given,) = fed(iter([share]), transfer, streams)
     assert (given.count, given.total) == (2, 5)
@@ -230,7 +230,7 @@ def test_the_place_in_the_data_is_that_of_the_batch_which_runs(with_streams):
 
     class Note(fitkit.callbacks.Callback):
         def on_train_batch_end(self, batch, logs):
-            places.append(self.model._fitkit.fit_state.run.stream.place.batches)
+            places.append(self.model._fitkit.fit_state.run.stream.position.batches)
 
     model = fitkit.Model(nn.Linear(4, 3))
     model.compile("sgd", "cross_entropy", accelerator="cpu")

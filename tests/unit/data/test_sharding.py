@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fitkit.data.batches import NoRows
-from fitkit.data.sharding import Share, sharded
+from fitkit.data.sharding import RankBatch, sharded
 from fitkit.data.sources import Elsewhere, make_source
 
 
@@ -73,7 +73,7 @@ def shares(data, size, *, training, scatter=False, batch_size=4, keep=object):
         found = [one for one in shard.batches(0) if isinstance(one, keep)]
         return [
             one if one is NoRows
-            else (one.batch[0].tolist(), one.count, one.total) if isinstance(one, Share)
+            else (one.batch[0].tolist(), one.count, one.total) if isinstance(one, RankBatch)
             else one[0].tolist()
             for one in found
         ]
@@ -126,7 +126,7 @@ def emptied(exchange, kind, lengths):
 def test_a_rank_whose_batch_is_empty_repeats_one_that_counts_for_nothing(kind, lengths, size):
     found = shares(
         lambda exchange: emptied(exchange, kind, lengths), size, training=True,
-        scatter=kind == "scattered", keep=Share,
+        scatter=kind == "scattered", keep=RankBatch,
     )  # fmt: skip
     assert len({len(steps) for steps in found}) == 1
     for step in zip(*found, strict=True):
@@ -139,7 +139,7 @@ def test_a_rank_whose_batch_is_empty_repeats_one_that_counts_for_nothing(kind, l
 @pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
 def test_a_rank_whose_collate_gave_nothing_repeats_one_that_counts_for_nothing():
     found = shares(
-        lambda exchange: emptied(exchange, "loader", [0, 2, 3, 0]), 2, training=True, keep=Share
+        lambda exchange: emptied(exchange, "loader", [0, 2, 3, 0]), 2, training=True, keep=RankBatch
     )
     assert found == [[([2, 3, 4], 0, 2), ([2, 3, 4], 1, 2)], [([0, 1], 1, 2), ([0, 1], 0, 2)]]
 

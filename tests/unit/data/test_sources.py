@@ -260,7 +260,7 @@ def test_class_weights_must_be_weights_by_class(given):
 def test_a_batch_that_is_in_place_is_not_touched():
     transfer = Transfer(torch.device("cpu"), torch.float32)
     transfer((torch.zeros(2), torch.zeros(2)))
-    transfer.settle()
+    transfer.note_writes()
     batch = (torch.zeros(2), torch.zeros(2, dtype=torch.int64))
     assert transfer(batch) is batch
     moved = transfer({"a": [torch.zeros(2, dtype=torch.float64), np.zeros(2)], "b": "text"})
