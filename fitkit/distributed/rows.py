@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +13,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
-
-Join = Callable[[list[Any], str], Any]
-"""Joins the leaves in one place of the replicas' outputs; the place is as Python would write it."""
 
 LOSS = ("['loss']", ".loss")
 """Where a net's own loss is among its outputs."""
@@ -28,12 +26,6 @@ def part_sizes(samples: int, parts: int) -> list[int]:
     parts = max(min(parts, samples), 1)
     size, larger = divmod(samples, parts)
     return [size + (index < larger) for index in range(parts)]
-
-
-def rows_of(sizes: list[int]) -> list[slice]:
-    """The rows of parts that follow each other."""
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def split(tree: Any, parts: int) -> list[Any]:
@@ -53,10 +45,15 @@ def split(tree: Any, parts: int) -> list[Any]:
     """
     samples = trees.sample_count(tree)
     sizes = part_sizes(samples, parts)
-    return [tree] if len(sizes) == 1 else [take(tree, samples, rows) for rows in rows_of(sizes)]
+    if len(sizes) == 1:
+        return [tree]
+    ends = itertools.accumulate(sizes)
+    return [
+        _rows(tree, samples, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
-def take(tree: Any, samples: int, rows: slice) -> Any:
+def _rows(tree: Any, samples: int, rows: slice) -> Any:
     """The given rows of a batch of so many samples; see `split`."""
     if isinstance(tree, PackedSequence):
         raise ConfigurationError(
@@ -67,7 +64,7 @@ def take(tree: Any, samples: int, rows: slice) -> Any:
         return tree[rows]
     if not trees.is_container(tree):
         return tree
-    return _rebuilt(tree, [take(child, samples, rows) for _, child in _children(tree)])
+    return _rebuilt(tree, [_rows(child, samples, rows) for _, child in _children(tree)])
 
 
 def _is_column(tree: Any, samples: int) -> bool:
@@ -110,38 +107,38 @@ def gather(
             dimension 0.
     """
 
-    def join(leaves: list[Any], path: str) -> Any:
-        joined = join_leaves(leaves, device)
-        is_loss = weights is not None and path in LOSS and are_scalars(leaves)
-        return mean_by(joined, weights or []) if is_loss else joined
-
-    if weights is not None and _is_plain_object(outputs[0]):
-        attributes = _gather([vars(output) for output in outputs], join, "")
-        whole = copy.copy(outputs[0])
-        vars(whole).update(attributes)
-        return whole
-    return _gather(outputs, join, "")
-
-
-def _gather(outputs: list[Any], join: Join, path: str) -> Any:
-    first = outputs[0]
-    if type(first) is list and all(type(tree) is list and _are_texts(tree) for tree in outputs):
-        return join(outputs, path)
-    if not trees.is_container(first):
-        if any(trees.is_container(tree) or (tree is None) != (first is None) for tree in outputs):
+    def joined(outputs: list[Any], path: str) -> Any:
+        first = outputs[0]
+        if all(type(tree) is list and _are_texts(tree) for tree in outputs):
+            return [text for texts in outputs for text in texts]
+        if trees.is_container(first):
+            named = [_children(tree) for tree in outputs]
+            names = [name for name, _ in named[0]]
+            if any([name for name, _ in children] != names for children in named):
+                raise _unlike(outputs, path)
+            values = [
+                joined([children[index][1] for children in named], path + name)
+                for index, name in enumerate(names)
+            ]
+            return _rebuilt(first, values)
+        if any(trees.is_container(leaf) or (leaf is None) != (first is None) for leaf in outputs):
             raise _unlike(outputs, path)
         if first is None:
             return None
-        return _named(join, outputs, path)
-    named = [_children(tree) for tree in outputs]
-    names = [name for name, _ in named[0]]
-    if any([name for name, _ in children] != names for children in named):
-        raise _unlike(outputs, path)
-    joined = [
-        _gather([children[index][1] for children in named], join, path + name)
-        for index, name in enumerate(names)
-    ]
-    return _rebuilt(first, joined)
+        try:
+            whole = _joined_leaves(outputs, device)
+        except (RuntimeError, ValueError) as error:
+            raise _unlike(outputs, path) from error
+        are_scalars = all(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in outputs)
+        is_loss = weights is not None and path in LOSS and are_scalars
+        return mean_by(whole, weights or []) if is_loss else whole
+
+    first = outputs[0]
+    if weights is not None and _is_plain_object(first):
+        whole = copy.copy(first)
+        vars(whole).update(joined([vars(output) for output in outputs], ""))
+        return whole
+    return joined(outputs, "")
 
 
 def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
@@ -155,21 +152,18 @@ def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
     return (counted * (shares / shares.sum().clamp_min(torch.finfo(values.dtype).tiny))).sum()
 
 
-def join_leaves(leaves: list[Any], device: torch.device | None = None) -> Any:
+def _joined_leaves(leaves: list[Any], device: torch.device | None) -> Any:
     """The leaves in one place of the replicas' outputs, as `gather` says.
 
     Raises:
         ValueError: tensors with and without dimensions.
         RuntimeError: shapes that differ beyond dimension 0.
     """
-    first = leaves[0]
-    if type(first) is list:
-        return [text for texts in leaves for text in texts]
     if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         if len({leaf.ndim == 0 for leaf in leaves}) > 1:
             raise ValueError("some have no dimension")
         rows = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
-        target = first.device if device is None else device
+        target = leaves[0].device if device is None else device
         if len(rows) == 1:
             return rows[0].to(target)
         if all(row.is_cuda for row in rows) and target.type == "cuda":
@@ -182,21 +176,6 @@ def join_leaves(leaves: list[Any], device: torch.device | None = None) -> Any:
     return list(leaves)
 
 
-def _named(join: Join, leaves: list[Any], path: str) -> Any:
-    """Leaves joined; what can't be is said with its place."""
-    try:
-        return join(leaves, path)
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise _unlike(leaves, path) from error
-
-
-def are_scalars(leaves: list[Any]) -> bool:
-    """Whether they all are tensors without dimensions."""
-    return all(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in leaves)
-
-
 def _is_plain_object(output: Any) -> bool:
     """Whether it is an object with a tensor `loss` or `logits`, but no container."""
     if trees.is_container(output) or isinstance(output, torch.Tensor):
@@ -207,7 +186,7 @@ def _is_plain_object(output: Any) -> bool:
 
 def _unlike(outputs: list[Any], path: str) -> ConfigurationError:
     """The error for outputs that can't be joined, with the place where."""
-    texts = [described(tree) for tree in outputs]
+    texts = [_described(tree) for tree in outputs]
     first = texts[0]
     index, other = next(
         ((index, text) for index, text in enumerate(texts) if text != first),
@@ -221,7 +200,7 @@ def _unlike(outputs: list[Any], path: str) -> ConfigurationError:
     )
 
 
-def described(output: Any) -> str:
+def _described(output: Any) -> str:
     """What a replica returned, for a message."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {tuple(output.shape)}"
