@@ -40,7 +40,7 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "LBFGS": (),
     "Muon": ("momentum_buffer",),
     "NAdam": ("exp_avg", "exp_avg_sq"),
-    "QAdamOptimizer": ("exp_avg", "exp_avg_sq"),
+    "QAdamOptimizer": ("exp_avg", "exp_avg_sq", "error"),
     "RAdam": ("exp_avg", "exp_avg_sq"),
     "RMSprop": ("square_avg", "momentum_buffer", "grad_avg"),
     "Rprop": ("prev", "step_size"),
@@ -60,6 +60,7 @@ _OPTIONAL = {
     ("RMSprop", "grad_avg"): "centered",
     ("RMSprop", "momentum_buffer"): "momentum",
     **dict.fromkeys((("SGD", "momentum_buffer"), ("Muon", "momentum_buffer")), ""),
+    ("QAdamOptimizer", "error"): "",
 }
 # Options that constructors don't look at; the first take memory or time by their size.
 _BOUNDS: dict[str, tuple[type, float]] = {
