@@ -1,3 +1,3 @@
 """The version, where the lowest layers can read it too."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
