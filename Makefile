@@ -3,6 +3,7 @@
 #   make demo        train the handwritten digits (examples/digits.py)
 #   make test        the test suite                 make test ARGS="tests/unit -k packaging"
 #   make test-all    with the slow tests, which take some ten minutes more
+#   make test-with   the fast tests with another Python or torch, all else the newest: PYTHON=python3.12 TORCH=2.10
 #   make test-engines   DeepSpeed, Horovod and torch_tpu for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
@@ -16,8 +17,10 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO  := $(VENV)/.installed-demo
 PEERS := .venv-peers
 ENGINES := .venv-engines
+OTHER := .venv-with
 ARGS  ?=
 # Two processes test side by side, a file each; ARGS="-n 0" has one, which a debugger needs.
 TWO   := -n 2 --dist loadfile
@@ -25,14 +28,18 @@ TWO   := -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-cluster test-engines test-gpu lint typecheck bench bench-peers docs pictures release clean
+.PHONY: help setup demo test test-all test-with test-cluster test-engines test-gpu lint typecheck bench bench-peers docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
 
 setup: $(STAMP)
 
-demo: $(STAMP)
+# OpenMP's threads spin while they wait for one another, and take the cores from each other where programs are more than cores:
+# at a load of 8 on two cores the demo took 348 s, so 117.
+demo test test-all test-with: export OMP_WAIT_POLICY ?= passive
+
+demo: $(DEMO)
 	@$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(STAMP)
@@ -40,6 +47,14 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest $(TWO) $(ARGS)
+
+# Nothing is pinned but torch's minor release, where one is named; an environment for each pair.
+test-with: WITH = $(OTHER)/$(notdir $(or $(PYTHON),python3))-torch$(TORCH)
+test-with:
+	@test -x $(WITH)/bin/python || $(or $(PYTHON),python3) -m venv $(WITH)
+	@$(WITH)/bin/python -m pip install -qq --upgrade --upgrade-strategy eager "torch$(if $(TORCH),==$(TORCH).*)" -e ".[test]"
+	@$(WITH)/bin/python -c 'import sys, torch; print("[test-with] Python", sys.version.split()[0], "torch", torch.__version__)'
+	@$(WITH)/bin/python -m pytest $(TWO) -m "not slow" $(ARGS)
 
 test-cluster: $(STAMP)
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
@@ -83,23 +98,34 @@ release: $(STAMP)
 	@ls -l dist
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(ENGINES) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(OTHER) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# aeon is there for a data file that an example reads; what it requires itself doesn't go with the pinned numpy and pandas.
-# The stamp is written last, so an interrupted installation starts over. It holds the checkout's path: a virtual environment that
+# Two steps, so that `make demo` needn't wait for what only tests, documentation and releases need: $(DEMO), then $(STAMP).
+# Each is written last, so an interrupted installation starts over, and holds the checkout's path: a virtual environment that
 # was copied or moved along with its checkout still imports the fitkit of the old place.
+ifneq ($(shell cat $(DEMO) 2>/dev/null),$(CURDIR))
+.PHONY: $(DEMO)
+endif
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
+INSTALL := $(BIN)/python -m pip install -qq -c requirements/constraints.txt
+
+# Linux has torch with CUDA from PyPI, of no use without NVIDIA's driver; who has told pip where to look knows.
+define CPU_BUILD
+[setup] no NVIDIA driver here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make $(MAKECMDGOALS) takes PyTorch's CPU build, 1.4 GB instead of 5.7
+endef
+
 # A candidate is asked to run, because a name on the PATH may be a version manager's empty shim.
-$(STAMP): setup.cfg setup.py pyproject.toml requirements/constraints.txt
+# --no-compile: the demo imports a twentieth of the files; compiling them all takes 30 s of a core.
+$(DEMO): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	@set -e; \
-	if [ "$$(cat $@ 2>/dev/null)" != "$(CURDIR)" ] || ! $(BIN)/python -c pass 2>/dev/null; then \
-	    rm -f $@; \
+	if ! grep -qxF "$(CURDIR)" $(DEMO) $(STAMP) 2>/dev/null || ! $(BIN)/python -c pass 2>/dev/null; then \
+	    rm -f $(DEMO) $(STAMP); \
 	    python=; \
-	    for candidate in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.10; do \
+	    for candidate in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14 python3.10; do \
 	        if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then \
 	            python=$$candidate; break; \
 	        fi; \
@@ -109,17 +135,28 @@ $(STAMP): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	        echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 	        exit 1; \
 	    fi; \
-	    echo "[setup 1/3] virtual environment in $(VENV) ($$($$python --version))"; \
+	    echo "[setup 1/2] virtual environment in $(VENV) ($$($$python --version))"; \
 	    if ! $$python -m venv --clear $(VENV); then \
 	        echo "$$python has no working venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
 	        exit 1; \
 	    fi; \
-	    echo "[setup 2/3] PyTorch: the large one, half a minute to a few minutes"; \
-	    $(BIN)/python -m pip install -qq -c requirements/constraints.txt torch; \
+	    if [ "$$(uname)" = Linux ] && [ ! -e /proc/driver/nvidia/version ] && [ ! -e /dev/dxg ] \
+	        && [ -z "$$PIP_EXTRA_INDEX_URL$$PIP_INDEX_URL$$PIP_FIND_LINKS" ]; then \
+	        echo "$(CPU_BUILD)"; \
+	    fi; \
 	fi; \
+	echo "[setup 2/2] PyTorch, fitkit and what the demo needs: one to a few minutes"; \
+	rm -f $(DEMO) $(STAMP); \
+	$(INSTALL) --no-compile -e ".[plot,sklearn]"; \
+	printf '%s\n' "$(CURDIR)" > $(DEMO); \
+	echo "[setup] done; later calls skip this"
+
+# aeon is there for a data file that an example reads; what it requires itself doesn't go with the pinned numpy and pandas.
+$(STAMP): $(DEMO)
+	@set -e; \
 	rm -f $@; \
-	echo "[setup 3/3] fitkit and its other dependencies: about half a minute"; \
-	$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e ".[dev]"; \
-	$(BIN)/python -m pip install -qq -c requirements/constraints.txt --no-deps aeon; \
+	echo "[setup] what tests, documentation and releases need: about a minute"; \
+	$(INSTALL) -e ".[dev]"; \
+	$(INSTALL) --no-deps aeon; \
 	printf '%s\n' "$(CURDIR)" > $@; \
 	echo "[setup] done; later calls skip this"
