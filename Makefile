@@ -36,7 +36,7 @@ help:
 setup: $(STAMP)
 
 # OpenMP's threads spin while they wait for one another, and take the cores from each other where programs are more than cores:
-# at a load of 8 on two cores the demo took 348 s, so 117.
+# on two cores at loads of 6 to 10 the demo took 101 s of them, so 39.
 demo test test-all test-with: export OMP_WAIT_POLICY ?= passive
 
 demo: $(DEMO)

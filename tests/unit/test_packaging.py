@@ -2,10 +2,15 @@
 
 import ast
 import configparser
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("packaging")
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
@@ -51,6 +56,25 @@ def test_type_information_is_shipped():
     assert "py.typed" in CONFIGURATION["options.package_data"]["fitkit"].split()
 
 
+def test_editors_find_an_editable_installation():
+    """setuptools makes one of a .pth file where `package_dir` says so, else of an import hook."""
+    assert CONFIGURATION["options"]["package_dir"].split() == ["=", "."]
+
+
+def test_the_demo_installs_what_it_imports_and_no_more():
+    makefile = (CHECKOUT / "Makefile").read_text()
+    recipe = makefile.partition("\n$(DEMO): ")[2].partition("\n$(STAMP): ")[0]
+    taken = re.findall(r"\.\[([\w,]+)\]", recipe)
+    assert taken == ["plot,sklearn"] and "\ndemo: $(DEMO)\n" in makefile
+    asked = {r.name for extra in taken[0].split(",") for r in extras()[extra]}
+    asked |= {r.name for r in requirements(CONFIGURATION["options"]["install_requires"].strip())}
+    program = (CHECKOUT / "examples" / "digits.py").read_text()
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", program, re.MULTILINE))
+    imported -= {*sys.stdlib_module_names, "fitkit"}
+    outside = {{"sklearn": "scikit-learn"}.get(name, name) for name in imported}
+    assert outside <= asked and {"matplotlib", "scikit-learn"} <= outside
+
+
 def test_every_folder_with_code_is_a_package_that_the_wheel_takes_along():
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     missing = [str(f.relative_to(CHECKOUT)) for f in folders if not (f / "__init__.py").is_file()]
@@ -78,11 +102,51 @@ def test_every_pinned_version_is_in_the_range_that_setup_cfg_promises():
 
 def test_the_supported_pythons_are_named_alike_everywhere():
     metadata = CONFIGURATION["metadata"]["classifiers"]
-    for minor in range(10, 14):
+    for minor in range(10, 15):
         assert f"Python :: 3.{minor}" in metadata
     assert CONFIGURATION["options"]["python_requires"] == ">=3.10"
     assert CONFIGURATION["mypy"]["python_version"] == "3.10"
     assert 'target-version = "py310"' in (CHECKOUT / "pyproject.toml").read_text()
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """What setup.py gives setuptools, by the variables that GitHub sets."""
+    setuptools = pytest.importorskip("setuptools")
+
+    def run(**variables):
+        for name in ("SERVER_URL", "REPOSITORY"):
+            monkeypatch.delenv(f"GITHUB_{name}", raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(f"GITHUB_{name}", value)
+        given = {}
+        monkeypatch.setattr(setuptools, "setup", lambda **words: given.update(words))
+        runpy.run_path(str(CHECKOUT / "setup.py"), run_name="__main__")
+        return given
+
+    return run
+
+
+def test_the_page_of_a_release_has_links_and_pictures_that_work_elsewhere(built):
+    import fitkit
+
+    given = built(SERVER_URL="https://example.org", REPOSITORY="somebody/fitkit")
+    home, tag = "https://example.org/somebody/fitkit", f"v{fitkit.__version__}"
+    assert given["project_urls"]["Source"] == home
+    targets = re.findall(r"\]\(([^)\s]+)\)", given["long_description"])
+    assert f"{home}/raw/{tag}/docs/pictures/terminal.svg" in targets
+    assert f"{home}/blob/{tag}/docs/quickstart.md" in targets
+    assert f"{home}/blob/{tag}/LICENSE" in targets
+    assert [target for target in targets if not target.startswith("https://")] == []
+    for target in [*targets, *given["project_urls"].values()]:
+        path = re.sub(rf"^{home}/(raw|blob)/{tag}/|#.*", "", target)
+        assert target.endswith("/issues") or "://" in path or (CHECKOUT / path).is_file(), target
+
+
+def test_no_address_is_invented(built):
+    given = built()
+    if given.get("project_urls") is None:
+        assert given == {"long_description": (CHECKOUT / "README.md").read_text(encoding="utf-8")}
 
 
 def missing_package_calls() -> list[tuple[str, str, str]]:
