@@ -78,9 +78,7 @@ class Agreement(Callback):
 
 @pytest.fixture(scope="module")
 def digits():
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
+    found = pytest.importorskip("sklearn.datasets").load_digits()
     x = torch.tensor(found.data / 16, dtype=torch.float32)
     y = torch.tensor(found.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

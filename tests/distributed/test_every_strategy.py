@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 from fitkit.distributed.exchange import ALGORITHMS
 from fitkit.distributed.strategies import STRATEGIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
 ENGINES = {"deepspeed", "horovod", "xla", "tpu"}
 """Those of other packages, which have environments of their own: tests/engines."""

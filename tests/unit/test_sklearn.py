@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("sklearn")
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score

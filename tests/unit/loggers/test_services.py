@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_mlflow_keeps_settings_values_and_figures(folder):
-    from matplotlib.figure import Figure
+    figure = pytest.importorskip("matplotlib.figure").Figure()
     from mlflow import MlflowClient
 
     logger = loggers.MLflow("mine", "first", folder, update_freq=1)
@@ -39,7 +39,7 @@ def test_mlflow_keeps_settings_values_and_figures(folder):
     class Adds(callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
             logs["per cent (%)"] = float("nan")
-            logger.log_figure("curve", Figure())
+            logger.log_figure("curve", figure)
 
     history = fit(Adds(), logger).history
     client = MlflowClient(folder)
@@ -101,6 +101,7 @@ def test_a_figure_at_a_wrong_time_is_refused(folder, tmp_path):
 @pytest.mark.slow
 def test_wandb_offline_keeps_all_in_its_file(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
+    pytest.importorskip("matplotlib")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = loggers.WandB("mine", 1, mode="offline", dir=str(tmp_path), name="first")
 

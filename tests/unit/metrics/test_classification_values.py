@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-import sklearn.metrics as reference
 import torch
 
 from fitkit.errors import ConfigurationError
 from fitkit.outputs import LossHint
+
+reference = pytest.importorskip("sklearn.metrics")
 
 CLASSES = LossHint("logits", "classes")
 BINARY = LossHint("logits", "binary")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from sklearn.metrics import accuracy_score
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -159,7 +158,7 @@ def test_a_function_of_other_arguments_is_refused():
 
 def test_functions_that_take_the_target_first_are_refused():
     with pytest.raises(ConfigurationError, match=r"accuracy_score takes \(y_true, y_pred.*swap"):
-        CompiledMetrics([accuracy_score])
+        CompiledMetrics([pytest.importorskip("sklearn.metrics").accuracy_score])
 
 
 def test_aggregations_are_refused_because_they_know_no_targets():
