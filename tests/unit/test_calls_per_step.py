@@ -82,10 +82,10 @@ def predicted():
 
 
 LIMITS = {
-    "a loader of a TensorDataset, Adam and accuracy by name": (from_loader, 295),
-    "the same with three metrics": (lambda: from_loader(("accuracy", "f1", "recall")), 378),
-    "the same without metrics": (lambda: from_loader(()), 268),
-    "arrays, Adam and accuracy by name": (from_arrays, 294),
+    "a loader of a TensorDataset, Adam and accuracy by name": (from_loader, 291),
+    "the same with three metrics": (lambda: from_loader(("accuracy", "f1", "recall")), 374),
+    "the same without metrics": (lambda: from_loader(()), 264),
+    "arrays, Adam and accuracy by name": (from_arrays, 290),
     "evaluate on arrays": (evaluated, 54),
     "predict on arrays": (predicted, 35),
 }
@@ -114,4 +114,9 @@ def test_steps_of_a_long_epoch_call_no_more_than_those_of_a_short_one():
 
 
 if __name__ == "__main__":
+    # Each step of an optimizer asks whether a CUDA graph is being captured: 4 calls of a torch that
+    # was built for the CPU, 18 of 2.15 built for CUDA.
+    for name in dir(torch.optim.Optimizer):
+        if name.endswith("_graph_capture_health_check"):
+            setattr(torch.optim.Optimizer, name, lambda optimizer: None)
     print(json.dumps({name: calls_a_step(make()) for name, (make, _) in LIMITS.items()}))
