@@ -20,7 +20,7 @@ from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.errors import ConfigurationError
 
-NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle")
+NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle", "xxhash")
 VARIABLES = re.compile(
     r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|OMP_NUM_THREADS|SLURM_(JOB_ID|PROCID|NTASKS|NNODES)"
     r"|(RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
@@ -51,6 +51,7 @@ def report(fitkit_version: str) -> str:
 
 def _versions() -> dict[str, str]:
     found = {name: _version(name) for name in (*NEEDED, *_optional())}
+    found["torch"] = torch.__version__  # with its build, "+cu132", which the package's own may lack
     absent = sorted(name for name, number in found.items() if not number)
     extras = [f"{name} {found[name]}" for name in _optional() if found[name]]
     return {
