@@ -2,7 +2,8 @@
 
 HDF5 and NumPy know neither bfloat16 nor the float8 kinds, and HDF5 writes booleans and complex
 numbers as an enumeration and a compound type, which the reader refuses for safety. So these are
-stored as unsigned integers, and complex numbers as pairs of floats in a last dimension of two.
+stored as unsigned integers, and complex numbers as pairs of floats in a last dimension of two
+(bcomplex32, whose parts HDF5 doesn't know, as unsigned integers).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _BITS = {
         *(f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)),
     ),
     "uint16": ("bfloat16", "bits16"),
+    "uint32": ("bcomplex32",),
 }
 _PAIRS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
@@ -57,7 +59,7 @@ def dtype_named(name: str) -> torch.dtype | None:
 
 def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in the file of a tensor of `shape`: complex numbers have a last dimension of 2."""
-    return (*shape, 2) if dtype.is_complex else shape
+    return (*shape, 2) if dtype_name(dtype) in _PAIRS else shape
 
 
 def file_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -123,7 +125,7 @@ def to_stored(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _stored_view(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype.is_complex:
+    if dtype_name(tensor.dtype) in _PAIRS:
         return torch.view_as_real(tensor)
     return tensor.view(getattr(torch, STORED_AS[dtype_name(tensor.dtype)]))
 
@@ -140,7 +142,7 @@ def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Raises:
         ValueError: booleans other than 0 and 1, with which torch's kernels misbehave.
     """
-    if dtype.is_complex:
+    if dtype_name(dtype) in _PAIRS:
         return torch.view_as_complex(stored)
     if dtype == torch.bool and stored.numel() and int(stored.max()) > 1:
         raise ValueError("has booleans other than 0 and 1")

@@ -21,15 +21,14 @@ SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor):
     """The tensor's bits as integers: unlike its values they compare for all dtypes, and NaNs."""
-    if tensor.dtype.is_complex:
+    if tensor.dtype.is_complex and tensor.dtype.itemsize > 4:
         tensor = torch.view_as_real(tensor)
     return tensor.view(SAME_SIZE[tensor.dtype.itemsize])
 
 
 def random_bits(dtype, shape):
-    if dtype.is_complex:
-        parts = {torch.complex32: torch.float16, torch.complex64: torch.float32}
-        part = parts.get(dtype, torch.float64)
+    if dtype.is_complex and dtype.itemsize > 4:
+        part = torch.float32 if dtype == torch.complex64 else torch.float64
         return torch.view_as_complex(random_bits(part, (*shape, 2)))
     limit = 2 if dtype == torch.bool else 1 << (8 * min(dtype.itemsize, 4) - 1)
     numbers = torch.randint(0, limit, shape, dtype=torch.int64)
