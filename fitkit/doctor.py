@@ -20,7 +20,7 @@ from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.errors import ConfigurationError
 
-NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle", "xxhash")
+NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle", "xxhash", "safetensors")
 VARIABLES = re.compile(
     r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|OMP_NUM_THREADS|SLURM_(JOB_ID|PROCID|NTASKS|NNODES)"
     r"|(RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
