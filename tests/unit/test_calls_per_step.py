@@ -103,6 +103,10 @@ def counted():
     return json.loads(ran.stdout)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="an optimizer's step in torch before 2.13 calls more itself: some 35 functions in 2.10",
+)
 @pytest.mark.parametrize("scenario", LIMITS)
 def test_a_step_calls_no_more_functions_than_it_did(scenario, counted):
     assert counted[scenario] <= LIMITS[scenario][1]
