@@ -15,8 +15,8 @@ import torch
 
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.collectives import SECRET
+from fitkit.distributed.devices import Machine
 from fitkit.distributed.free_devices import GPU, probe_gpus
-from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.errors import ConfigurationError
 

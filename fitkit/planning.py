@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from fitkit import trees
 from fitkit.arguments import check_count, describe
 from fitkit.data.batches import samples_of, unpack
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.resolve import named_strategy
 from fitkit.distributed.strategies import SingleDevice, Strategy
+from fitkit.distributed.strategies.base import Assignment
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable

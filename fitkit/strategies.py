@@ -5,7 +5,6 @@ an installed package does the same with an entry point of the group `fitkit.stra
 """
 
 # ruff: noqa: N811 (its rule on capitals)
-from fitkit.distributed.engines.xla_adapters import Adapter as XLAAdapter
 from fitkit.distributed.strategies import DDP as DDPStrategy
 from fitkit.distributed.strategies import DDP2 as DDP2Strategy
 from fitkit.distributed.strategies import DP as DPStrategy
@@ -18,6 +17,7 @@ from fitkit.distributed.strategies import DDPSpawn as DDPSpawnStrategy
 from fitkit.distributed.strategies import DeepSpeed as DeepSpeedStrategy
 from fitkit.distributed.strategies import Horovod as HorovodStrategy
 from fitkit.distributed.strategies import SingleDevice as SingleDeviceStrategy
+from fitkit.distributed.xla_adapters import Adapter as XLAAdapter
 
 register = STRATEGIES.register
 

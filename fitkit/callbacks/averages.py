@@ -14,7 +14,7 @@ from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import share_buffers
 from fitkit.callbacks.rates import groups_of, updates_of
-from fitkit.distributed.sharding.whole import as_parts
+from fitkit.distributed.spread.in_place import as_parts
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module

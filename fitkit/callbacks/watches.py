@@ -14,7 +14,7 @@ from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import any_rank, from_all_ranks, print_on_rank_zero
-from fitkit.distributed.sharding.whole import whole
+from fitkit.distributed.spread.in_place import whole
 from fitkit.errors import FitkitError, warn
 
 

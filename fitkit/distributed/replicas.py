@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from fitkit import trees
-from fitkit.distributed.router import Door
 from fitkit.distributed.rows import gather, part_sizes, split
+from fitkit.distributed.wrapped_model import Door
 from fitkit.errors import ConfigurationError, warn
 
 AUTOCAST_KINDS = ("cpu", "cuda")

@@ -7,12 +7,12 @@ import os
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.cluster import Cluster, Environment, check_agreement, detect
+from fitkit.distributed.devices import Machine, choose_kind, device_for, parse_devices
 from fitkit.distributed.launchers.script import check_script_size, is_script_rank
-from fitkit.distributed.placement import Machine, choose_kind, device_for, parse_devices
 from fitkit.distributed.precision import resolve_precision
 from fitkit.distributed.strategies import STRATEGIES, Strategy
+from fitkit.distributed.strategies.base import Assignment
 from fitkit.distributed.world import users_cluster
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 

@@ -16,8 +16,8 @@ from fitkit.arguments import (
     check_number,
     describe,
 )
+from fitkit.distributed.devices import older_spelling
 from fitkit.distributed.free_devices import find_usable_cuda_devices
-from fitkit.distributed.placement import older_spelling
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError

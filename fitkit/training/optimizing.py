@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.distributed.precision import Scaling, scaled_steps
-from fitkit.distributed.sharding.whole import as_parts
+from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 from fitkit.hooks import overridden

@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.sharding.refusals import check_trains
-from fitkit.distributed.sharding.tensor_parallel import TensorParallel
+from fitkit.distributed.spread.module import check_trains
+from fitkit.distributed.spread.tensor_parallel import TensorParallel
 from fitkit.strategies import FSDPStrategy
 
 pytestmark = pytest.mark.timeout(150)

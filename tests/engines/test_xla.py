@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.distributed.engines.xla_adapters import TorchTPU, adapter_of
+from fitkit.distributed.xla_adapters import TorchTPU, adapter_of
 
 pytestmark = pytest.mark.timeout(200)
 if importlib.util.find_spec("torch_tpu") is None:

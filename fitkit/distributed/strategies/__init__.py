@@ -1,8 +1,7 @@
 """How a module lives and learns across the ranks: one file a strategy."""
 
-from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.bagua import Bagua
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import SingleDevice, Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.ddp2 import DDP2
 from fitkit.distributed.strategies.deepspeed import DeepSpeed
@@ -10,8 +9,8 @@ from fitkit.distributed.strategies.dp import DP
 from fitkit.distributed.strategies.fsdp import FSDP
 from fitkit.distributed.strategies.horovod import Horovod
 from fitkit.distributed.strategies.sharded import DDPSharded
-from fitkit.distributed.strategies.single import SingleDevice
 from fitkit.distributed.strategies.xla import XLA
+from fitkit.distributed.wrapped_model import Door
 from fitkit.registry import Registry
 
 STRATEGIES: Registry[type[Strategy]] = Registry(

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.exchange import ALGORITHMS, Algorithm, Peers
 from fitkit.distributed.exchange.base import FlatTensors
-from fitkit.distributed.router import Door
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.wrapped_model import Door
 from fitkit.errors import ArgumentTypeError
 from fitkit.registry import nearest
 

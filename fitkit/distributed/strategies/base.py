@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -12,15 +13,15 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.cluster import Cluster, check_agreement, check_one_process
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.distributed.precision import FullPrecision, Precision
-from fitkit.distributed.router import Door
 from fitkit.distributed.world import World
+from fitkit.distributed.wrapped_model import Door
+from fitkit.errors import ConfigurationError
 
 
 class Strategy:
@@ -281,3 +282,36 @@ class Strategy:
 
     def finish(self) -> None:
         """Drop what a training needed; after a failure too, when other ranks may be gone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """What a strategy gets to work with.
+
+    Attributes:
+        devices: of this node's ranks, in rank order.
+        ids: their indices.
+        precision: the number types of the run.
+        cluster: this process's place among the ranks that a launcher started; None where the
+            strategy starts them itself.
+    """
+
+    devices: tuple[torch.device, ...]
+    ids: tuple[int, ...]
+    precision: Precision
+    cluster: Cluster | None = None
+
+
+class SingleDevice(Strategy):
+    """Trains on one device, in process."""
+
+    name = "single_device"
+
+    def connect(self, assignment: Assignment) -> Strategy:
+        count = len(assignment.devices)
+        if count != 1:
+            raise ConfigurationError(
+                f"strategy='single_device' has one device, but {count} were asked for. "
+                "Write devices=1 (or one index, like devices=[0]), or strategy='ddp_spawn'."
+            )
+        return super().connect(assignment)

@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import Solo
 from fitkit.distributed.costs import Costs, Sizes, all_reduce, whole
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
@@ -25,9 +24,9 @@ from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
-from fitkit.distributed.router import Door, StepRouter
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave
+from fitkit.distributed.wrapped_model import Door, StepRouter
 from fitkit.errors import ConfigurationError, warn
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")

@@ -6,16 +6,15 @@ import dataclasses
 
 import torch
 
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.cluster import Cluster, check_agreement, check_one_process_a_node
 from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.replicas import Replicas
-from fitkit.distributed.router import Door
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.world import World
+from fitkit.distributed.wrapped_model import Door
 
 
 class DDP2(DDP):

@@ -12,20 +12,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
-from fitkit.distributed.engines.deepspeed_setup import (
+from fitkit.distributed.spread.module import check_trains
+from fitkit.distributed.strategies.base import Assignment, Strategy
+from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.deepspeed_config import (
     bucket_of,
     check_deepspeed,
     check_stage,
     forget_groups,
     read_config,
 )
-from fitkit.distributed.engines.zero_training import ZeroTraining
-from fitkit.distributed.router import Door
-from fitkit.distributed.sharding.refusals import check_trains
-from fitkit.distributed.strategies.base import Strategy
-from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.deepspeed_engine import ZeroTraining
+from fitkit.distributed.wrapped_model import Door
 from fitkit.errors import ConfigurationError, warn
 
 WHOLE = ("muon", "lamb", "lars")

@@ -8,8 +8,8 @@ import torch
 
 from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.replicas import Replicas
-from fitkit.distributed.router import Door
 from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.wrapped_model import Door
 
 
 class DP(Strategy):

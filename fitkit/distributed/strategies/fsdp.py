@@ -14,32 +14,30 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import Collectives, NodeShares
 from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision, Precision
-from fitkit.distributed.router import Door, StepRouter
-from fitkit.distributed.sharding.blocks import (
+from fitkit.distributed.spread.blocks import (
     blocks_of,
     check_recomputed,
     check_wrap,
     recomputed_in,
 )
-from fitkit.distributed.sharding.refusals import check_trains
-from fitkit.distributed.sharding.sharded_module import ShardedModule
-from fitkit.distributed.sharding.spread_optimizer import SpreadOptimizer
-from fitkit.distributed.sharding.tensor_parallel import (
+from fitkit.distributed.spread.in_place import whole_for_file
+from fitkit.distributed.spread.module import ShardedModule, check_trains
+from fitkit.distributed.spread.optimizer import SpreadOptimizer
+from fitkit.distributed.spread.tensor_parallel import (
     TensorParallel,
     check_plan,
     clip_norm,
     divided_in,
     local_part,
 )
-from fitkit.distributed.sharding.whole import whole_for_file
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.world import enter
+from fitkit.distributed.wrapped_model import Door, StepRouter
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
 

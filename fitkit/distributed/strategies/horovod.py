@@ -16,11 +16,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice
-from fitkit.distributed.assignment import Assignment
-from fitkit.distributed.router import Door
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.world import World
+from fitkit.distributed.wrapped_model import Door
 from fitkit.errors import ConfigurationError, missing_package
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.distributed.costs import Costs, Sizes, all_gather
-from fitkit.distributed.sharding.optimizer_shards import OptimizerShards
+from fitkit.distributed.spread.optimizer import OptimizerShards
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.errors import warn
 

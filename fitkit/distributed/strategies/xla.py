@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
-from fitkit.distributed.assignment import Assignment
 from fitkit.distributed.collectives import ProcessGroup
-from fitkit.distributed.engines.xla_adapters import Adapter, adapter_of
-from fitkit.distributed.router import Door
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.world import enter
+from fitkit.distributed.wrapped_model import Door
+from fitkit.distributed.xla_adapters import Adapter, adapter_of
 from fitkit.errors import ConfigurationError, WorkerError
 
 

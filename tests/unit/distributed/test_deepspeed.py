@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.distributed.engines.deepspeed_setup import full_config
-from fitkit.distributed.engines.zero_training import StandIns, ZeroOptimizer
 from fitkit.distributed.strategies.deepspeed import _check_optimizer
+from fitkit.distributed.strategies.deepspeed_config import full_config
+from fitkit.distributed.strategies.deepspeed_engine import StandIns, ZeroOptimizer
 from fitkit.strategies import DeepSpeedStrategy
 
 is_absent = importlib.util.find_spec("deepspeed") is None

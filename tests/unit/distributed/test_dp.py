@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import fitkit
+from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
-from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError

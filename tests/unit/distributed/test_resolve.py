@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher
 from fitkit.distributed.launchers.workers import WorkersLauncher
-from fitkit.distributed.placement import Machine
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import DDP, DDPSpawn, ddp
 from fitkit.distributed.world import World

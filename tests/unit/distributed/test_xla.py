@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.engines.xla_adapters import TorchTPU, TorchXLA
+from fitkit.distributed.devices import Machine, choose_kind, parse_devices
 from fitkit.distributed.launchers.workers import end_workers
-from fitkit.distributed.placement import Machine, choose_kind, parse_devices
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World
+from fitkit.distributed.xla_adapters import TorchTPU, TorchXLA
 from fitkit.strategies import XLAAdapter, XLAStrategy
 
 ARE_ABSENT = all(importlib.util.find_spec(name) is None for name in ("torch_tpu", "torch_xla"))

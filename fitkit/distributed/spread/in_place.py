@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def is_spread(value: Any) -> bool:
@@ -68,3 +70,54 @@ def as_parts(value: torch.Tensor, like: Any) -> torch.Tensor:
         placed, like.device_mesh, like.placements, src_data_rank=None
     )
     return spread.clone()
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a parameter is.
+
+    Attributes:
+        module: the submodule that has it.
+        name: its name there.
+        parameter: the ordinary parameter.
+        shape: its own.
+    """
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let the module have this parameter there."""
+        # Recurrent layers note their weights when one is set.
+        setattr(self.module, self.name, parameter)
+
+
+def places_of(module: nn.Module) -> list[Place]:
+    """All places of parameters; a shared one has several."""
+    return [
+        Place(part, name, parameter, parameter.shape)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+
+
+def take_off_hooks(part: nn.Module, origins: str | tuple[str, ...]) -> None:
+    """Take hooks off a submodule, which torch has no way to do without their handles.
+
+    Args:
+        origins: how the names begin of the modules that they come from.
+    """
+    numbers = [
+        number
+        for name, held in vars(part).items()
+        if name.endswith("_hooks")
+        for number, hook in held.items()
+        if str(getattr(hook, "__module__", "")).startswith(origins)
+    ]
+    for held in vars(part).values():
+        if isinstance(held, dict):
+            for number in numbers:
+                held.pop(number, None)

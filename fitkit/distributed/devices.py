@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.distributed.engines.xla_adapters import device_count
+from fitkit.distributed.xla_adapters import device_count
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.registry import unknown_name
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fitkit.distributed.placement import (
+from fitkit.distributed.devices import (
     Machine,
     choose_kind,
     device_for,

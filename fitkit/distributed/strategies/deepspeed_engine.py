@@ -14,14 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit.distributed import world
-from fitkit.distributed.engines.deepspeed_setup import (
+from fitkit.distributed.spread.in_place import places_of, take_off_hooks
+from fitkit.distributed.strategies.deepspeed_config import (
     count_anew,
     full_config,
     load_deepspeed,
     surroundings,
 )
-from fitkit.distributed.module_places import places_of, take_off_hooks
-from fitkit.distributed.router import Door, StepRouter
+from fitkit.distributed.wrapped_model import Door, StepRouter
 from fitkit.errors import ConfigurationError
 
 

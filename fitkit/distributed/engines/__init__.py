@@ -1,1 +1,0 @@
-"""Engines of other projects that ranks can learn by, each behind an extra."""
