@@ -11,42 +11,42 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import fitkit
-from fitkit.strategies import DDPSpawnStrategy, register
+from fitkit.strategies import DDPSpawnStrategy, Engine, register
 
 
 @register("local_sgd")  # an installed package does this by the entry point fitkit.strategies
 class LocalSGD(DDPSpawnStrategy):
+    has_engine = True
+
     def __init__(self, period: int = 8, **options: Any) -> None:
         super().__init__(**options)
-        self.period, self.updates = period, 0
-        self.module: nn.Module | None = None
+        self.period = period
 
-    def door(self, module: nn.Module) -> Any:
-        return self.plain_door(module)  # past DDP's wrapper, which would average each gradient
+    def engine_for(self, module: nn.Module, optimizers: Any) -> Engine | None:
+        ranks = self.collectives.world_size
+        return None if ranks == 1 else Averaging(module, ranks, self.period)
 
-    def exchange_gradients(self, parameters: Any) -> None:
-        """Nor exchange those of accumulated batches."""
 
-    def begin_training(self, module: nn.Module, optimizers: Any) -> None:
-        self.module = module
+class Averaging(Engine):
+    replaces_ddp = True  # which would average each gradient
+
+    def __init__(self, module: nn.Module, ranks: int, period: int) -> None:
+        self.module, self.ranks, self.period, self.updates = module, ranks, period, 0
+
+    def average_gradients(self, parameters: Any) -> bool:
+        return True  # nor are those of accumulated batches averaged
 
     def after_update(self) -> None:
         self.updates += 1
         if self.updates % self.period == 0:
-            self.settle()
+            self.average_ranks()
 
     @torch.no_grad()
-    def settle(self) -> None:  # fitkit asks for it before evaluations, saves and at epochs' ends
-        if self.module is None or self.collectives.world_size == 1:
-            return
+    def average_ranks(self) -> None:  # fitkit asks before evaluations, saves and at epochs' ends
         for tensor in self.module.state_dict().values():
             if tensor.is_floating_point():
                 torch.distributed.all_reduce(tensor)
-                tensor /= self.collectives.world_size
-
-    def finish(self) -> None:
-        self.module = None
-        super().finish()
+                tensor /= self.ranks
 
 
 fitkit.set_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import html
 import weakref
@@ -19,11 +20,24 @@ from torch.utils.data import DataLoader, Dataset
 from fitkit import trees
 from fitkit.arguments import check_count, describe
 from fitkit.data.batches import samples_of, unpack
-from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.resolve import named_strategy
-from fitkit.distributed.strategies import SingleDevice, Strategy
+from fitkit.distributed.spread.blocks import blocks_of
+from fitkit.distributed.spread.tensor_parallel import divided_in
+from fitkit.distributed.strategies import (
+    DDP,
+    DDP2,
+    DP,
+    FSDP,
+    Bagua,
+    DDPSharded,
+    DeepSpeed,
+    SingleDevice,
+    Strategy,
+)
 from fitkit.distributed.strategies.base import Assignment
+from fitkit.distributed.strategies.deepspeed import bucket_of
+from fitkit.distributed.traffic import all_gather, all_reduce
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable
@@ -153,11 +167,196 @@ def plan(
         num_nodes,
         samples_of(batch),
         sizes,
-        {name: item.costs(net, sizes, devices, num_nodes) for name, item in chosen.items()},
+        {name: costs_of(item, net, sizes, devices, num_nodes) for name, item in chosen.items()},
         notes,
     )
     print(found)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a training of a whole net holds, in bytes.
+
+    Attributes:
+        parameters: all of them.
+        gradients: of those that learn.
+        optimizer: its state, once an update was made.
+        buffers: running statistics and the like.
+        activations: what forward keeps for backward, of the batch that one process reads.
+        numbers: how many numbers learn.
+        element: bytes of one of these where they travel in half precision, else their own.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+    numbers: int
+    element: float = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the fullest device holds, in bytes, and what a rank sends in a step.
+
+    Attributes:
+        parameters, gradients, optimizer, buffers, activations: as in `Sizes`, of this device.
+        exchange: buffers in which gradients or parameters travel.
+        sent: bytes that a rank sends for each update.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+    exchange: float = 0.0
+    sent: float = 0.0
+
+    @property
+    def memory(self) -> float:
+        """All that the device holds."""
+        held = (self.parameters, self.gradients, self.optimizer, self.buffers)
+        return sum(held) + self.activations + self.exchange
+
+
+def whole(sizes: Sizes) -> Costs:
+    """The costs of a device that holds everything and sends nothing."""
+    return Costs(
+        sizes.parameters, sizes.gradients, sizes.optimizer, sizes.buffers, sizes.activations
+    )
+
+
+# ---------------------------------------------------------------- what strategies cost
+
+
+@functools.singledispatch
+def costs_of(
+    strategy: Strategy, module: nn.Module, sizes: Sizes, devices: int, nodes: int
+) -> Costs:
+    """What the fullest device would hold, and a rank send, before any of them is there.
+
+    `costs_of.register` above a function with the same arguments is for a strategy of your own;
+    without one it costs what the class does from which it inherits.
+
+    Args:
+        strategy: decides by its class, and by its options.
+        module: the net.
+        sizes: of a training of the whole net.
+        devices: on each node.
+        nodes: how many machines.
+    """
+    return whole(sizes)
+
+
+@costs_of.register
+def _(strategy: DP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+    # The first device, which holds what the copies' gradients come to; it sends each other
+    # one the parameters, and gets as many gradients back.
+    return dataclasses.replace(
+        whole(sizes),
+        activations=sizes.activations / devices,
+        sent=sizes.parameters * (devices - 1),
+    )
+
+
+@costs_of.register
+def of_ddp(strategy: DDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+    if devices * nodes == 1:
+        return whole(sizes)
+    halved = strategy.comm_hook in ("fp16", "bf16")
+    return dataclasses.replace(
+        whole(sizes),
+        exchange=0.0 if strategy.options["gradient_as_bucket_view"] else sizes.gradients,
+        sent=all_reduce(sizes.gradients, devices * nodes) / (2 if halved else 1),
+    )
+
+
+@costs_of.register
+def _(strategy: DDP2, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+    within = dataclasses.replace(sizes, activations=sizes.activations / devices)
+    return of_ddp(strategy, module, within, 1, nodes)
+
+
+@costs_of.register
+def _(strategy: Bagua, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+    plain, ranks = of_ddp(strategy, module, sizes, devices, nodes), devices * nodes
+    if ranks == 1:
+        return plain
+    sent = strategy.algorithm.sent(sizes.gradients, sizes.numbers, ranks)
+    return dataclasses.replace(plain, sent=sent)
+
+
+@costs_of.register
+def _(strategy: DDPSharded, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+    plain, ranks = of_ddp(strategy, module, sizes, devices, nodes), devices * nodes
+    return dataclasses.replace(
+        plain,
+        optimizer=sizes.optimizer / ranks,
+        sent=plain.sent + all_gather(sizes.gradients, ranks),  # the updated parameters
+    )
+
+
+@costs_of.register
+def _(strategy: DeepSpeed, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+    ranks = devices * nodes
+    if ranks == 1:
+        return whole(sizes)
+    masters = sizes.numbers * 4 / ranks  # what is updated, beside what computes
+    travelling = sizes.numbers * sizes.element
+    bucket = bucket_of(strategy.config, sizes.numbers) * sizes.element
+    is_third = strategy.stage == 3
+    return dataclasses.replace(
+        whole(sizes),
+        parameters=sizes.parameters / (ranks if is_third else 1),
+        gradients=sizes.gradients / (ranks if strategy.stage > 1 else 1),
+        optimizer=sizes.optimizer / ranks + masters,
+        # The third stage may have all parameters together (`stage3_max_live_parameters`).
+        exchange=bucket + (travelling if is_third else 0.0),
+        sent=2 * all_gather(travelling, ranks) + all_gather(sizes.gradients, ranks)
+        if is_third
+        else all_reduce(sizes.gradients, ranks) + all_gather(travelling, ranks),
+    )
+
+
+@costs_of.register
+def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+    ranks = devices * nodes
+    if ranks == 1:
+        return whole(sizes)
+    strategy.check_groups(ranks)
+    together, reshards = strategy.tensor_parallel, strategy.reshard_after_forward
+    within = strategy.shard_size or ranks // together  # ranks that share one copy
+    # Of those that compute a batch together each has a part of what the plan names.
+    divided = divided_in(module, strategy.tensor_parallel_plan or {})
+    blocks = blocks_of(module, strategy.wrap)
+
+    def held(parameters: Iterable[nn.Parameter]) -> float:
+        return sum(p.numel() / (together if p in divided else 1) for p in parameters)
+
+    parameters = list(module.parameters())
+    learning = [p for p in parameters if p.requires_grad]
+    of_all = held(parameters) / max(sum(p.numel() for p in parameters), 1)
+    of_learning = held(learning) / max(sum(p.numel() for p in learning), 1)
+    travelling = sizes.numbers * sizes.element * of_learning
+    gradients = sizes.gradients * of_learning
+    inside = [held(block.parameters()) for block in blocks]
+    rest = held(parameters) - sum(inside)
+    # One block at work, the next on its way, and what belongs to none, all along.
+    at_once = rest + (2 * max(inside, default=0) if reshards else sum(inside))
+    on_device = 0 if strategy.cpu_offload else 1 / within
+    return dataclasses.replace(
+        whole(sizes),
+        parameters=sizes.parameters * of_all * on_device,
+        gradients=gradients * on_device,
+        optimizer=sizes.optimizer * of_learning * on_device,
+        exchange=at_once * sizes.element,
+        sent=(2 if reshards else 1) * all_gather(travelling, within)
+        + all_gather(gradients, within)
+        + all_reduce(gradients / within, ranks // together // within),
+    )
 
 
 def _check_batch(batch: Any) -> None:

@@ -9,7 +9,7 @@ from fitkit.distributed.strategies import DDP as DDPStrategy
 from fitkit.distributed.strategies import DDP2 as DDP2Strategy
 from fitkit.distributed.strategies import DP as DPStrategy
 from fitkit.distributed.strategies import FSDP as FSDPStrategy
-from fitkit.distributed.strategies import STRATEGIES, Strategy
+from fitkit.distributed.strategies import STRATEGIES, Engine, Strategy
 from fitkit.distributed.strategies import XLA as XLAStrategy
 from fitkit.distributed.strategies import Bagua as BaguaStrategy
 from fitkit.distributed.strategies import DDPSharded as DDPShardedStrategy
@@ -29,6 +29,7 @@ __all__ = [
     "DDPStrategy",
     "DPStrategy",
     "DeepSpeedStrategy",
+    "Engine",
     "FSDPStrategy",
     "HorovodStrategy",
     "SingleDeviceStrategy",

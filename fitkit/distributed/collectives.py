@@ -259,13 +259,13 @@ class ProcessGroup:
                 parameter.grad = gradient
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        told = self.gather((len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)))
-        if len({(shape, dtype) for _, shape, dtype in told}) > 1:
+        shapes = self.gather((len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)))
+        if len({(shape, dtype) for _, shape, dtype in shapes}) > 1:
             raise ConfigurationError(
                 "The ranks' tensors can't be joined row by row: (rows, shape of a row, dtype) by "
-                f"rank are {told}. Give all_gather tensors that differ in dimension 0 alone."
+                f"rank are {shapes}. Give all_gather tensors that differ in dimension 0 alone."
             )
-        return join_rows(tensor, [rows for rows, _, _ in told], self.rank)
+        return join_rows(tensor, [rows for rows, _, _ in shapes], self.rank)
 
 
 class NodeShares:

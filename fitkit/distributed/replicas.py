@@ -21,7 +21,7 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.distributed.rows import gather, part_sizes, split
-from fitkit.distributed.wrapped_model import Door
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 
 AUTOCAST_KINDS = ("cpu", "cuda")
@@ -47,7 +47,7 @@ class Replica:
     metrics: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
 
-class Replicas(Door):
+class Replicas(WrappedModel):
     """Calls a module's methods with a batch divided among replicas.
 
     Each call copies the module for every part of the batch. On several GPUs the parts are computed
@@ -72,6 +72,8 @@ class Replicas(Door):
         ConfigurationError: a module that is compiled, so that its replicas would compute with it.
     """
 
+    has_replicas = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -93,7 +95,7 @@ class Replicas(Door):
         self._strategy = strategy
         self._warned: set[str] = set() if warned is None else warned
 
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the replicas return, gathered (see `rows.gather`).
 
         Args:

@@ -7,7 +7,14 @@ import os
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.distributed.cluster import Cluster, Environment, check_agreement, detect
+from fitkit.distributed.cluster import (
+    Cluster,
+    Environment,
+    check_agreement,
+    check_one_process,
+    check_one_process_a_node,
+    detect,
+)
 from fitkit.distributed.devices import Machine, choose_kind, device_for, parse_devices
 from fitkit.distributed.launchers.script import check_script_size, is_script_rank
 from fitkit.distributed.precision import resolve_precision
@@ -42,7 +49,10 @@ def resolve_strategy(
     """
     machine = Machine.here() if machine is None else machine
     chosen = None if _is_auto(strategy) else named_strategy(strategy)
-    kind, machine = _kind_for(chosen, accelerator, machine)
+    if chosen is None:
+        kind = choose_kind(accelerator, machine)
+    else:
+        kind, machine = chosen.choose_kind(accelerator, machine)
     cluster = _cluster(environment)
     if cluster is None or cluster.launcher == "fitkit":
         # A script's own ranks read the words as rank 0 did before it started them.
@@ -63,30 +73,26 @@ def resolve_strategy(
             name = "single_device" if cluster.world_size == 1 else "ddp"
             chosen = STRATEGIES[_automatic(kind, name)]()
         else:
-            chosen.check_launch(cluster, asked, num_nodes)
+            _check_launch(chosen, cluster, asked, num_nodes)
         ids = ids if replicates else ids[: cluster.local_world_size]
     placed = tuple(device_for(kind, index) for index in ids)
     return chosen.connect(Assignment(placed, ids, resolve_precision(precision), cluster))
 
 
-def _kind_for(chosen: Strategy | None, accelerator: Any, machine: Machine) -> tuple[str, Machine]:
-    """The kind of device, and the machine as a strategy with devices of its own sees it.
+def _check_launch(
+    strategy: Strategy, cluster: Cluster, devices: int | None, num_nodes: int | None
+) -> None:
+    """Refuse other processes than a strategy needs, or than were asked for.
 
     Raises:
-        ConfigurationError: a kind that the strategy can't use.
+        ConfigurationError: what was started and what is needed differ.
     """
-    own = None if chosen is None else chosen.device_count()
-    if own is not None:
-        machine = dataclasses.replace(machine, xla_count=own)
-        accelerator = "xla" if _is_auto(accelerator) else accelerator
-    kind = choose_kind(accelerator, machine)
-    if chosen is not None and kind not in chosen.kinds:
-        instead = "strategy='xla'" if kind == "xla" else "accelerator='tpu'"
-        raise ConfigurationError(
-            f"strategy={chosen.name!r} can't use {kind} devices, which accelerator="
-            f"{accelerator!r} means here. Write {instead}, or leave one of the two out."
-        )
-    return kind, machine
+    if strategy.starts == "here":
+        check_one_process(cluster, strategy.name)
+    elif strategy.starts == "nodes":
+        check_one_process_a_node(cluster, strategy.name)
+    one = strategy.starts in ("here", "nodes")
+    check_agreement(cluster, 1 if one else devices, num_nodes)
 
 
 def _automatic(kind: str, name: str) -> str:

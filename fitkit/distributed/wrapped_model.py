@@ -1,4 +1,4 @@
-"""The doors into a module: any of its methods by name, also through a wrapper's `forward`."""
+"""A model as steps call it: its methods by name, directly or through a wrapper such as DDP."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 
-class Door:
-    """A way into a module: any of its methods by name.
+class WrappedModel:
+    """Calls a module's methods by name.
 
     Args:
         module: whose methods are called.
+        wrapper: what calls go through, called with a method's name and its arguments (a module
+            such as DDP has a `StepRouter` inside); None for nothing.
 
     Attributes:
         net: the module, which error messages describe.
@@ -24,14 +26,27 @@ class Door:
             None where that is its samples.
     """
 
+    has_replicas = False
     weights: list[int] | None = None
     weigh: Callable[[Any, Any], float | torch.Tensor | None] | None = None
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, wrapper: Callable[..., Any] | None = None) -> None:
         self.net = module
+        self.wrapper = wrapper
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing stands between a call and the module."""
+        return self.wrapper is None and not self.has_replicas
 
     def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the named method returns; `""` calls the module itself."""
+        if self.wrapper is None:
+            return self.call(method, *args, **kwargs)
+        return self.wrapper(method, *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As a call of the object itself, past its wrapper."""
         target = getattr(self.net, method) if method else self.net
         return target(*args, **kwargs)
 
@@ -43,20 +58,17 @@ class StepRouter(nn.Module):
     would train each rank apart, silently.
 
     Args:
-        model: whose methods are called.
-        door: the way into it; None for the methods themselves.
+        wrapped: the model that the wrapper's calls lead to.
         carrier: a parameter more that the wrapper averages (`Strategy.count_carrier`).
     """
 
-    def __init__(
-        self, model: nn.Module, door: Door | None = None, carrier: nn.Parameter | None = None
-    ) -> None:
+    def __init__(self, wrapped: WrappedModel, carrier: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model = wrapped.net
         # After the model's, so that theirs keep their numbers; wrappers name parameters by these.
         self.carrier = nn.ParameterList([] if carrier is None else [carrier])
-        self._door = Door(model) if door is None else door
+        self._call = wrapped.call
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `model.<method>(*args, **kwargs)`; `""` calls the model itself."""
-        return self._door(method, *args, **kwargs)
+        return self._call(method, *args, **kwargs)

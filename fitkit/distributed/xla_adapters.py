@@ -170,14 +170,14 @@ def _warn_once(message: str) -> None:
 @contextlib.contextmanager
 def _named(world: World, local_ranks: int) -> Iterator[None]:
     """The variables by which a runtime knows its process; a launcher's own would mean another."""
-    told = {
+    variables = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
         "LOCAL_WORLD_SIZE": local_ranks,
     }
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         yield
     finally:

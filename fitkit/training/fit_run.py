@@ -70,7 +70,7 @@ class FitRun:
         self.job = job
         self.strategy = compilation.strategy
         self.collectives = self.strategy.collectives
-        self.strategy.place_for_training(model)
+        self.strategy.place(model, for_training=True)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
         self.source = share_of(job.source, compilation, training=True)
         self.held_out = (
@@ -305,7 +305,8 @@ class FitRun:
             self.step.finish()
         if self.job.weights_by_class is not None:
             self.job.weights_by_class.look_back(self.collectives)
-        self.strategy.settle()
+        if self.strategy.engine is not None:
+            self.strategy.engine.average_ranks()
         self.model._fitkit.fit_state.eval()
         logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0

@@ -18,7 +18,6 @@ from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Source
-from fitkit.distributed.strategies import Door
 from fitkit.hooks import overridden
 from fitkit.module import Module
 from fitkit.training.steps import CompiledStep, PredictStep
@@ -111,7 +110,7 @@ def may_infer(model: Module, step: Any, callbacks: CallbackList, stage: str) -> 
     where something stands before the net (replicas, shards). A compiled net would be compiled a
     second time.
     """
-    if not isinstance(step, (CompiledStep, PredictStep)) or type(step.door) is not Door:
+    if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
         return False
     if not model._is_plain_wrapper or overridden(model, "transfer_batch_to_device"):
         return False

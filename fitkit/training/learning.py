@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.data.batches import NoRows
+from fitkit.distributed.strategies import Engine
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count
@@ -178,7 +179,7 @@ class Manual:
     Args:
         step: calls the model's `training_step`.
         state: holds the optimizers, and counts the updates.
-        after_update: called after each step.
+        engine: acts after each step; None where nobody does.
         parameters: all that may learn.
     """
 
@@ -186,12 +187,12 @@ class Manual:
         self,
         step: Any,
         state: FitState,
-        after_update: Callable[[], None],
+        engine: Engine | None,
         parameters: list[torch.nn.Parameter],
     ) -> None:
         self._step = step
         self._state = state
-        self._after_update = after_update
+        self._engine = engine
         self._parameters = parameters
         self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
         self._updates_before: int | None = None  # of the epoch; None before its first batch
@@ -210,7 +211,8 @@ class Manual:
             state.updates += 1
         for scaling in self._state.scalings:
             scaling.update()
-        self._after_update()
+        if self._engine is not None:
+            self._engine.after_update()
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches
@@ -278,7 +280,7 @@ def learning_for(
             strategy.exchange_gradients(parameters)
 
         stage.backward = backward
-        return Manual(step, state, strategy.after_update, parameters)
+        return Manual(step, state, strategy.engine, parameters)
     alone = strategy.collectives.world_size == 1
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
     if len(updaters) > 1 and overridden(model, "training_step") and not takes_turns:

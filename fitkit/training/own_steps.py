@@ -15,8 +15,8 @@ from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import Mover
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
-from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.logging_options import is_metric
@@ -31,7 +31,7 @@ class OwnStep:
     Args:
         model: whose hooks they are.
         stage: what the hooks need to know.
-        door: the way into them.
+        wrapped: calls them.
         mover: brings a batch to the device.
         logbook: where losses and logged values are noted.
         collectives: what the ranks exchange logged values by.
@@ -50,7 +50,7 @@ class OwnStep:
         self,
         model: Any,
         stage: Stage,
-        door: Door,
+        wrapped: WrappedModel,
         mover: Mover,
         logbook: Logbook,
         collectives: Collectives,
@@ -60,7 +60,7 @@ class OwnStep:
     ) -> None:
         self.model = model
         self.stage = stage
-        self.door = door
+        self.wrapped = wrapped
         self.mover = mover
         self.logbook = logbook
         self.samples = 0
@@ -170,16 +170,16 @@ class OwnStep:
     def _run(self, batch: Any, index: int, optimizer_idx: int) -> Any:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         arguments = [values[name] for name in self._arguments]
-        door = self.door
+        wrapped = self.wrapped
         with self._around():
             if self._moves:
-                outputs = door("_step_on_device", batch, self._method, *arguments)
+                outputs = wrapped("_step_on_device", batch, self._method, *arguments)
             else:
-                outputs = door(self._method, self.mover.transfer(batch), *arguments)
+                outputs = wrapped(self._method, self.mover.transfer(batch), *arguments)
             if self._has_end:
                 outputs = self._end(outputs)
-            elif door.weights is not None:
-                outputs = with_mean_loss(outputs, door.weights)
+            elif wrapped.weights is not None:
+                outputs = with_mean_loss(outputs, wrapped.weights)
         if self._is_first:
             self.mover.transfer.note_writes()
         return outputs
@@ -283,19 +283,19 @@ class OwnPredictStep:
     """Calls `predict_step` and `predict_step_end`.
 
     Args:
-        model, stage, door, mover, around: as in `OwnStep`.
+        model, stage, wrapped, mover, around: as in `OwnStep`.
     """
 
     def __init__(
         self,
         model: Any,
         stage: Stage,
-        door: Door,
+        wrapped: WrappedModel,
         mover: Mover,
         around: Any = contextlib.nullcontext,
     ) -> None:
         self.stage = stage
-        self._door = door
+        self._wrapped = wrapped
         self.mover = mover
         self._transfer = mover.transfer
         self._around = around
@@ -310,9 +310,9 @@ class OwnPredictStep:
         self.stage.samples = samples_of(batch)
         with self._around():
             if self._moves:
-                outputs = self._door("_step_on_device", batch, "predict_step", *arguments)
+                outputs = self._wrapped("_step_on_device", batch, "predict_step", *arguments)
             else:
-                outputs = self._door("predict_step", self._transfer(batch), *arguments)
+                outputs = self._wrapped("predict_step", self._transfer(batch), *arguments)
             outputs = self._end(outputs)
         if self._is_first:
             self._transfer.note_writes()

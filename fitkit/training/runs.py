@@ -18,7 +18,8 @@ from fitkit.data.sharding import sharded
 from fitkit.data.sources import drawn_from
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import match_state
-from fitkit.distributed.strategies import Door, Strategy
+from fitkit.distributed.strategies import Strategy
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import warn
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
@@ -43,7 +44,7 @@ Step = CompiledStep | OwnStep
 def compiled_step(
     model: Module,
     compilation: Compilation,
-    door: Door,
+    wrapped: WrappedModel,
     class_weights: ClassWeights | None = None,
     all_targets: list[Any] | None = None,
     name: str = "x",
@@ -55,7 +56,7 @@ def compiled_step(
     strategy = compilation.strategy
     compilation.loss.to(strategy.device)
     return CompiledStep(
-        door,
+        wrapped,
         caller_of(model),
         mover_of(model, strategy),
         strategy.precision,
@@ -84,15 +85,16 @@ def step_for(
     known = None if source is None else [drawn_from(source)]
     may_count = compilation.loss.may_count(known)
     if stage != "training":
-        door = strategy.evaluation_door(model)
-    elif learns_alone(model):
-        strategy.may_count = may_count or has_own_steps(model, stage)
-        door = strategy.door(model)
+        wrapped = strategy.wrap_for_evaluation(model)
     else:
-        door = strategy.plain_door(model)
+        wrapped = strategy.wrap_for_training(
+            model,
+            averages=learns_alone(model),
+            may_count=may_count or has_own_steps(model, stage),
+        )
     ranks = strategy.shares if stage == "training" else None
     compiled = compiled_step(
-        model, compilation, door, class_weights, all_targets, name, ranks, may_count=may_count
+        model, compilation, wrapped, class_weights, all_targets, name, ranks, may_count=may_count
     )
     running = Stage(stage, compiled.logbook.logged, compiled)
     running.transferred = compiled.mover.transfer
@@ -103,7 +105,7 @@ def step_for(
     own = OwnStep(
         model,
         running,
-        door,
+        wrapped,
         compiled.mover,
         compiled.logbook,
         strategy.shares,
@@ -121,12 +123,12 @@ def learns_alone(model: Module) -> bool:
 def predict_step_for(model: Module, compilation: Compilation) -> tuple[Stage, Any]:
     """The step of `predict`."""
     strategy = compilation.strategy
-    door, mover = strategy.evaluation_door(model), mover_of(model, strategy)
-    compiled = PredictStep(door, caller_of(model), mover, strategy.precision)
+    wrapped, mover = strategy.wrap_for_evaluation(model), mover_of(model, strategy)
+    compiled = PredictStep(wrapped, caller_of(model), mover, strategy.precision)
     stage = Stage("predict", predicting=compiled, transferred=mover.transfer)
     if has_own_steps(model, "predict"):
         around = partial(strategy.precision.forward, strategy.device.type)
-        return stage, OwnPredictStep(model, stage, door, mover, around)
+        return stage, OwnPredictStep(model, stage, wrapped, mover, around)
     return stage, compiled
 
 

@@ -58,12 +58,11 @@ def net_prepared(model: Module, compilation: Compilation) -> Iterator[None]:
 
     The layout is for the length of a call.
 
-    Where a strategy keeps module or optimizers in a form of its own, the weights stay as they are:
-    the batches' layout alone decides there.
+    Where an engine decides how weights lie in memory, they stay as they are: the batches' layout
+    alone decides there.
     """
     compile_on_this_rank(model, compilation.jit_compile)
-    keeps = type(compilation.strategy).begin_training is Strategy.begin_training
-    word = compilation.memory_format if keeps else None
+    word = None if compilation.strategy.has_engine else compilation.memory_format
     try:
         with laid_out(model, word):
             yield

@@ -102,14 +102,12 @@ def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], di
         Collective within a run.
     """
     run = model._fitkit.fit_state.run
-    strategy = model._fitkit.compilation.strategy
-    strategy.settle()
+    give = _giving(model, spread=spread)
     progress = model._fitkit.fit_state.progress if run is None else run.progress()
     state = {
         "compiled": named_arguments(model._fitkit.compilation.given),
         "progress": None if progress is None else progress.as_dict(),
     }
-    give = strategy.for_folder if spread else strategy.for_file
     with model._fitkit.fit_state.evaluated() as own:
         found: tuple[dict[str, Any], dict[str, Any]] = give(
             lambda: (
@@ -122,12 +120,23 @@ def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], di
 
 def weights_of(model: Module, *, spread: bool = False) -> dict[str, Any]:
     """The weights that evaluate; the arguments, and who calls it, as `contents` has them."""
-    strategy = model._fitkit.compilation.strategy
-    strategy.settle()
-    give = strategy.for_folder if spread else strategy.for_file
+    give = _giving(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as own:
         found: dict[str, Any] = give(lambda: model._weights_module().state_dict())
         return found if own is None else _copied(found)
+
+
+def _giving(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
+    """Make the ranks equal, and give what calls a function so that it gets tensors to be saved.
+
+    Ranks:
+        Collective within a run.
+    """
+    engine = model._fitkit.compilation.strategy.engine
+    if engine is None:
+        return lambda make: make()
+    engine.average_ranks()
+    return engine.parts if spread else engine.whole
 
 
 def _copied(found: Any) -> Any:

@@ -20,8 +20,8 @@ from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import Precision
-from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss, Count, Term
 from fitkit.losses.compiled import total_of
@@ -37,7 +37,7 @@ class CompiledStep:
     batch, so that a step does no more than a hand-written loop does.
 
     Args:
-        door: the way into the net's forward.
+        wrapped: calls the net's forward.
         caller: how inputs enter it.
         mover: brings a batch to the device.
         precision: in which number types the net computes.
@@ -62,7 +62,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        door: Door,
+        wrapped: WrappedModel,
         caller: Caller,
         mover: Mover,
         precision: Precision,
@@ -75,8 +75,8 @@ class CompiledStep:
         *,
         may_count: bool = True,
     ) -> None:
-        self.door = door
-        self.forward = forward_of(door)
+        self.wrapped = wrapped
+        self.forward = forward_of(wrapped)
         self.caller = caller
         self.mover = mover
         self._ranks = ranks
@@ -96,7 +96,7 @@ class CompiledStep:
         self.total = 0
         self.may_count = may_count
         if (own := loss.own) is not None:
-            door.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
+            wrapped.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
@@ -168,7 +168,7 @@ class CompiledStep:
             return self
         if self.class_weights is not None or (self.meters is not None and meters is None):
             return self
-        forward, add = bare(self.door) if alone else self.forward, self.logbook.loss.add
+        forward, add = bare(self.wrapped) if alone else self.forward, self.logbook.loss.add
         counted = self.loss.counted if self.may_count else None
         update = of_each = shape = None
         if meters is not None:
@@ -211,7 +211,7 @@ class CompiledStep:
     def look(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
         opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
-        self.compute(self.door.net, *opened)
+        self.compute(self.wrapped.net, *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
         """The loss of a batch inside a step of the model's own; not noted, but for the metrics.
@@ -302,7 +302,7 @@ class CompiledStep:
 
     def _ask_for_sum(self, x: Any, y: Any) -> None:
         """Find out what a net's own loss is the mean over, where it can give its sum, too."""
-        own, net = self.loss.own, self.door.net
+        own, net = self.loss.own, self.wrapped.net
         if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
         with modes_restored(net), torch.no_grad(), self._around(self._kind):
@@ -324,7 +324,7 @@ class CompiledStep:
                 f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
                 "batch had targets, too. Give (x, y) in each batch."
             ) from error
-        raise_explained(error, self.door.net, x, y, self.name)
+        raise_explained(error, self.wrapped.net, x, y, self.name)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
@@ -382,14 +382,16 @@ class PredictStep:
     """Computes the net's outputs for batches.
 
     Args:
-        door, caller, mover, precision: as in `CompiledStep`.
+        wrapped, caller, mover, precision: as in `CompiledStep`.
     """
 
     is_private = True
 
-    def __init__(self, door: Door, caller: Caller, mover: Mover, precision: Precision) -> None:
-        self.door = door
-        self.forward = forward_of(door)
+    def __init__(
+        self, wrapped: WrappedModel, caller: Caller, mover: Mover, precision: Precision
+    ) -> None:
+        self.wrapped = wrapped
+        self.forward = forward_of(wrapped)
         self.caller = caller
         self.mover = mover
         self._around, self._wide = precision.forward, precision.predictions
@@ -406,7 +408,7 @@ class PredictStep:
             with self._around(self._kind):
                 outputs = self._wide(self.caller(self.forward, x))
         except Exception as error:
-            raise_explained(error, self.door.net, x, None)
+            raise_explained(error, self.wrapped.net, x, None)
             raise
         if not self.checked:
             self.mover.transfer.note_writes()
@@ -419,7 +421,7 @@ class PredictStep:
         is_tensor = type(first) is tuple and isinstance(first[0], torch.Tensor)
         if not is_tensor or not self._is_plain or not self.mover.leaves(first):
             return self
-        forward, net = bare(self.door) if alone else self.forward, self.door.net
+        forward, net = bare(self.wrapped) if alone else self.forward, self.wrapped.net
 
         def step(batch: Any, index: int = 0) -> Any:
             x = batch[0]
@@ -436,11 +438,11 @@ class PredictStep:
         return self._wide(self.caller(model, unpack(batch)[0]))
 
 
-def forward_of(door: Door) -> Callable[..., Any]:
-    """How to call the net through a door; the net itself where nothing stands between."""
-    if type(door) is not Door:
-        return partial(door, "")
-    model = door.net
+def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
+    """How to call the net of a wrapped model; the net itself where nothing stands between."""
+    if not wrapped.is_bare:
+        return partial(wrapped, "")
+    model = wrapped.net
     if not getattr(model, "_is_plain_wrapper", False):
         return model
     parts = model._modules
@@ -456,9 +458,9 @@ def forward_of(door: Door) -> Callable[..., Any]:
     return forward
 
 
-def bare(door: Door) -> Callable[..., Any]:
+def bare(wrapped: WrappedModel) -> Callable[..., Any]:
     """The net of a model that hands on to it, where only fitkit's own code would act before."""
-    model: Any = door.net
+    model: Any = wrapped.net
     net: Callable[..., Any] = model.net
     return net
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fitkit.distributed.precision import CLOSURE, Scaling
 from fitkit.distributed.strategies import Strategy
+from fitkit.distributed.strategies.engine import clip_gradients, scale_gradients
 from fitkit.errors import ConfigurationError
 from fitkit.losses import Count, Term
 from fitkit.losses.compiled import total_of
@@ -85,24 +86,21 @@ class Updater:
     ) -> None:
         self.optimizer = optimizer
         self._looks_at_gradients = is_named
-        # An engine's own update; torch's is called directly.
-        self._engine_update = (
-            strategy.update if type(strategy).update is not Strategy.update else None
-        )
+        engine = self._engine = strategy.engine
         self._fit_state = fit_state
         self._strategy = strategy
         self._ranks = strategy.shares.world_size
-        self.backward = strategy.backward
+        self.backward = torch.Tensor.backward if engine is None else engine.backward
         self._scaling = scaling
         if scaling is not None:
-            self.backward = partial(scaling.backward, through=strategy.backward)
+            self.backward = partial(scaling.backward, through=self.backward)
+        self._clip_gradients = clip_gradients if engine is None else engine.clip
+        self._scale_gradients = scale_gradients if engine is None else engine.scale
         self._parameters = parameters
         fit_state.accumulate = accumulate
         self._clip_value = clip_value
         self._clip_algorithm = clip_algorithm
         self._after_update = after_update
-        acts = type(strategy).after_update is not Strategy.after_update
-        self._after_weights = strategy.after_update if acts else None
         self._batches = 0  # of the group so far
         self._samples = 0  # of the group so far, on all ranks
         self._counted: Any = None  # of the group so far, on this rank; None where samples count
@@ -275,9 +273,9 @@ class Updater:
         self._totals = self._counted = None
         if isinstance(found, torch.Tensor):
             factor = torch.where(found > 0, expected / found, 1.0)
-            self._strategy.scale_gradients(self._parameters, factor)
+            self._scale_gradients(self._parameters, factor)
         elif found != expected:
-            self._strategy.scale_gradients(self._parameters, expected / found if found else 1.0)
+            self._scale_gradients(self._parameters, expected / found if found else 1.0)
         self._update()
 
     def _counted_by_all(self) -> Any:
@@ -337,7 +335,8 @@ class Updater:
             return value.detach().new_tensor(summed / whole)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        self._tell_strategy()
+        if self._engine is not None:
+            self._engine.after_update()
         self._count_update()
 
     def _update(self) -> None:
@@ -350,11 +349,11 @@ class Updater:
             self._update_scaled(self._scaling)
             return
         self._clip()
-        if self._engine_update is None:
+        if self._engine is None:
             self.optimizer.step()
         else:
-            self._engine_update(self.optimizer)
-        self._tell_strategy()
+            self._engine.update(self.optimizer)
+            self._engine.after_update()
         self._count_update()
 
     def _update_scaled(self, scaling: Scaling) -> None:
@@ -364,13 +363,10 @@ class Updater:
             self._clip()
         counts = scaling.step(self.optimizer)
         scaling.update()
-        self._tell_strategy()  # Also of an update left out: other ranks may have made theirs.
+        if self._engine is not None:
+            self._engine.after_update()  # Also when left out: other ranks may have made theirs.
         if counts:
             self._count_update()
-
-    def _tell_strategy(self) -> None:
-        if self._after_weights is not None:
-            self._after_weights()
 
     def _count_update(self) -> None:
         self._fit_state.updates += 1
@@ -379,4 +375,4 @@ class Updater:
 
     def _clip(self) -> None:
         if self._clip_value is not None:
-            self._strategy.clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
+            self._clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)

@@ -26,7 +26,6 @@ from fitkit.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from fitkit.distributed.strategies import Strategy
 from fitkit.training import fit_run
 from fitkit.training.optimizing import FitState
 
@@ -131,7 +130,6 @@ def test_groups_of_batches_change_on_all_ranks():
     assert model._fitkit.fit_state.updates == 3 + 2 + 1 + 1
 
 
-@pytest.mark.skipif(not hasattr(Strategy, "rewrap"), reason="needs Strategy.rewrap")
 def test_a_backbone_that_is_freed_learns_from_all_ranks_samples():
     assert_as_one_process(lambda: [BackboneFinetuning(2)])
 

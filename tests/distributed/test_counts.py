@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
 import fitkit
@@ -227,6 +228,22 @@ STRATEGIES = {  # and the rows of a batch
     "dp": 16,
     "ddp2": 16,
     "unused parameters looked for": 8,
+    "a hook of its own": 8,
+}
+
+
+class OwnHook(DDPSpawnStrategy):
+    """A count that travels with the gradients would go through the hook, too."""
+
+    def configure_ddp(self, module):
+        wrapped = super().configure_ddp(module)
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        return wrapped
+
+
+OBJECTS = {
+    "unused parameters looked for": DDPSpawnStrategy(find_unused_parameters=True),
+    "a hook of its own": OwnHook(),
 }
 
 
@@ -241,11 +258,10 @@ def test_every_strategy_weighs_alike(strategy, own):
     make = (lambda x, y: {"x": x, "labels": y}) if own else (lambda x, y: (x, y))
     model = fitkit.Model(made(kind))
     size = STRATEGIES[strategy]
-    looks = DDPSpawnStrategy(find_unused_parameters=True)
     model.compile(
         sgd, **({} if own else {"loss": "cross_entropy"}), learning_rate=0.5,
         precision="64-true", accelerator="cpu", devices=2, gradient_clip_val=0.05,
-        strategy=looks if strategy.startswith("unused") else strategy,
+        strategy=OBJECTS.get(strategy, strategy),
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(Rows(make, x, y), size)
     model.fit(loader, steps_per_epoch=UPDATES, verbose=0)

@@ -56,21 +56,22 @@ def run(net, name):
     node = strategy.shares.rank
     assert node == strategy.world.node_rank == strategy.collectives.rank
     strategy.place(net)
-    door = getattr(strategy, name)(net)
+    wrapped = strategy.wrap_for_training(net, averages=name == "averages")
     learning = torch.optim.SGD(net.parameters(), 0.5)
     for batch in batches(node):
         learning.zero_grad()
-        outputs = door("step", batch)
+        outputs = wrapped("step", batch)
         assert outputs["captions"] == batch["captions"], outputs["captions"]
-        assert sum(door.weights) == len(batch["x"]) and len(door.weights) == min(2, len(batch["x"]))
+        weights, samples = wrapped.weights, len(batch["x"])
+        assert sum(weights) == samples and len(weights) == min(2, samples)
         net.contrast(outputs).backward()
-        if name == "plain_door":
+        if name == "exchanges":
             strategy.exchange_gradients(list(net.parameters()))
         learning.step()
     with torch.no_grad():
         if node:  # a node may have fewer batches than the other
             x = next(batches(node))["x"]
-            found = strategy.evaluation_door(net)("", x)
+            found = strategy.wrap_for_evaluation(net)("", x)
             assert found["flags"].tolist() == [True] * 5 and found["n"].tolist() == [3, 2]
             assert found["none"] is None
             torch.testing.assert_close(found["loss"], x.mean())
@@ -87,7 +88,7 @@ def forward(self, x):
     return {"flags": x.sum(1) < 99, "n": len(x), "none": None, "loss": x.mean()}
 
 Pairs.forward = forward
-for name in ("door", "plain_door"):
+for name in ("averages", "exchanges"):
     net = Pairs()
     with torch.no_grad():
         net.scale += strategy.world.rank  # rank 0's numbers are everyone's
@@ -206,11 +207,11 @@ def written(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("door", ["door", "plain_door"])
-def test_two_nodes_learn_what_one_process_learns_of_each_nodes_whole_batch(written, door):
+@pytest.mark.parametrize("way", ["averages", "exchanges"])
+def test_two_nodes_learn_what_one_process_learns_of_each_nodes_whole_batch(written, way):
     wanted = expected_weights()
     for rank in range(2):
-        found = torch.load(written / f"{door}{rank}.pt")
+        found = torch.load(written / f"{way}{rank}.pt")
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6, msg=f"{rank} {name}")
 

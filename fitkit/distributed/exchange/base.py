@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.precision import Precision
+from fitkit.distributed.traffic import all_reduce
 
 
 class Algorithm:

@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_count, check_number
-from fitkit.distributed.costs import all_reduce
 from fitkit.distributed.exchange.base import Algorithm, FlatTensors
 from fitkit.distributed.exchange.compression import (
     Feedback,
@@ -21,6 +20,7 @@ from fitkit.distributed.exchange.compression import (
 )
 from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.precision import Precision
+from fitkit.distributed.traffic import all_reduce
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 ERROR = "error"

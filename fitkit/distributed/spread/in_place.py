@@ -1,12 +1,224 @@
-"""Tensors that are spread over the ranks, as whole ones and back."""
+"""Modules and optimizers that train in another form, in place: taken over, and given back.
+
+Whoever holds the model, its parameters or its optimizer holds the very same objects before,
+meanwhile and afterwards, and meanwhile their `state_dict()` is whole. Torch's own functions
+(`distributed.checkpoint.state_dict`, 2.13) do neither: they take no module back, they call
+`state_dict()` themselves, so that no hook of it can use them, and to read an optimizer that has no
+state yet they make a step with it, which hooks and schedulers count.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+
+
+class InPlace:
+    """A module or an optimizer in another form, until `end` or, after a failure, `abandon`."""
+
+    has_stepped = False
+    """Whether an update was made since."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def end(self, *, wanted: bool) -> None:
+        """Make it ordinary again, with what was learned.
+
+        Args:
+            wanted: whether this rank needs that.
+
+        Ranks:
+            Collective.
+        """
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Let go after a failure, when other ranks may be gone."""
+        raise NotImplementedError
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class ModuleInPlace(InPlace):
+    """A module in whose places other parameters stand.
+
+    Args:
+        module: the same numbers on all ranks.
+
+    Attributes:
+        twins: the parameters that stand in, by the module's own.
+    """
+
+    hook_origins: tuple[str, ...] = ()
+    """How the names begin of the modules whose hooks are taken off again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.twins: dict[nn.Parameter, nn.Parameter] = {}
+        self._backup: dict[nn.Parameter, torch.Tensor] = {}
+        self._places = [
+            (part, name, parameter)
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        self._shapes = {parameter: parameter.shape for _, _, parameter in self._places}
+        self._before = [
+            (part, type(part), set(vars(part)), part._parameters) for part in module.modules()
+        ]
+
+    def _is_added(self, name: str) -> bool:
+        """Whether the engine notes something on modules under that name."""
+        return False
+
+    def _empty(self, parameter: nn.Parameter, *, keeps: bool) -> None:
+        """Let one of the module's own parameters give up its memory.
+
+        Args:
+            keeps: whether its numbers are kept in main memory, for `abandon`.
+        """
+        if keeps:
+            self._backup[parameter] = parameter.data.cpu()
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+
+    def abandon(self) -> None:
+        numbers = {}
+        for parameter in self.twins:
+            shape = self._shapes[parameter]
+            if parameter.shape != shape:
+                lost = torch.full(shape, torch.nan, dtype=parameter.dtype)
+                numbers[parameter] = self._backup.get(parameter, lost)
+        self._give_back(numbers)
+
+    def _give_back(self, numbers: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Put the module's own parameters back, and undo all that was done to its submodules.
+
+        This is where torch and DeepSpeed are known from inside, since neither offers a way back.
+        `fully_shard` gives each submodule another class (`FSDPLinear`), a state in
+        `_module_state_mapping` (by which it refuses to shard a module twice), attributes and hooks
+        whose handles nobody has. DeepSpeed gives it another `_parameters`, attributes and hooks.
+        Tied parameters have several places, and a recurrent layer notes its weights when one is
+        set, so they are set by `setattr`. Tested: the attributes, hooks and types of every
+        submodule are the same before and after.
+
+        Args:
+            numbers: what the parameters shall have; those that aren't named keep what they have.
+        """
+        from torch.distributed._composable_state import _module_state_mapping
+
+        self._remove_hooks()
+        for parameter, twin in self.twins.items():
+            parameter.requires_grad_(twin.requires_grad)
+            if parameter in numbers:
+                parameter.data = numbers[parameter]
+        for part, kind, names, parameters in self._before:
+            part.__class__ = kind
+            _module_state_mapping.pop(part, None)
+            _take_off_hooks(part, self.hook_origins)
+            vars(part)["_parameters"] = parameters
+            for name in [n for n in vars(part) if n not in names and self._is_added(n)]:
+                del vars(part)[name]
+        for part, name, parameter in self._places:
+            setattr(part, name, parameter)
+        self.twins, self._backup = {}, {}
+
+
+def _take_off_hooks(part: nn.Module, origins: tuple[str, ...]) -> None:
+    """Take hooks off a submodule, which torch has no way to do without their handles."""
+    numbers = [
+        number
+        for name, held in vars(part).items()
+        if name.endswith("_hooks")
+        for number, hook in held.items()
+        if str(getattr(hook, "__module__", "")).startswith(origins)
+    ]
+    for held in vars(part).values():
+        if isinstance(held, dict):
+            for number in numbers:
+                held.pop(number, None)
+
+
+class OptimizerInPlace(InPlace):
+    """An optimizer whose state is in another form; its `state_dict()` is collective, and whole.
+
+    Its schedulers, loss scaling and hooks go on.
+
+    Args:
+        optimizer: the same on all ranks.
+        twins: the parameters that stand in for its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, twins: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self._twins = dict(twins)
+        self._ordinary = {twin: parameter for parameter, twin in self._twins.items()}
+        self._backup: dict[torch.Tensor, Any] = {}
+
+    def end(self, *, wanted: bool) -> None:
+        self._give_back(self._whole_states(wanted=wanted))
+
+    def abandon(self) -> None:
+        self._give_back(self._backup)
+
+    def _give_back(self, state: dict[torch.Tensor, Any]) -> None:
+        self._remove_hooks()
+        self._replace(self._ordinary, state)
+
+    def _replace(self, others: Mapping[Any, Any], state: Mapping[Any, Any]) -> None:
+        """Give the optimizer other parameters, and the state of these."""
+        for group in self.optimizer.param_groups:
+            # A training that fails while it ends has put some back already.
+            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+        self.optimizer.state.clear()
+        self.optimizer.state.update(state)
+
+    def _add_hooks(self, *handles: Any) -> None:
+        """Let state dicts be whole from now on; other hooks come along."""
+        self._handles = [
+            self.optimizer.register_state_dict_post_hook(self._whole_state_dict),
+            *handles,
+        ]
+
+    def _whole_states(self, *, wanted: bool) -> dict[torch.Tensor, Any]:
+        """The whole states of its own parameters, to go on with.
+
+        Ranks:
+            Collective.
+        """
+        raise NotImplementedError
+
+    def _states_for_dict(self) -> dict[torch.Tensor, Any]:
+        """The whole states of the parameters that it holds now, for a state dict.
+
+        Ranks:
+            Collective.
+        """
+        raise NotImplementedError
+
+    def _whole_state_dict(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+        numbers = {parameter: number for number, parameter in enumerate(held_by(optimizer))}
+        found = {numbers[p]: state for p, state in self._states_for_dict().items()}
+        return {**packed, "state": dict(sorted({**packed["state"], **found}.items()))}
+
+
+def held_by(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """An optimizer's parameters, in the order in which state dicts number them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+# ---------------------------------------------------------------- spread tensors
 
 
 def is_spread(value: Any) -> bool:
@@ -21,17 +233,15 @@ def whole(value: Any) -> Any:
     Ranks:
         Collective.
     """
-    return _gathered(value) if is_spread(value) else value
-
-
-def _gathered(value: Any) -> torch.Tensor:
+    if not is_spread(value):
+        return value
+    value = value.detach()
     if value.device_mesh.ndim > 1:
         from torch.distributed.tensor import Replicate
 
         # One dimension after the other: a tensor may be divided along both in the same direction.
         value = value.redistribute(placements=[Replicate(), *value.placements[1:]])
-    found: torch.Tensor = value.full_tensor()
-    return found
+    return value.full_tensor()
 
 
 def whole_on_host(value: Any) -> Any:
@@ -40,19 +250,19 @@ def whole_on_host(value: Any) -> Any:
     Ranks:
         Collective.
     """
-    return _gathered(value).cpu() if is_spread(value) else value
+    return whole(value).cpu() if is_spread(value) else value
 
 
 def whole_for_file(value: Any, wanted: bool) -> Any:
-    """As `whole`, in main memory; a rank that doesn't want it gets its part as a plain tensor.
+    """As `whole_on_host`; a rank that doesn't want it gets its part as a plain tensor.
 
     Ranks:
         Collective.
     """
     if not is_spread(value):
         return value
-    numbers = whole(value.detach())
-    return numbers.cpu() if wanted else value.to_local()
+    numbers = whole(value)
+    return numbers.cpu() if wanted else value.detach().to_local()
 
 
 def as_parts(value: torch.Tensor, like: Any) -> torch.Tensor:
@@ -70,54 +280,3 @@ def as_parts(value: torch.Tensor, like: Any) -> torch.Tensor:
         placed, like.device_mesh, like.placements, src_data_rank=None
     )
     return spread.clone()
-
-
-@dataclasses.dataclass
-class Place:
-    """Where a parameter is.
-
-    Attributes:
-        module: the submodule that has it.
-        name: its name there.
-        parameter: the ordinary parameter.
-        shape: its own.
-    """
-
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
-    shape: torch.Size
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Let the module have this parameter there."""
-        # Recurrent layers note their weights when one is set.
-        setattr(self.module, self.name, parameter)
-
-
-def places_of(module: nn.Module) -> list[Place]:
-    """All places of parameters; a shared one has several."""
-    return [
-        Place(part, name, parameter, parameter.shape)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None
-    ]
-
-
-def take_off_hooks(part: nn.Module, origins: str | tuple[str, ...]) -> None:
-    """Take hooks off a submodule, which torch has no way to do without their handles.
-
-    Args:
-        origins: how the names begin of the modules that they come from.
-    """
-    numbers = [
-        number
-        for name, held in vars(part).items()
-        if name.endswith("_hooks")
-        for number, hook in held.items()
-        if str(getattr(hook, "__module__", "")).startswith(origins)
-    ]
-    for held in vars(part).values():
-        if isinstance(held, dict):
-            for number in numbers:
-                held.pop(number, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
@@ -14,28 +14,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fitkit.distributed.spread.in_place import (
-    as_parts,
-    places_of,
-    take_off_hooks,
-    whole,
-    whole_for_file,
-)
+from fitkit.distributed.spread.in_place import ModuleInPlace, as_parts, whole, whole_for_file
 from fitkit.errors import ConfigurationError
-
-TORCHS = ("torch.distributed.fsdp", "torch.distributed.tensor")
-"""Where the hooks come from that `fully_shard` and `parallelize_module` leave on a module."""
 
 Giving = Literal["whole", "whole on rank 0", "spread"]
 """What state dicts have for spread tensors: the whole (on rank 0 alone), or what they are."""
 
 
-class ShardedModule:
-    """Spreads a module's parameters over the ranks; it stays the module that its users hold.
+class ShardedModule(ModuleInPlace):
+    """Spreads a module's parameters over the ranks.
 
     The ordinary parameters give up their memory meanwhile, and others of torch's `DTensor` stand
-    in their places. Afterwards the very same objects are back, with what was learned. A
-    `state_dict()` in between is collective, and whole.
+    in their places. A `state_dict()` in between is collective, and whole.
 
     Args:
         module: the same numbers on all ranks.
@@ -46,10 +36,9 @@ class ShardedModule:
         rank: this one.
         recomputed: submodules whose activations are computed again in the backward pass.
         backup: whether rank 0 keeps the numbers, for `abandon`.
-
-    Attributes:
-        twins: the sharded parameters by the ordinary ones.
     """
+
+    hook_origins = ("torch.distributed.fsdp", "torch.distributed.tensor")
 
     def __init__(
         self,
@@ -63,52 +52,37 @@ class ShardedModule:
         recomputed: list[nn.Module],
         backup: bool,
     ) -> None:
-        self.module = module
+        super().__init__(module)
         self._rank = rank
         self._gives: Giving = "whole"
-        self._places = places_of(module)
-        self._before = [(part, type(part), set(vars(part))) for part in module.modules()]
         self._forwards = [(block, vars(block).get("forward")) for block in recomputed]
         for block, _ in self._forwards:
             vars(block)["forward"] = _Recomputed(block)
-        self._handles: list[Any] = []
-        self._backup: dict[nn.Parameter, torch.Tensor] = {}
-        self.twins: dict[nn.Parameter, nn.Parameter] = {}
-        self.sharded: list[Any] = []
-        self._keeps = backup and rank == 0
+        self._sharded: list[Any] = []
         done: set[nn.Module] = set()
         try:
             for part in (*blocks, root):
                 own = [inner for inner in part.modules() if inner not in done]
                 prepare(own)
-                self._spread(part, own, shard)
+                self._sharded.append(shard(part))
                 done.update(own)
+                self._take_twins(set(own), keeps=backup and rank == 0)
         except BaseException:
             self.abandon()
             raise
         self._translate_state_dicts()
 
-    def _spread(
-        self, part: nn.Module, own: list[nn.Module], shard: Callable[[nn.Module], Any]
-    ) -> None:
-        """Spread the parameters of a block, and let the ordinary ones give up their memory."""
-        self.sharded.append(shard(part))
-        held = set(own)
-        for place in self._places:
-            parameter = place.parameter
-            if place.module not in held:
-                continue
-            twin = place.module._parameters[place.name]
-            assert twin is not None
-            if parameter not in self.twins:
-                if self._keeps:
-                    self._backup[parameter] = parameter.data.cpu()
-                parameter.grad = None
-                parameter.data = parameter.data.new_empty(0)
-            self.twins[parameter] = twin
+    def _take_twins(self, own: set[nn.Module], *, keeps: bool) -> None:
+        """Note which parameters `fully_shard` has put there, and empty the ordinary ones."""
+        for part, name, parameter in self._places:
+            twin = part._parameters[name]
+            if part in own and twin is not None:
+                if parameter not in self.twins:
+                    self._empty(parameter, keeps=keeps)
+                self.twins[parameter] = twin
 
     def _translate_state_dicts(self) -> None:
-        for part in {id(place.module): place.module for place in self._places}.values():
+        for part in {part: None for part, _, _ in self._places}:
             # Torch sets an attribute on the first, which a method doesn't take.
             self._handles += [
                 part.register_state_dict_post_hook(partial(self._give_whole)),
@@ -117,53 +91,30 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Drop what a forward without a backward has gathered."""
-        for part in self.sharded:
+        for part in self._sharded:
             part.reshard()
 
     def end(self, *, wanted: bool) -> None:
-        """Make the module whole and ordinary again.
-
-        Args:
-            wanted: whether this rank needs the numbers, in main memory, as a device may be too
-                small for all of them; else its parameters stay empty.
-
-        Ranks:
-            Collective.
-        """
+        """In main memory, as a device may be too small for all; unwanted ones stay empty."""
         self.reshard()
+        numbers = {}
         for parameter, twin in self.twins.items():
-            numbers = whole(twin.detach())
-            parameter.requires_grad_(twin.requires_grad)
+            found = whole(twin)
             if wanted:
-                parameter.data = numbers.cpu()
-        self._restore()
+                numbers[parameter] = found.cpu()
+        self._give_back(numbers)
 
-    def abandon(self) -> None:
-        """Let go after a failure: rank 0 gets the numbers from before, where it kept them."""
-        shapes = {place.parameter: place.shape for place in self._places}
-        for parameter, twin in self.twins.items():
-            parameter.requires_grad_(twin.requires_grad)
-            kept = self._backup.get(parameter)
-            if kept is None:
-                kept = torch.full(shapes[parameter], torch.nan, dtype=parameter.dtype)
-            parameter.data = kept
-        self._restore()
-
-    def _restore(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _give_back(self, numbers: Mapping[nn.Parameter, torch.Tensor]) -> None:
         for block, forward in self._forwards:
             del vars(block)["forward"]
             if forward is not None:
                 vars(block)["forward"] = forward
-        for part, kind, names in self._before:
-            part.__class__ = kind
-            _forget(part)
-            for name in [name for name in vars(part) if name not in names and _is_torchs(name)]:
-                del vars(part)[name]
-        for place in self._places:
-            place.put(place.parameter)
-        self.twins, self.sharded, self._backup = {}, [], {}
+        self._forwards, self._sharded = [], []
+        super()._give_back(numbers)
+
+    def _is_added(self, name: str) -> bool:
+        parts = ("fsdp", "composable", "_distribute_module")
+        return name.startswith("__") or any(part in name for part in parts)
 
     # ------------------------------------------------------------------ state dicts
 
@@ -253,21 +204,6 @@ def _with_numbers(numbers: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
 def _overwrite(numbers: dict[torch.Tensor, torch.Tensor]) -> None:
     for tensor, values in numbers.items():
         tensor.copy_(values)
-
-
-def _is_torchs(name: str) -> bool:
-    """Whether torch's functions note something on modules under that name."""
-    return any(part in name for part in ("fsdp", "composable", "_distribute_module")) or (
-        name.startswith("__")
-    )
-
-
-def _forget(part: nn.Module) -> None:
-    """Take `fully_shard`'s hooks and state off a submodule."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    _module_state_mapping.pop(part, None)
-    take_off_hooks(part, TORCHS)
 
 
 def check_trains(

@@ -1,9 +1,9 @@
-"""An optimizer of which each rank makes a part of the step, and keeps that part's state."""
+"""Optimizers whose state is spread: whole parameters dealt out to the ranks, or parts of each."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.spread.in_place import as_parts, whole_on_host
+from fitkit.distributed.spread.in_place import OptimizerInPlace, as_parts, held_by, whole_on_host
 from fitkit.distributed.spread.module import ShardedModule
 from fitkit.errors import ConfigurationError
 
@@ -22,13 +22,11 @@ CLOSURE = (
 )
 
 
-class OptimizerShards:
-    """Spreads an optimizer's state over the ranks, in place, until `end` or `abandon`.
+class OptimizerShards(OptimizerInPlace):
+    """Deals an optimizer's parameters out to the ranks, with their state.
 
     Every parameter has one rank that updates it, and sends the others what came of it. In the
-    optimizer's `step` the other ranks see no gradient there, and so make no state for it. The
-    object stays what it is: its groups, schedulers, loss scaling and hooks go on. While it is
-    spread, its `state_dict()` is collective, and whole on rank 0.
+    optimizer's `step` the other ranks see no gradient there, and so make no state for it.
 
     Torch's ZeroRedundancyOptimizer spreads in the same way, but is another object than the one
     that schedulers and users hold, and has to be made from a class and its defaults.
@@ -37,6 +35,9 @@ class OptimizerShards:
         optimizer: the same on all ranks, over parameters whose gradients are the same.
         collectives: the ranks.
         device: this rank's.
+
+    Attributes:
+        has_lost: whether `abandon` has dropped state, since others have the rest of it.
 
     Raises:
         ConfigurationError: an optimizer that can't be spread.
@@ -50,71 +51,36 @@ class OptimizerShards:
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        self.optimizer = optimizer
+        super().__init__(optimizer, {})
+        self.has_lost = False
         self._collectives = collectives
         self._device = device
         self._owners: dict[torch.Tensor, int] = {}
         self._loads = [0] * collectives.world_size  # numbers that each rank updates
         self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with gradients
         self._updated: list[tuple[torch.Tensor, int]] = []  # by this step, with owners
-        self._handles = [
+        self._add_hooks(
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._whole_state_dict),
-        ]
+        )
         # A schedule-free one trains at other weights than those that evaluate.
         own = [getattr(optimizer, name, None) for name in ("train", "eval")]
         self._switches = ("train", "eval") if all(map(callable, own)) else ()
         for name in self._switches:
-            setattr(optimizer, name, functools.partial(self._switch, getattr(optimizer, name)))
+            setattr(optimizer, name, partial(self._switch, getattr(optimizer, name)))
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether this rank has dropped what belongs to others."""
-        return bool(self._owners)
+    def abandon(self) -> None:
+        self._put_gradients_back()
+        self.has_lost = bool(self._owners) and bool(self.optimizer.state)
+        self._backup = {} if self._owners else dict(self.optimizer.state)
+        super().abandon()
 
-    def owner_of(self, parameter: torch.Tensor) -> int | None:
-        """The rank that updates a parameter; None before its first update."""
-        return self._owners.get(parameter)
-
-    def end(self, *, wanted: bool) -> None:
-        """Make the optimizer whole and ordinary again.
-
-        Args:
-            wanted: whether this rank needs the whole state; else it keeps its part.
-
-        Ranks:
-            Collective.
-        """
-        self._release()
-        whole = self._gathered(wanted=wanted, on_device=True)
-        for parameter, state in whole.items():
-            self.optimizer.state[parameter] = state
-        self._owners.clear()
-
-    def abandon(self) -> bool:
-        """Let go after a failure, when the others may be gone.
-
-        Returns:
-            Whether state was lost: what this rank had of it is dropped then.
-        """
-        self._release()
-        for parameter, gradient in self._others:
-            parameter.grad = gradient
-        self._others.clear()
-        lost = self.has_parts and bool(self.optimizer.state)
-        if self.has_parts:
-            self.optimizer.state.clear()
-        self._owners.clear()
-        return lost
-
-    def _release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def _give_back(self, state: dict[torch.Tensor, Any]) -> None:
         for name in self._switches:
             delattr(self.optimizer, name)
         self._switches = ()
+        super()._give_back(state)
+        self._owners.clear()
 
     def _switch(self, own: Callable[[], Any]) -> None:
         """Switch a schedule-free optimizer: each rank changes the weights whose state it has."""
@@ -126,7 +92,7 @@ class OptimizerShards:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure") is not None or any(callable(given) for given in args):
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        updated = [p for p in _held_by(optimizer) if p.grad is not None]
+        updated = [p for p in held_by(optimizer) if p.grad is not None]
         self._give_owners([p for p in updated if p not in self._owners])
         self._updated = [(parameter, self._owners[parameter]) for parameter in updated]
         rank = self._collectives.rank
@@ -136,10 +102,13 @@ class OptimizerShards:
                 parameter.grad = None
                 optimizer.state.pop(parameter, None)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _put_gradients_back(self) -> None:
         for parameter, gradient in self._others:
             parameter.grad = gradient
         self._others.clear()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._put_gradients_back()
         updated, self._updated = self._updated, []
         spread_from_owners(updated, self._collectives.rank)
 
@@ -152,12 +121,11 @@ class OptimizerShards:
 
     # ------------------------------------------------------------------ the whole
 
-    def _whole_state_dict(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with all ranks' parts, on rank 0."""
-        whole = self._gathered(wanted=self._collectives.rank == 0, on_device=False)
-        numbers = {parameter: number for number, parameter in enumerate(_held_by(optimizer))}
-        states = {**packed["state"], **{numbers[p]: state for p, state in whole.items()}}
-        return {**packed, "state": dict(sorted(states.items()))}
+    def _whole_states(self, *, wanted: bool) -> dict[torch.Tensor, Any]:
+        return {**self.optimizer.state, **self._gathered(wanted=wanted, on_device=True)}
+
+    def _states_for_dict(self) -> dict[torch.Tensor, Any]:
+        return self._gathered(wanted=self._collectives.rank == 0, on_device=False)
 
     def _gathered(self, *, wanted: bool, on_device: bool) -> dict[torch.Tensor, Any]:
         spread = list(self._owners)
@@ -173,10 +141,6 @@ class OptimizerShards:
             own, owners, self._collectives, self._device, wanted=wanted, place=place
         )
         return {spread[number]: state for number, state in whole.items()}
-
-
-def _held_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 PACKED_BELOW_BYTES = 2**16
@@ -224,20 +188,17 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-class _Described:
-    """Stands for a tensor that follows: its shape and dtype."""
+class _Tensor:
+    """Stands for another rank's tensor; one number comes along, others travel afterwards."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-
-
-class _Number:
-    """A tensor of one number, and whether it was on the device."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.value = tensor.detach().cpu()
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         self.on_device = tensor.device.type != "cpu"
+        self.value = tensor.detach().cpu() if tensor.numel() <= 1 else None
+
+
+def _described(leaf: Any) -> Any:
+    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def gathered_states(
@@ -261,68 +222,44 @@ def gathered_states(
     Ranks:
         Collective.
     """
-    told = collectives.gather({number: _described(state) for number, state in own.items()})
+
+    def take(leaf: Any, owner: int, sent: Iterator[Any]) -> Any:
+        mine = next(sent, None)
+        if not isinstance(leaf, _Tensor):
+            return leaf
+        if leaf.value is not None:
+            return leaf.value.to(place) if leaf.on_device else leaf.value
+        if isinstance(mine, torch.Tensor):
+            flat = _bytes_of(mine.detach().to(device))
+        else:
+            size = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").nbytes
+            flat = torch.empty(size, dtype=torch.uint8, device=device)
+        dist.broadcast(flat, src=owner)
+        return flat.view(leaf.dtype).view(leaf.shape).to(place) if mine is None else mine
+
+    described = {number: trees.map_leaves(_described, state) for number, state in own.items()}
+    everyones = collectives.gather(described)
     whole: dict[int, Any] = {}
     for number, owner in enumerate(owners):
-        if number not in told[owner]:
-            continue
-        is_own = owner == collectives.rank
-        found = [
-            _travelled(mark, leaf, owner, device, place)
-            for mark, leaf in zip(
-                trees.leaves(told[owner][number]),
-                trees.leaves(own[number] if is_own else told[owner][number]),
-                strict=True,
+        if number in everyones[owner]:
+            is_own = owner == collectives.rank
+            sent = iter(trees.leaves(own[number]) if is_own else ())
+            found = trees.map_leaves(
+                partial(take, owner=owner, sent=sent), everyones[owner][number]
             )
-        ]
-        if is_own:
-            whole[number] = own[number]
-        elif wanted:
-            whole[number] = _filled(told[owner][number], iter(found))
+            if is_own or wanted:
+                whole[number] = own[number] if is_own else found
     return whole
-
-
-def _filled(tree: Any, values: Iterator[Any]) -> Any:
-    """A tree with other leaves."""
-    return trees.map_leaves(lambda leaf: next(values), tree)
-
-
-def _described(state: Any) -> Any:
-    def describe(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.numel() <= 1:
-            return _Number(leaf)
-        return _Described(leaf)
-
-    return trees.map_leaves(describe, state)
-
-
-def _travelled(mark: Any, leaf: Any, owner: int, device: torch.device, place: torch.device) -> Any:
-    """What a described leaf stands for, after its exchange where it is a tensor."""
-    if isinstance(mark, _Number):
-        return mark.value.to(place) if mark.on_device else mark.value
-    if not isinstance(mark, _Described):
-        return mark
-    if isinstance(leaf, torch.Tensor):
-        flat = _bytes_of(leaf.detach().to(device))
-    else:
-        size = torch.empty(mark.shape, dtype=mark.dtype, device="meta").nbytes
-        flat = torch.empty(size, dtype=torch.uint8, device=device)
-    dist.broadcast(flat, src=owner)
-    return flat.view(mark.dtype).view(mark.shape).to(place)
 
 
 TOGETHER = ("foreach", "fused")
 """Options of torch's optimizers that update parameters together."""
 
 
-class SpreadOptimizer:
-    """An optimizer over a sharded module's parameters, in place, until `end` or `abandon`.
+class SpreadOptimizer(OptimizerInPlace):
+    """An optimizer over a sharded module's parameters, whose state is spread as they are.
 
-    The object stays what it is: its groups hold the sharded parameters instead of the ordinary
-    ones, and its state is spread as they are. Meanwhile its `state_dict()` is collective, and
-    whole.
+    Its groups hold the sharded parameters instead of the ordinary ones.
 
     Args:
         optimizer: over the ordinary parameters; its state is the same on all ranks.
@@ -330,9 +267,6 @@ class SpreadOptimizer:
         backup: whether this rank keeps the state, for `abandon`.
         one_by_one: whether parameters are updated each by itself, because torch can't update
             together what lies on different meshes.
-
-    Attributes:
-        has_stepped: whether it has made an update since.
 
     Raises:
         ConfigurationError: its state can't be spread.
@@ -346,68 +280,36 @@ class SpreadOptimizer:
         backup: bool,
         one_by_one: bool = False,
     ) -> None:
-        twins: dict[Any, Any] = dict(module.twins)
-        self.optimizer = optimizer
+        super().__init__(optimizer, module.twins)
         self._module = module
-        self._ordinary: dict[torch.Tensor, torch.Tensor] = {t: p for p, t in module.twins.items()}
-        before = {parameter: optimizer.state[parameter] for parameter in list(optimizer.state)}
-        spread = {
-            twins[parameter]: self._spread(state, parameter, twins[parameter])
-            for parameter, state in before.items()
-        }
+        before = dict(optimizer.state)
+        twins = self._twins
+        spread = {twins[p]: self._spread(state, twins[p]) for p, state in before.items()}
         self._backup = before if backup else {}
         self._replace(twins, spread)
-        self.has_stepped = False
         self._options: list[dict[str, Any]] = []
         if one_by_one:
             for group in optimizer.param_groups:
                 given = {name: value for name, value in group.items() if name in TOGETHER}
                 self._options.append(given)
                 group.update(dict.fromkeys(given, False))
-        self._handles = [
+        self._add_hooks(
             optimizer.register_step_post_hook(self._note_step),
-            optimizer.register_state_dict_post_hook(self._give_whole),
             optimizer.register_load_state_dict_pre_hook(self._take_parts),
-        ]
-
-    def end(self, *, wanted: bool) -> None:
-        """Make the optimizer ordinary again.
-
-        Args:
-            wanted: whether this rank needs the state, in main memory; else it has none.
-
-        Ranks:
-            Collective.
-        """
-        self._release()
-        state: dict[torch.Tensor, Any] = {}
-        for twin, held in list(self.optimizer.state.items()):
-            found = {name: trees.map_leaves(whole_on_host, value) for name, value in held.items()}
-            if wanted:
-                state[self._ordinary[twin]] = found
-        self._replace(self._ordinary, state)
-
-    def abandon(self) -> None:
-        """Let go after a failure: rank 0 gets the state from before, where it kept it."""
-        self._release()
-        self._replace(self._ordinary, self._backup)
+        )
 
     def _note_step(self, *arguments: Any) -> None:
         self.has_stepped = True
 
-    def _release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for group, given in zip(self.optimizer.param_groups, self._options, strict=False):
+    def _give_back(self, state: dict[torch.Tensor, Any]) -> None:
+        self._restore_options(self.optimizer.param_groups)
+        super()._give_back(state)
+
+    def _restore_options(self, groups: list[dict[str, Any]]) -> None:
+        for group, given in zip(groups, self._options, strict=False):
             group.update(given)
 
-    def _replace(self, others: dict[Any, Any], state: dict[Any, Any]) -> None:
-        for group in self.optimizer.param_groups:
-            group["params"] = [others[parameter] for parameter in group["params"]]
-        self.optimizer.state.clear()
-        self.optimizer.state.update(state)
-
-    def _spread(self, state: Any, parameter: torch.Tensor, twin: Any) -> Any:
+    def _spread(self, state: Any, twin: Any) -> Any:
         """A parameter's state, each of its tensors spread as the parameter is."""
 
         def spread(leaf: Any) -> Any:
@@ -425,23 +327,27 @@ class SpreadOptimizer:
 
         return {name: trees.map_leaves(spread, value) for name, value in state.items()}
 
-    # ------------------------------------------------------------------ state dicts
+    def _whole_states(self, *, wanted: bool) -> dict[torch.Tensor, Any]:
+        whole = self._states(whole_on_host)
+        return {self._ordinary[twin]: state for twin, state in whole.items()} if wanted else {}
 
-    def _give_whole(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        give = self._module.for_state_dict
-        states = {
-            number: {name: trees.map_leaves(give, value) for name, value in state.items()}
-            for number, state in packed["state"].items()
+    def _states_for_dict(self) -> dict[torch.Tensor, Any]:
+        return self._states(self._module.for_state_dict)
+
+    def _states(self, give: Callable[[Any], Any]) -> dict[torch.Tensor, Any]:
+        return {
+            twin: {name: trees.map_leaves(give, value) for name, value in held.items()}
+            for twin, held in self.optimizer.state.items()
         }
+
+    def _whole_state_dict(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in packed["param_groups"]]
-        for group, given in zip(groups, self._options, strict=False):
-            group.update(given)
-        return {**packed, "state": states, "param_groups": groups}
+        self._restore_options(groups)
+        return super()._whole_state_dict(optimizer, {**packed, "param_groups": groups})
 
     def _take_parts(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = list(held_by(optimizer))
         states = {
-            number: self._spread(state, held[number], held[number])
-            for number, state in packed["state"].items()
+            number: self._spread(state, held[number]) for number, state in packed["state"].items()
         }
         return {**packed, "state": states}

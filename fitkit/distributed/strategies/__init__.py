@@ -1,16 +1,16 @@
 """How a module lives and learns across the ranks: one file a strategy."""
 
 from fitkit.distributed.strategies.bagua import Bagua
-from fitkit.distributed.strategies.base import SingleDevice, Strategy
+from fitkit.distributed.strategies.base import Assignment, SingleDevice, Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.ddp2 import DDP2
 from fitkit.distributed.strategies.deepspeed import DeepSpeed
 from fitkit.distributed.strategies.dp import DP
+from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.strategies.fsdp import FSDP
 from fitkit.distributed.strategies.horovod import Horovod
 from fitkit.distributed.strategies.sharded import DDPSharded
 from fitkit.distributed.strategies.xla import XLA
-from fitkit.distributed.wrapped_model import Door
 from fitkit.registry import Registry
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
@@ -37,11 +37,12 @@ __all__ = [
     "FSDP",
     "STRATEGIES",
     "XLA",
+    "Assignment",
     "Bagua",
     "DDPSharded",
     "DDPSpawn",
     "DeepSpeed",
-    "Door",
+    "Engine",
     "Horovod",
     "SingleDevice",
     "Strategy",

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.exchange import ALGORITHMS, Algorithm, Peers
 from fitkit.distributed.exchange.base import FlatTensors
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
-from fitkit.distributed.wrapped_model import Door
+from fitkit.distributed.strategies.engine import Engine
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ArgumentTypeError
 from fitkit.registry import nearest
 
@@ -42,12 +41,7 @@ class Bagua(DDP):
 
     name = "bagua"
     starts = "workers"
-
-    _module: torch.nn.Module | None = None  # that is in training, on several ranks
-    _optimizers: list[Optimizer]
-    _peers: Peers
-    _exchanged: list[torch.nn.Parameter]
-    _parted = False  # whether there were updates since the last settlement
+    has_engine = True
 
     def __init__(self, algorithm: str = "gradient_allreduce", **options: Any) -> None:
         if not isinstance(algorithm, str):
@@ -63,23 +57,10 @@ class Bagua(DDP):
         super().__init__(**{k: v for k, v in options.items() if k not in own})
         self.algorithm: Algorithm = chosen(**{k: v for k, v in options.items() if k in own})
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_module", "_optimizers", "_peers", "_exchanged", "_parted"):
-            state.pop(name, None)
-        return state
-
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
         self.algorithm.check(self.world.size, assignment.precision, self.device)
         return self
-
-    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-        plain = super().costs(module, sizes, devices, nodes)
-        if devices * nodes == 1:
-            return plain
-        sent = self.algorithm.sent(sizes.gradients, sizes.numbers, devices * nodes)
-        return dataclasses.replace(plain, sent=sent)
 
     def leave(self) -> None:
         self.finish()
@@ -88,21 +69,21 @@ class Bagua(DDP):
 
     # ------------------------------------------------------------------ the module
 
-    def place(self, module: torch.nn.Module) -> None:
-        # An evaluation or prediction in mid-training: all take rank 0's weights there.
-        self._settle_if_trained(module)
-        super().place(module)
+    def wrap_for_training(
+        self, module: torch.nn.Module, *, averages: bool = True, may_count: bool = False
+    ) -> WrappedModel:
+        wrapped = super().wrap_for_training(module, averages=averages)
+        through = wrapped.wrapper
+        if through is None:
+            return wrapped
 
-    def door(self, module: torch.nn.Module) -> Door:
-        plain = self.plain_door(module)
-        if not self.algorithm.wraps:
-            return plain
-        return PhasedDoor(self.wrapping(plain), plain, lambda: self.algorithm.averages_gradients)
+        def call(method: str, *args: Any, **kwargs: Any) -> Any:
+            # Through DDP while gradients are averaged, and past it otherwise.
+            chosen = through if self.algorithm.averages_gradients else wrapped.call
+            return chosen(method, *args, **kwargs)
 
-    def rewrap(self) -> None:
-        super().rewrap()
-        self._parted = True
-        self.settle()  # Other parameters learn from now on, and so it is another vector.
+        wrapped.wrapper = call
+        return wrapped
 
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
         wrapped = super().configure_ddp(module)
@@ -112,81 +93,75 @@ class Bagua(DDP):
             register.register_comm_hook(None, hook)
         return wrapped
 
-    def before_evaluation(self, module: torch.nn.Module) -> None:
-        self._settle_if_trained(module)
-        super().before_evaluation(module)
-
-    def _settle_if_trained(self, module: torch.nn.Module) -> None:
-        if module is self._module:
-            self.settle()
-
-    # ------------------------------------------------------------------ learning
-
-    def begin_training(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+    def engine_for(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         self.algorithm.check_optimizers(optimizers)
         if self.collectives.world_size == 1:
-            return
-        self._module, self._optimizers, self._parted = module, optimizers, False
-        self._peers = Peers(self.collectives, self.timeout)
+            return None
+        peers = Peers(self.collectives, self.timeout)
+        return BaguaEngine(self.algorithm, self.collectives, peers, module, optimizers)
+
+    def finish(self) -> None:
+        super().finish()
+        self.algorithm.end()
+
+
+class BaguaEngine(Engine):
+    """Keeps the ranks' modules together after each update, as an algorithm does.
+
+    Args:
+        algorithm: keeps them together.
+        collectives, peers: the ranks.
+        module: what is in training, with equal weights on all ranks.
+        optimizers: of its parameters.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        collectives: Collectives,
+        peers: Peers,
+        module: torch.nn.Module,
+        optimizers: list[Optimizer],
+    ) -> None:
+        self.replaces_ddp = not algorithm.wraps
+        self._module = module
+        self._has_parted = False  # whether there were updates since the ranks were made equal
+        self._algorithm = algorithm
+        self._collectives = collectives
+        self._peers = peers
+        self._optimizers = optimizers
         self._exchanged = _learning(module)
         state = getattr(getattr(module, "_fitkit", None), "fit_state", None)  # of a Model
         # Ranks may count differently, where each leaves out the steps that overflow for it.
-        updates = self.collectives.broadcast(getattr(state, "updates", 0))
-        self.algorithm.begin(self._peers, self._exchanged, optimizers, updates)
+        updates = collectives.broadcast(getattr(state, "updates", 0))
+        algorithm.begin(peers, self._exchanged, optimizers, updates)
 
-    def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        if self._module is None or not self.algorithm.averages_gradients:
-            return
-        if not self.algorithm.mean_gradients(parameters):
-            super().exchange_gradients(parameters)
+    def rewrap(self) -> None:
+        self._has_parted = True
+        self.average_ranks()  # Others learn from now on, and so it is another vector.
+
+    def average_gradients(self, parameters: list[torch.nn.Parameter]) -> bool:
+        algorithm = self._algorithm
+        return not algorithm.averages_gradients or algorithm.mean_gradients(parameters)
 
     def after_update(self) -> None:
-        if self._module is None:
-            return
-        self._parted = True
-        self.algorithm.after_update()
+        self._has_parted = True
+        self._algorithm.after_update()
 
-    def settle(self) -> None:
-        if self._module is None or not self._parted:
+    def average_ranks(self) -> None:
+        if not self._has_parted:
             return
-        self._parted = False
-        self.algorithm.flush()
+        self._has_parted = False
+        self._algorithm.flush()
         now = _learning(self._module)
-        if self.algorithm.keeps_apart:
+        if self._algorithm.keeps_apart:
             known = {id(parameter) for parameter in now}
             frozen_since = [p for p in self._exchanged if id(p) not in known]
             average_tensors([*now, *frozen_since], self._peers)
             average_states(self._optimizers, self._peers)
-        average_buffers(self._module, self._peers, self.collectives)
+        average_buffers(self._module, self._peers, self._collectives)
         self._exchanged = now
-        self.algorithm.resume(now)
-
-    def finish(self) -> None:
-        self._module, self._optimizers, self._exchanged = None, [], []
-        self.algorithm.end()
-        super().finish()
-
-
-class PhasedDoor(Door):
-    """Leads through DDP's wrapper while gradients are averaged, and past it otherwise.
-
-    Args:
-        wrapper: the way through it.
-        plain: the way past it.
-        averages: whether the next update needs the mean of gradients.
-    """
-
-    def __init__(self, wrapper: Door, plain: Door, averages: Callable[[], bool]) -> None:
-        super().__init__(plain.net)
-        self._wrapper = wrapper
-        self._plain = plain
-        self._averages = averages
-
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        door = self._wrapper if self._averages() else self._plain
-        outputs = door(method, *args, **kwargs)
-        self.weights = door.weights
-        return outputs
+        self._algorithm.resume(now)
 
 
 def _learning(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -251,9 +226,9 @@ def average_states(optimizers: list[Optimizer], peers: Peers) -> None:
         Collective.
     """
     found = dict(_states(optimizers))
-    everyones = [set(places) for places in peers.gather(list(found))]
+    everyones = [set(keys) for keys in peers.gather(list(found))]
     shared = sorted(set.intersection(*everyones))
-    average_tensors([found[place] for place in shared], peers)
+    average_tensors([found[key] for key in shared], peers)
 
 
 def _states(optimizers: list[Optimizer]) -> Iterator[tuple[StateKey, torch.Tensor]]:

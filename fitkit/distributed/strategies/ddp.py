@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -18,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Solo
-from fitkit.distributed.costs import Costs, Sizes, all_reduce, whole
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
@@ -26,7 +23,7 @@ from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instea
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave
-from fitkit.distributed.wrapped_model import Door, StepRouter
+from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
@@ -90,23 +87,12 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
-        self._wrapped: Any = None
-        self._entrance: WrapperDoor | None = None
-        self._carrier: torch.nn.Parameter | None = None
+        self._ddp: Any = None
+        self._wrapped: WrappedModel | None = None  # whose calls go through it
         self._made_group = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other ranks need: neither the wrapper nor this process's group and launcher."""
-        state = copy.copy(self.__dict__)
-        state.update(
-            _wrapped=None,
-            _entrance=None,
-            _carrier=None,
-            collectives=Solo(),
-            launcher=InlineLauncher(),
-            _made_group=False,
-        )
-        return state
+        return {**super().__getstate__(), "_ddp": None, "_wrapped": None, "_made_group": False}
 
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
@@ -133,21 +119,6 @@ class DDP(Strategy):
                 f"{other}: worker processes take part instead, as with strategy='ddp_spawn'."
             )
         return other is None
-
-    @property
-    def keeps_model(self) -> bool:
-        """Whether this rank goes on with its model after a call; workers' are thrown away."""
-        return self.collectives.rank == 0 or not self.reads_on_rank_zero
-
-    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-        if devices * nodes == 1:
-            return whole(sizes)
-        halved = self.comm_hook in ("fp16", "bf16")
-        return dataclasses.replace(
-            whole(sizes),
-            exchange=0.0 if self.options["gradient_as_bucket_view"] else sizes.gradients,
-            sent=all_reduce(sizes.gradients, devices * nodes) / (2 if halved else 1),
-        )
 
     # ------------------------------------------------------------------ the ranks
 
@@ -181,32 +152,47 @@ class DDP(Strategy):
 
     # ------------------------------------------------------------------ the module
 
-    def place(self, module: torch.nn.Module) -> None:
+    def place(self, module: torch.nn.Module, *, for_training: bool = False) -> None:
+        if self.engine is not None:  # an evaluation in mid-training
+            self.engine.average_ranks()
         super().place(module)
         self.collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
 
-    def door(self, module: torch.nn.Module) -> Door:
-        return self.wrapping(self.plain_door(module))
+    def wrap_for_training(
+        self, module: torch.nn.Module, *, averages: bool = True, may_count: bool = False
+    ) -> WrappedModel:
+        if self.engine is not None and self.engine.replaces_ddp:
+            return self.engine.wrap(module)
+        wrapped = self.wrap_for_evaluation(module)
+        if averages and self.collectives.world_size > 1:
+            carrier = self._new_carrier(module) if may_count else None
+            self._ddp = self.configure_ddp(StepRouter(wrapped, carrier))
+            if carrier is not None and not _averages_exactly(self._ddp):
+                carrier = None
+                self._drop_ddp()
+                self._ddp = self.configure_ddp(StepRouter(wrapped))
+            self.count_carrier, self._wrapped = carrier, wrapped
+            wrapped.wrapper = self._call_ddp
+        return wrapped
 
-    def wrapping(self, door: Door) -> Door:
-        """DDP's wrapper before a door; the door itself where this rank is the only one."""
-        if self.collectives.world_size == 1:
-            return door
-        self._carrier = self._new_carrier(door.net) if self.may_count else None
-        self._wrapped = self.configure_ddp(StepRouter(door.net, door, self._carrier))
-        self._entrance = WrapperDoor(self._wrapped, door)
-        return self._entrance
-
-    @property
-    def count_carrier(self) -> torch.nn.Parameter | None:
-        return self._carrier
+    def _call_ddp(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._ddp(method, *args, **kwargs)
+        except RuntimeError as error:
+            if self._wrapped is None or not UNUSED.search(str(error)):
+                raise
+            raise ConfigurationError(
+                "Parameters of the net took no part in the last step's loss"
+                f"{_unused_names(self._wrapped.net, error)}. "
+                "Freeze them (requires_grad = False), use them, or write "
+                "strategy=DDPStrategy(find_unused_parameters=True)."
+            ) from error
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
-        """A parameter more, for DDP to average; None where that wouldn't be exact, or where DDP
-        wouldn't see that it is used."""
+        """A parameter more, for DDP to average; None where DDP wouldn't see that it is used, or
+        where it isn't averaged exactly."""
         options = self.options["find_unused_parameters"] or self.options["static_graph"]
-        is_changed = type(self).configure_ddp is not DDP.configure_ddp
-        if options or is_changed or self.comm_hook is not None:
+        if options or self.comm_hook is not None:
             return None
         widest = max(
             (p.dtype for p in module.parameters() if p.is_floating_point()),
@@ -218,12 +204,11 @@ class DDP(Strategy):
 
     def rewrap(self) -> None:
         # DDP exchanges the gradients of those parameters that needed some when it was made.
-        entrance = self._entrance
-        if entrance is not None:
-            self._unwrap()
-            router = StepRouter(entrance.net, entrance.inner, self._carrier)
-            self._wrapped = self.configure_ddp(router)
-            self._entrance, entrance.wrapped = entrance, self._wrapped
+        if self._wrapped is not None:
+            self._drop_ddp()
+            self._ddp = self.configure_ddp(StepRouter(self._wrapped, self.count_carrier))
+        if self.engine is not None:
+            self.engine.rewrap()
 
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the module; an override may give other arguments.
@@ -239,26 +224,30 @@ class DDP(Strategy):
         return wrapped
 
     def before_evaluation(self, module: torch.nn.Module) -> None:
+        if self.engine is not None:
+            self.engine.average_ranks()
         # DDP would do this in its next forward, which a rank without batches never reaches.
         self.collectives.broadcast_tensors(list(module.buffers()))
 
     # ------------------------------------------------------------------ learning
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        no_sync = getattr(self._wrapped, "no_sync", None)
-        return contextlib.nullcontext() if no_sync is None else no_sync()
+        no_sync = getattr(self._ddp, "no_sync", None)
+        if no_sync is not None:
+            return no_sync()
+        return contextlib.nullcontext() if self.engine is None else self.engine.accumulating()
 
     def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.collectives.mean_gradients(parameters)
+        if self.engine is None or not self.engine.average_gradients(parameters):
+            self.collectives.mean_gradients(parameters)
 
     def finish(self) -> None:
-        self._unwrap()
-        self._carrier = None
+        super().finish()
+        self._drop_ddp()
+        self._wrapped = self.count_carrier = None
 
-    def _unwrap(self) -> None:
-        """Drop the wrapper."""
-        self._entrance = None
-        wrapped, self._wrapped = self._wrapped, None  # its hooks leave the parameters with it
+    def _drop_ddp(self) -> None:
+        wrapped, self._ddp = self._ddp, None  # its hooks leave the parameters with it
         # Gloo closes its connections, by which the other ranks see that this one has left, only
         # when nothing holds the group; and an exception's frames may hold the wrapper for long.
         for name in ("reducer", "logger", "process_group"):
@@ -272,42 +261,24 @@ class DDPSpawn(DDP):
     starts = "workers"
 
 
-class WrapperDoor(Door):
-    """Calls the wrapper, and says which parameters were unused where torch only counts them.
+def _averages_exactly(wrapper: torch.nn.Module) -> bool:
+    """Whether a wrapper, which an override may have made, averages every gradient as it is."""
+    return (
+        type(wrapper) is DistributedDataParallel
+        and not wrapper._comm_hooks
+        and not wrapper.find_unused_parameters
+        and not wrapper.static_graph
+    )
 
-    Args:
-        wrapped: DDP around a `StepRouter`.
-        door: what the router leads to.
-    """
 
-    def __init__(self, wrapped: torch.nn.Module, door: Door) -> None:
-        super().__init__(door.net)
-        self.wrapped = wrapped
-        self.inner = door
-
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.inner.weigh = self.weigh
-        try:
-            outputs = self.wrapped(method, *args, **kwargs)
-            self.weights = self.inner.weights
-            return outputs
-        except RuntimeError as error:
-            if not UNUSED.search(str(error)):
-                raise
-            raise ConfigurationError(
-                f"Parameters of the net took no part in the last step's loss{self._named(error)}. "
-                "Freeze them (requires_grad = False), use them, or write "
-                "strategy=DDPStrategy(find_unused_parameters=True)."
-            ) from error
-
-    def _named(self, error: RuntimeError) -> str:
-        """The unused parameters that torch's message gives by their indices."""
-        found = UNUSED_INDICES.search(str(error))
-        learning = [name for name, p in self.net.named_parameters() if p.requires_grad]
-        indices = [int(index) for index in found.group(1).split()] if found else []
-        names = [learning[index] for index in indices if index < len(learning)]
-        shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
-        return f": {shown}" if names else ""
+def _unused_names(net: torch.nn.Module, error: RuntimeError) -> str:
+    """The unused parameters that torch's message gives by their indices."""
+    found = UNUSED_INDICES.search(str(error))
+    learning = [name for name, p in net.named_parameters() if p.requires_grad]
+    indices = [int(index) for index in found.group(1).split()] if found else []
+    names = [learning[index] for index in indices if index < len(learning)]
+    shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+    return f": {shown}" if names else ""
 
 
 @functools.cache

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from fitkit.distributed.cluster import Cluster, check_agreement, check_one_process_a_node
-from fitkit.distributed.costs import Costs, Sizes
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.existing import ExistingLauncher
 from fitkit.distributed.replicas import Replicas
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.world import World
-from fitkit.distributed.wrapped_model import Door
+from fitkit.distributed.wrapped_model import WrappedModel
 
 
 class DDP2(DDP):
@@ -33,16 +29,8 @@ class DDP2(DDP):
     """
 
     name = "ddp2"
-    starts = "here"
+    starts = "nodes"
     replicates = True
-
-    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-        within = dataclasses.replace(sizes, activations=sizes.activations / devices)
-        return super().costs(module, within, 1, nodes)
-
-    def check_launch(self, cluster: Cluster, devices: int | None, num_nodes: int | None) -> None:
-        check_one_process_a_node(cluster, self.name)
-        check_agreement(cluster, 1, num_nodes)
 
     def connect(self, assignment: Assignment) -> Strategy:
         Strategy.connect(self, assignment)
@@ -55,14 +43,5 @@ class DDP2(DDP):
             self.launcher = ExistingLauncher(self, cluster)
         return self
 
-    @property
-    def replicas(self) -> int:
-        return len(self.devices)
-
-    # ------------------------------------------------------------------ the module
-
-    def door(self, module: torch.nn.Module) -> Door:
-        return self.wrapping(self.plain_door(module))
-
-    def plain_door(self, module: torch.nn.Module) -> Door:
+    def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
         return Replicas(module, self.devices, self.name, self._warned)

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import json
 import os
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
+from fitkit.arguments import describe
 from fitkit.distributed.spread.module import check_trains
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
-from fitkit.distributed.strategies.deepspeed_config import (
-    bucket_of,
+from fitkit.distributed.strategies.deepspeed_engine import (
+    ZeroTraining,
     check_deepspeed,
-    check_stage,
     forget_groups,
-    read_config,
 )
-from fitkit.distributed.strategies.deepspeed_engine import ZeroTraining
-from fitkit.distributed.wrapped_model import Door
-from fitkit.errors import ConfigurationError, warn
+from fitkit.distributed.strategies.engine import Engine
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 WHOLE = ("muon", "lamb", "lars")
 """Names of optimizers whose update of a number depends on the others of its parameter."""
@@ -51,6 +50,7 @@ class DeepSpeed(DDP):
 
     name = "deepspeed"
     starts = "workers"
+    has_engine = True
 
     def __init__(
         self,
@@ -63,11 +63,6 @@ class DeepSpeed(DDP):
         super().__init__(process_group_backend, timeout)
         self.config = read_config(config)
         self.stage = check_stage(stage, self.config)
-        self._training: ZeroTraining | None = None
-        self._warned = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_training": None}
 
     def connect(self, assignment: Assignment) -> Strategy:
         check_deepspeed()
@@ -80,124 +75,24 @@ class DeepSpeed(DDP):
             )
         return super().connect(assignment)
 
-    @property
-    def evaluates_in_step(self) -> bool:
-        return self._training is not None and self.stage == 3
-
-    def costs(self, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-        ranks = devices * nodes
-        if ranks == 1:
-            return whole(sizes)
-        masters = sizes.numbers * 4 / ranks  # what is updated, beside what computes
-        travelling = sizes.numbers * sizes.element
-        bucket = bucket_of(self.config, sizes.numbers) * sizes.element
-        is_third = self.stage == 3
-        return dataclasses.replace(
-            whole(sizes),
-            parameters=sizes.parameters / (ranks if is_third else 1),
-            gradients=sizes.gradients / (ranks if self.stage > 1 else 1),
-            optimizer=sizes.optimizer / ranks + masters,
-            # The third stage may have all parameters together (`stage3_max_live_parameters`).
-            exchange=bucket + (travelling if is_third else 0.0),
-            sent=2 * all_gather(travelling, ranks) + all_gather(sizes.gradients, ranks)
-            if is_third
-            else all_reduce(sizes.gradients, ranks) + all_gather(travelling, ranks),
-        )
-
     def leave(self) -> None:
         super().leave()
         forget_groups()
 
     # ------------------------------------------------------------------ the module
 
-    def place(self, module: nn.Module) -> None:
-        if self._training is None:  # a callback may evaluate in the middle of a training
+    def place(self, module: nn.Module, *, for_training: bool = False) -> None:
+        if self.engine is None:  # a callback may evaluate in the middle of a training
             super().place(module)
 
-    def begin_training(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+    def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         if self.collectives.world_size == 1:
-            return
+            return None
         check_trains(module, optimizers, self.name)
         _check_optimizer(optimizers[0])
-        self._training = ZeroTraining(
-            module, optimizers[0], self.config, self.stage, self.collectives.rank, self.device
-        )
-
-    def rewrap(self) -> None:
-        if self._training is not None:
-            raise ConfigurationError(
-                "Parameters were frozen or freed in the middle of a training, which DeepSpeed "
-                "can't follow. Do it before fit, or write strategy='ddp'."
-            )
-
-    def for_file(self, make: Callable[[], Any]) -> Any:
-        return make() if self._training is None else self._training.for_file(make)
-
-    def for_folder(self, make: Callable[[], Any]) -> Any:
-        """Rank 0 writes all of it: DeepSpeed's flat parts are no parts of a tensor's rows."""
-        return self.for_file(make)
-
-    def door(self, module: nn.Module) -> Door:
-        return self.plain_door(module) if self._training is None else self._training.door
-
-    def evaluation_door(self, module: nn.Module) -> Door:
-        # Below the third stage every rank has all parameters, and none need wait.
-        return self.door(module) if self.evaluates_in_step else self.plain_door(module)
-
-    # ------------------------------------------------------------------ learning
-
-    def backward(self, loss: torch.Tensor) -> None:
-        if self._training is None:
-            super().backward(loss)
-        else:
-            self._training.backward(loss)
-
-    def exchange_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Nothing is left to do: DeepSpeed averages at the latest when an update is made."""
-        if self._training is None:
-            super().exchange_gradients(parameters)
-
-    def scale_gradients(self, parameters: list[nn.Parameter], factor: float) -> None:
-        if self._training is None:
-            super().scale_gradients(parameters, factor)
-        else:
-            self._training.scale(factor)
-
-    def clip_gradients(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
-        if self._training is None:
-            super().clip_gradients(parameters, limit, algorithm)
-        elif algorithm == "norm":
-            self._training.clip(limit)
-        else:
-            raise ConfigurationError(
-                f"gradient_clip_algorithm={algorithm!r} can't be kept under strategy='deepspeed', "
-                "which limits the norm of all gradients. Write 'norm', or strategy='ddp_sharded'."
-            )
-
-    def update(self, optimizer: Optimizer) -> None:
-        if self._training is None:
-            super().update(optimizer)
-        elif not self._training.update() and not self._warned:
-            self._warned = True
-            warn("Gradients aren't finite: DeepSpeed leaves such updates out, the weights stay.")
-
-    def end_training(self) -> None:
-        if self._training is not None:
-            self._training.end(wanted=self.keeps_model)
-            self._training = None
-
-    def finish(self) -> None:
-        super().finish()
-        training, self._training = self._training, None
-        if training is None:
-            return
-        training.abandon()
-        if self.world.rank == 0 and training.has_stepped:
-            warn(
-                "The training was cut while the net was DeepSpeed's: its weights and its optimizer "
-                "are those from before fit. To go on as if nothing had happened, write "
-                "fit(…, resume_from=…) with a checkpoint."
-            )
+        config = partial(full_config, self.config, self.stage)
+        rank = self.collectives.rank
+        return ZeroTraining(module, optimizers[0], config, self.stage, rank, self.device)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -220,3 +115,127 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             f"The net's parameters are {listing}; DeepSpeed updates float32 numbers. Cast the net "
             "with net.float(), or write strategy='ddp_sharded'."
         )
+
+
+DECIDED = {
+    "train_batch_size": "fit(batch_size=…)",
+    "train_micro_batch_size_per_gpu": "fit(batch_size=…)",
+    "gradient_accumulation_steps": "compile(accumulate_grad_batches=…)",
+    "managed_gradient_accumulation": "compile(accumulate_grad_batches=…)",
+    "gradient_clipping": "compile(gradient_clip_val=…)",
+    "optimizer": "compile(optimizer=…)",
+    "scheduler": "compile(lr_scheduler=…)",
+    "fp16": "compile(precision=…)",
+    "bf16": "compile(precision=…)",
+    "torch_autocast": "compile(precision=…)",
+    "amp": "compile(precision=…)",
+}
+"""Settings that have their place elsewhere."""
+
+BUCKET = 500_000_000
+"""DeepSpeed's own `reduce_bucket_size`; it makes a buffer of that many numbers in any case."""
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """The user's settings: a copy of a dict, or what a JSON file has; empty for None.
+
+    Raises:
+        ConfigurationError: a file that isn't there or isn't JSON, or settings that fitkit makes.
+        ArgumentTypeError: something else.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        config = _read_file(Path(config))
+    if not isinstance(config, dict):
+        raise ArgumentTypeError(
+            f"config={describe(config)} must be a dict of DeepSpeed's settings, the path of a JSON "
+            "file with one, or None."
+        )
+    if not isinstance(config.get("zero_optimization", {}), dict):
+        raise ArgumentTypeError(
+            f"config's zero_optimization={describe(config['zero_optimization'])} must be a dict, "
+            "like {'stage': 2}."
+        )
+    found = copy.deepcopy(config)
+    for name, place in DECIDED.items():
+        # "auto" is what other libraries' files have where the library decides.
+        if name in found and not _is_left_open(found.pop(name)):
+            raise ConfigurationError(
+                f"DeepSpeed's setting {name!r} has its place in {place}. Set it there, and leave "
+                "it out of config (or write 'auto')."
+            )
+    return found
+
+
+def _is_left_open(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("enabled") is False or all(_is_left_open(v) for v in value.values())
+    return isinstance(value, str) and value == "auto"
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(
+            f"config={str(path)!r} can't be read: {error.strerror}. Give the path of a JSON file "
+            "with DeepSpeed's settings, or a dict of them."
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"config={str(path)!r} isn't JSON: {error}.") from error
+
+
+def check_stage(stage: Any, config: dict[str, Any]) -> int:
+    """ZeRO's stage; the settings' own where none is given, else 2.
+
+    Raises:
+        ConfigurationError: another number, or two that differ.
+    """
+    own = config.get("zero_optimization", {}).get("stage", "auto")
+    own = None if own == "auto" else own
+    chosen = (2 if own is None else own) if stage is None else stage
+    if isinstance(chosen, bool) or chosen not in (1, 2, 3):
+        raise ConfigurationError(
+            f"stage={chosen!r} must be 1 (optimizer state spread over the ranks), 2 (gradients "
+            "too) or 3 (parameters too). Without any, write strategy='ddp'."
+        )
+    if own is not None and own != chosen:
+        raise ConfigurationError(
+            f"stage={stage}, but config's zero_optimization has stage {own}. Leave one of them out."
+        )
+    return int(chosen)
+
+
+def bucket_of(config: dict[str, Any], numbers: int) -> int:
+    """How many gradients travel together; never a larger buffer than the net has numbers."""
+    chosen = config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
+    return min(BUCKET, numbers) if chosen == "auto" else int(chosen)
+
+
+def full_config(
+    config: dict[str, Any], stage: int, dtype: torch.dtype, numbers: int
+) -> dict[str, Any]:
+    """The user's settings with those that fitkit makes.
+
+    Args:
+        dtype: of the parameters.
+        numbers: how many numbers the parameters have.
+    """
+    own = config.get("zero_optimization", {})
+    zero = {
+        "reduce_bucket_size": bucket_of(config, numbers),
+        **{name: value for name, value in own.items() if value != "auto"},
+    }
+    return {
+        "steps_per_print": None,
+        # Optimizers of torch's own and of users: those that can't be spread are refused before.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **config,
+        "zero_optimization": {**zero, "stage": stage},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        # Batches are cut, weighed and counted by fitkit: each `step` makes an update.
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,
+    }

@@ -1,9 +1,13 @@
-"""A training by DeepSpeed's engine: in place, and undone when it ends."""
+"""A training by DeepSpeed: in place, and undone when it ends; and the package itself."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
+import logging
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,50 +15,127 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from fitkit.distributed import world
-from fitkit.distributed.spread.in_place import places_of, take_off_hooks
-from fitkit.distributed.strategies.deepspeed_config import (
-    count_anew,
-    full_config,
-    load_deepspeed,
-    surroundings,
-)
-from fitkit.distributed.wrapped_model import Door, StepRouter
-from fitkit.errors import ConfigurationError
+from fitkit.distributed.spread.in_place import ModuleInPlace, OptimizerInPlace, held_by
+from fitkit.distributed.strategies.engine import Engine
+from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
+from fitkit.errors import ConfigurationError, missing_package, warn
 
 
-class ZeroTraining:
-    """Lets DeepSpeed train a module with a user's optimizer, until `end` or `abandon`.
+def check_deepspeed() -> None:
+    """Make sure that the package is there, without importing it, which takes seconds.
+
+    Raises:
+        MissingPackageError: it isn't.
+    """
+    if "deepspeed" not in sys.modules and importlib.util.find_spec("deepspeed") is None:
+        raise missing_package("deepspeed", "deepspeed", "strategy='deepspeed'")
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, ready for a device.
+
+    Raises:
+        MissingPackageError: it isn't there.
+        ConfigurationError: it was imported for another kind of device.
+    """
+    check_deepspeed()
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator().device_name()
+    if chosen.split(":")[0] != device.type:
+        raise ConfigurationError(
+            f"deepspeed has chosen {chosen!r}, but this run is on {device.type}. Set the "
+            f"environment variable DS_ACCELERATOR={device.type} before deepspeed is imported."
+        )
+    # Else it compiles a C++ operator when it first meets a process group on CPU; a start that is
+    # ended meanwhile leaves a lock for which every later one waits.
+    operators: dict[str, bool] = getattr(deepspeed.ops, "__compatible_ops__", {})
+    operators["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+def count_anew() -> None:
+    """Let DeepSpeed number modules and parameters from 0.
+
+    It compares the numbers over the ranks, and a rank that has been in more trainings than
+    another (a worker that was started again) would be ahead.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+    (counter,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    counter[0] = 0
+
+
+@contextlib.contextmanager
+def surroundings(device: torch.device) -> Iterator[None]:
+    """What holds while DeepSpeed trains: the variable by which it knows this rank's device.
+
+    Afterwards `torch.nn.functional.linear` is torch's again. DeepSpeed's third stage puts another
+    in its place for good, whose gradients come in another order: ranks that differ in it would
+    add up wrong ones in a later training by the second stage.
+    """
+    before, linear = os.environ.get("LOCAL_RANK"), functional.linear
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        functional.linear = linear
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
+
+
+def forget_groups() -> None:
+    """Let DeepSpeed forget the process groups that this process leaves; it would use them again."""
+    if "deepspeed" not in sys.modules:
+        return
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    groups._release_process_group_references()
+
+
+class ZeroTraining(Engine):
+    """Lets DeepSpeed train a module with a user's optimizer.
 
     Args:
         module: the same numbers on all ranks.
         optimizer: over its parameters.
-        config: the user's settings for DeepSpeed.
+        config: gives DeepSpeed's settings for a dtype and a number of numbers.
         stage: ZeRO's.
         rank: this one; rank 0 keeps what there was before, for a training that fails.
         device: this rank's.
-
-    Attributes:
-        door: the way into the module.
-        has_stepped: whether an update was made.
 
     Ranks:
         Collective, and so is all but `abandon`.
     """
 
+    replaces_ddp = True
+
     def __init__(
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        config: dict[str, Any],
+        config: Callable[[torch.dtype, int], dict[str, Any]],
         stage: int,
         rank: int,
         device: torch.device,
     ) -> None:
         package = load_deepspeed(device)
         count_anew()
+        # Below the third stage every rank has all parameters, and none need wait.
+        self.evaluates_in_step = stage == 3
         self._stage = stage
         self._module = module
         self._is_first = rank == 0
@@ -63,30 +144,41 @@ class ZeroTraining:
         self._handles: list[Any] = []
         self._scale = 1.0
         self._limit = 0.0
-        self.has_stepped = False
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._has_stepped = self._has_warned = False
+        held = list(held_by(optimizer))
         numbers = sum(parameter.numel() for parameter in held)
         # Else those that compute are rounded or parts of those that learn.
         self._learns_what_computes = stage < 3 and held[0].dtype == torch.float32
-        self._stand_ins = StandIns(module, "deepspeed")
+        self._stand_ins = StandIns(module)
         self._optimizer = ZeroOptimizer(optimizer, self._stand_ins.twins, keeps=self._is_first)
         self._surroundings = contextlib.ExitStack()
         self._surroundings.enter_context(surroundings(device))
         try:
             with world.counting_connections():
                 self._engine, self._zero, _, _ = package.initialize(
-                    model=StepRouter(module),
+                    model=StepRouter(WrappedModel(module)),
                     optimizer=self._optimizer.working,
-                    config=full_config(config, stage, held[0].dtype, numbers),
+                    config=config(held[0].dtype, numbers),
                     dist_init_required=False,
                 )
             self._optimizer.begin(self._zero, stage)
         except BaseException:
             self.abandon()
             raise
-        self._stand_ins.let_go_of_numbers(keeps=self._is_first)
-        self.door = EngineDoor(self._engine, module)
+        self._stand_ins.empty(keeps=self._is_first)
         self._translate_state_dicts()
+
+    def wrap(self, module: nn.Module) -> WrappedModel:
+        return WrappedModel(module, self._engine)
+
+    def rewrap(self) -> None:
+        raise ConfigurationError(
+            "Parameters were frozen or freed in the middle of a training, which DeepSpeed "
+            "can't follow. Do it before fit, or write strategy='ddp'."
+        )
+
+    def average_gradients(self, parameters: list[nn.Parameter]) -> bool:
+        return True  # DeepSpeed averages at the latest when an update is made.
 
     # ------------------------------------------------------------------ learning
 
@@ -94,20 +186,18 @@ class ZeroTraining:
         """Compute the gradients of a loss, beside those of the same update so far."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def scale(self, factor: float) -> None:
-        """Multiply the next update's gradients."""
+    def scale(self, parameters: list[nn.Parameter], factor: Any) -> None:
         self._scale *= factor
 
-    def clip(self, limit: float) -> None:
-        """Limit the norm of the next update's gradients."""
+    def clip(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
+        if algorithm != "norm":
+            raise ConfigurationError(
+                f"gradient_clip_algorithm={algorithm!r} can't be kept under strategy='deepspeed', "
+                "which limits the norm of all gradients. Write 'norm', or strategy='ddp_sharded'."
+            )
         self._limit = limit
 
-    def update(self) -> bool:
-        """Make an update of the gradients so far.
-
-        Returns:
-            Whether they were finite. DeepSpeed leaves it out otherwise.
-        """
+    def update(self, optimizer: Optimizer) -> None:
         zero = self._zero
         self._optimizer.pass_on()
         if self._learns_what_computes:
@@ -120,28 +210,31 @@ class ZeroTraining:
             zero.loss_scaler.cur_scale = 1.0
             self._scale, self._limit = 1.0, 0.0
         self._optimizer.note_step()
-        self.has_stepped = True
-        return not zero.overflow
+        self._has_stepped = True
+        if zero.overflow and not self._has_warned:
+            self._has_warned = True
+            warn("Gradients aren't finite: DeepSpeed leaves such updates out, the weights stay.")
 
     def end(self, *, wanted: bool) -> None:
-        """Make module and optimizer ordinary again.
-
-        Args:
-            wanted: whether this rank needs what was learned.
-        """
         self._optimizer.end(wanted=wanted)
         numbers = {}
         for parameter, twin in self._stand_ins.twins.items():
             whole = self._whole(twin, copies=wanted)
-            numbers[parameter] = whole if wanted else whole.new_empty(0)
+            if wanted:
+                numbers[parameter] = whole
         self._let_go()
-        self._stand_ins.restore(numbers)
+        self._stand_ins.give_back(numbers)
 
     def abandon(self) -> None:
-        """Let go after a failure: rank 0 has weights and state from before."""
         self._let_go()
         self._optimizer.abandon()
-        self._stand_ins.restore()
+        self._stand_ins.abandon()
+        if self._is_first and self._has_stepped:
+            warn(
+                "The training was cut while the net was DeepSpeed's: its weights and its optimizer "
+                "are those from before fit. To go on as if nothing had happened, write "
+                "fit(…, resume_from=…) with a checkpoint."
+            )
 
     def _let_go(self) -> None:
         for handle in self._handles:
@@ -149,7 +242,6 @@ class ZeroTraining:
         self._handles = []
         engine, self._engine, self._zero = self._engine, None, None
         if engine is not None:
-            self.door = None  # type: ignore[assignment]
             with contextlib.suppress(Exception):
                 engine.destroy()
             del engine
@@ -158,13 +250,16 @@ class ZeroTraining:
 
     # ------------------------------------------------------------------ whole tensors
 
-    def for_file(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives, with whole tensors on rank 0."""
+    def whole(self, make: Callable[[], Any]) -> Any:
         self._only_first = True
         try:
             return make()
         finally:
             self._only_first = False
+
+    def parts(self, make: Callable[[], Any]) -> Any:
+        """Rank 0 writes all of it: DeepSpeed's flat parts are no parts of a tensor's rows."""
+        return self.whole(make)
 
     def _whole(self, twin: nn.Parameter, *, copies: bool) -> torch.Tensor:
         """A parameter's numbers; a copy where wanted, else nothing in particular."""
@@ -225,101 +320,56 @@ class _GatheredLoad:
         self._open.close()
 
 
-class EngineDoor(Door):
-    """Enters a module through DeepSpeed's engine.
+class StandIns(ModuleInPlace):
+    """Lets DeepSpeed have parameters of its own in a module: others with the same numbers.
 
-    Args:
-        engine: around a `StepRouter`.
-        module: what it leads to.
-    """
-
-    def __init__(self, engine: Any, module: nn.Module) -> None:
-        super().__init__(module)
-        self._engine = engine
-
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(method, *args, **kwargs)
-
-
-class StandIns:
-    """Lets an engine have parameters of its own in a module, in place, until `restore`.
-
-    Engines change a parameter's memory, class and attributes, and hang hooks on modules. Here
-    they get others with the same numbers; afterwards the very same objects are back.
+    It changes a parameter's memory, class and attributes, and hangs hooks on modules.
 
     Args:
         module: the same numbers on all ranks.
-        engine: the package whose hooks are taken off again.
-
-    Attributes:
-        twins: the parameters that stand in, by the module's own.
     """
 
-    def __init__(self, module: nn.Module, engine: str) -> None:
-        self._engine = engine
-        self._places = places_of(module)
-        self._before = [
-            (part, type(part), set(vars(part)), part._parameters) for part in module.modules()
-        ]
-        self.twins: dict[nn.Parameter, nn.Parameter] = {}
-        self._shapes: dict[nn.Parameter, torch.Size] = {}
-        self._devices: dict[nn.Parameter, torch.device] = {}
-        for place in self._places:
-            parameter = place.parameter
-            if parameter not in self.twins:
-                twin = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-                self.twins[parameter] = twin
-                self._shapes[parameter] = parameter.shape
-                self._devices[parameter] = parameter.device
-            place.put(self.twins[parameter])
+    hook_origins = ("deepspeed",)
 
-    def let_go_of_numbers(self, *, keeps: bool) -> None:
-        """Let the module's own parameters give up their memory, once the engine has its own.
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._devices = {parameter: parameter.device for parameter in module.parameters()}
+        for part, name, parameter in self._places:
+            if parameter not in self.twins:
+                learns = parameter.requires_grad
+                self.twins[parameter] = nn.Parameter(parameter.data, requires_grad=learns)
+            setattr(part, name, self.twins[parameter])
+
+    def empty(self, *, keeps: bool) -> None:
+        """Let the module's own parameters give up their memory, once DeepSpeed has its own.
 
         Args:
-            keeps: whether this rank keeps the numbers in main memory, for a training that fails.
+            keeps: whether this rank keeps the numbers in main memory, for `abandon`.
         """
         for parameter in self.twins:
-            parameter.grad = None
-            parameter.data = parameter.data.cpu() if keeps else parameter.data.new_empty(0)
+            self._empty(parameter, keeps=keeps)
 
-    def restore(self, numbers: dict[nn.Parameter, torch.Tensor] | None = None) -> None:
-        """Put the module's own parameters back.
+    def give_back(self, numbers: dict[nn.Parameter, torch.Tensor]) -> None:
+        """Make the module ordinary again.
 
         Args:
-            numbers: what they shall have; None for those from before, NaN where nobody kept them.
+            numbers: what its parameters shall have; the others stay empty.
         """
-        for parameter, twin in self.twins.items():
-            parameter.requires_grad_(twin.requires_grad)
-            if numbers is not None:
-                parameter.data = numbers[parameter]
-            else:
-                parameter.data = self._kept(parameter).to(self._devices[parameter])
-        for part, kind, names, parameters in self._before:
-            part.__class__ = kind
-            take_off_hooks(part, self._engine)
-            vars(part)["_parameters"] = parameters
-            for name in [name for name in vars(part) if name not in names and _is_engines(name)]:
-                del vars(part)[name]
-        for place in self._places:
-            place.put(place.parameter)
-        self.twins = {}
+        self._give_back(numbers)
 
-    def _kept(self, parameter: nn.Parameter) -> torch.Tensor:
-        shape = self._shapes[parameter]
-        if parameter.shape == shape:
-            return parameter.data
-        return torch.full(shape, torch.nan, dtype=parameter.dtype)
+    def abandon(self) -> None:
+        twins = list(self.twins)
+        super().abandon()
+        for parameter in twins:
+            parameter.data = parameter.data.to(self._devices[parameter])
+
+    def _is_added(self, name: str) -> bool:
+        known = ("_external_params", "_original_parameters", "all_parameters")
+        backward = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
+        return name.startswith("ds_") or name in known + backward
 
 
-def _is_engines(name: str) -> bool:
-    """Whether an engine notes something on modules under that name."""
-    known = ("_external_params", "_original_parameters", "all_parameters")
-    backward = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
-    return name.startswith("ds_") or name in known + backward
-
-
-class ZeroOptimizer:
+class ZeroOptimizer(OptimizerInPlace):
     """Keeps a user's optimizer whole, from outside, while each rank has a part of its state.
 
     The object stays what it is: schedulers change its groups, and its `state_dict()` is
@@ -337,11 +387,9 @@ class ZeroOptimizer:
     def __init__(
         self, optimizer: Optimizer, twins: dict[nn.Parameter, nn.Parameter], *, keeps: bool
     ) -> None:
-        self.optimizer = optimizer
-        self._ordinary = {twin: parameter for parameter, twin in twins.items()}
-        self._before = dict(optimizer.state)
-        self._replace(dict(twins))
-        optimizer.state.clear()
+        super().__init__(optimizer, twins)
+        self._backup = dict(optimizer.state)
+        self._replace(twins, {})
         self._groups: list[dict[str, Any]] = []  # those in which something learns
         self.working = _copy_without_state(optimizer)
         for group in optimizer.param_groups:
@@ -351,7 +399,6 @@ class ZeroOptimizer:
                 self.working.param_groups.append({**group, "params": learning})
         self._keeps = keeps
         self._zero: Any = None
-        self._handles: list[Any] = []
 
     def begin(self, zero: Any, stage: int) -> None:
         """Take DeepSpeed's optimizer, and give it the state that there is.
@@ -368,11 +415,8 @@ class ZeroOptimizer:
         for flat, learning in self._flat_parts():
             self._spread(flat, learning)
         if not self._keeps:
-            self._before = {}
-        self._handles = [
-            self.optimizer.register_state_dict_post_hook(self._give_whole),
-            self.optimizer.register_load_state_dict_pre_hook(_refuse_load),
-        ]
+            self._backup = {}
+        self._add_hooks(self.optimizer.register_load_state_dict_pre_hook(_refuse_load))
 
     def pass_on(self) -> None:
         """Give the copy the settings that schedulers and users have changed."""
@@ -385,40 +429,25 @@ class ZeroOptimizer:
             group.update(_settings(own))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
 
-    def end(self, *, wanted: bool) -> None:
-        """Make the optimizer ordinary again.
+    def _whole_states(self, *, wanted: bool) -> dict[torch.Tensor, Any]:
+        whole = self._gathered()
+        if not wanted:
+            return {}
+        return {
+            self._ordinary[twin]: {
+                name: _like(value, self._ordinary[twin]) for name, value in found.items()
+            }
+            for twin, found in whole.items()
+        }
 
-        Args:
-            wanted: whether this rank needs the state; else it has none.
-
-        Ranks:
-            Collective.
-        """
-        state = self._gathered()
-        self._release()
-        self._replace(self._ordinary)
-        if wanted:
-            for twin, found in state.items():
-                parameter = self._ordinary[twin]
-                self.optimizer.state[parameter] = {
-                    name: _like(value, parameter) for name, value in found.items()
-                }
-
-    def abandon(self) -> None:
-        """Let go after a failure: the state is that from before, where this rank kept it."""
-        self._release()
-        self._replace(self._ordinary)
-        self.optimizer.state.update(self._before)
-
-    def _release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _replace(self, others: dict[Any, Any]) -> None:
-        for group in self.optimizer.param_groups:
-            # A training that fails while it ends has put some back already.
-            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+    def _states_for_dict(self) -> dict[torch.Tensor, Any]:
+        return {
+            twin: {
+                name: _like(value, self._ordinary[twin]).cpu() if _is_spread(value) else value
+                for name, value in found.items()
+            }
+            for twin, found in self._gathered().items()
+        }
 
     # ------------------------------------------------------------------ the state
 
@@ -430,7 +459,7 @@ class ZeroOptimizer:
 
     def _spread(self, flat: torch.Tensor, learning: list[nn.Parameter]) -> None:
         """Make a flat part's state of its parameters' states."""
-        states = {twin: self._before.get(self._ordinary[twin]) or {} for twin in learning}
+        states = {twin: self._backup.get(self._ordinary[twin]) or {} for twin in learning}
         if not any(states.values()):
             return
         kind = type(self.optimizer).__name__
@@ -497,18 +526,6 @@ class ZeroOptimizer:
         if self._stage < 3:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
-
-    def _give_whole(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        held = [twin for group in optimizer.param_groups for twin in group["params"]]
-        numbers = {twin: number for number, twin in enumerate(held)}
-        state = {
-            numbers[twin]: {
-                name: _like(value, self._ordinary[twin]).cpu() if _is_spread(value) else value
-                for name, value in found.items()
-            }
-            for twin, found in self._gathered().items()
-        }
-        return {**packed, "state": dict(sorted(state.items()))}
 
 
 def _refuse_load(optimizer: Optimizer, packed: dict[str, Any]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from fitkit.distributed.costs import Costs, Sizes, whole
 from fitkit.distributed.replicas import Replicas
 from fitkit.distributed.strategies.base import Strategy
-from fitkit.distributed.wrapped_model import Door
+from fitkit.distributed.wrapped_model import WrappedModel
 
 
 class DP(Strategy):
@@ -35,18 +32,5 @@ class DP(Strategy):
         super().__init__()
         self._warned: set[str] = set()
 
-    @property
-    def replicas(self) -> int:
-        return len(self.devices)
-
-    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-        # The first device, which holds what the copies' gradients come to; it sends each other
-        # one the parameters, and gets as many gradients back.
-        return dataclasses.replace(
-            whole(sizes),
-            activations=sizes.activations / devices,
-            sent=sizes.parameters * (devices - 1),
-        )
-
-    def plain_door(self, module: torch.nn.Module) -> Door:
+    def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
         return Replicas(module, self.devices, self.name, self._warned)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag
 from fitkit.distributed.collectives import Collectives, NodeShares
-from fitkit.distributed.costs import Costs, Sizes, all_gather, all_reduce, whole
 from fitkit.distributed.meta_tensors import Unfilled
-from fitkit.distributed.precision import MixedPrecision, Precision
+from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.spread.blocks import (
     blocks_of,
     check_recomputed,
@@ -31,13 +29,13 @@ from fitkit.distributed.spread.tensor_parallel import (
     TensorParallel,
     check_plan,
     clip_norm,
-    divided_in,
     local_part,
 )
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.world import enter
-from fitkit.distributed.wrapped_model import Door, StepRouter
+from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
 
@@ -77,6 +75,7 @@ class FSDP(DDP):
 
     name = "fsdp"
     starts = "workers"
+    has_engine = True
 
     def __init__(
         self,
@@ -113,46 +112,12 @@ class FSDP(DDP):
         self.cpu_offload = cpu_offload
         self.backup = backup
         self._shares: Collectives | None = None
-        self._module: ShardedModule | None = None
-        self._optimizers: list[SpreadOptimizer] = []
-        self._root: RootDoor | None = None
-        self._unfilled: Unfilled | None = None
-        self._divided: TensorParallel | None = None
+        self._unfilled: Unfilled | None = None  # between `place` and a training's end
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {
-            "_module": None,
-            "_optimizers": [],
-            "_root": None,
-            "_unfilled": None,
-            "_divided": None,
-            "_shares": None,
-        }
-        return {**super().__getstate__(), **fresh}
+        return {**super().__getstate__(), "_shares": None, "_unfilled": None}
 
-    @property
-    def evaluates_in_step(self) -> bool:
-        return self._module is not None
-
-    def costs(self, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-        ranks = devices * nodes
-        if ranks == 1:
-            return whole(sizes)
-        self._check_groups(ranks)
-        return spread_costs(
-            module,
-            sizes,
-            ranks,
-            blocks_of(module, self.wrap),
-            within=self.shard_size or ranks // self.tensor_parallel,
-            # Of those that compute a batch together each has a part of what the plan names.
-            divided=divided_in(module, self.tensor_parallel_plan or {}),
-            together=self.tensor_parallel,
-            reshards=self.reshard_after_forward,
-            offloads=self.cpu_offload,
-        )
-
-    def _check_groups(self, ranks: int) -> None:
+    def check_groups(self, ranks: int) -> None:
         """Refuse numbers of ranks that can't be divided as was asked."""
         copy = None if ranks == 1 else self.shard_size  # nothing is spread on one
         groups = {"tensor_parallel": self.tensor_parallel, "shard_size": copy}
@@ -167,24 +132,21 @@ class FSDP(DDP):
 
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
-        self._check_groups(self.world.size)
+        self.check_groups(self.world.size)
         self._check_offload()
-        self._check_parallel(assignment.precision)
-        return self
-
-    def _check_parallel(self, precision: Precision) -> None:
-        """Refuse precisions that layers can't have which several ranks compute together."""
         reasons = {
             "16-mixed": "scales losses, which can't be undone in gradients that tensor_parallel "
             "divides",
             "fp8-mixed": "needs layers whose sizes are multiples of 16, and tensor_parallel "
             "divides them",
         }
-        if self.tensor_parallel > 1 and precision.name in reasons:
+        precision = assignment.precision.name
+        if self.tensor_parallel > 1 and precision in reasons:
             raise ConfigurationError(
-                f"precision={precision.name!r} {reasons[precision.name]}. Write "
-                "precision='bf16-mixed' or '32-true'."
+                f"precision={precision!r} {reasons[precision]}. Write precision='bf16-mixed' or "
+                "'32-true'."
             )
+        return self
 
     def _check_offload(self) -> None:
         """Refuse to bring from main memory to main memory."""
@@ -223,59 +185,93 @@ class FSDP(DDP):
 
     # ------------------------------------------------------------------ the module
 
-    def place(self, module: nn.Module) -> None:
-        if self._module is None:  # a callback may evaluate in the middle of a training
+    def place(self, module: nn.Module, *, for_training: bool = False) -> None:
+        if self.engine is not None:  # a callback may evaluate in the middle of a training
+            return
+        if for_training and self.collectives.world_size > 1:
+            self.precision.convert(module)
+            self._unfilled = Unfilled(module)
+        else:
             super().place(module)
 
-    def place_for_training(self, module: nn.Module) -> None:
+    def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         if self.collectives.world_size == 1:
-            self.place(module)
-            return
-        self.precision.convert(module)
-        self._unfilled = Unfilled(module)
+            return None
+        compiles = not self.activation_checkpointing
+        check_trains(module, optimizers, self.name, compiles=compiles)
+        return FSDPEngine(self, module, optimizers, self._unfilled)
+
+    def finish(self) -> None:
+        super().finish()
+        unfilled, self._unfilled = self._unfilled, None
+        if unfilled is not None and self.world.rank == 0:
+            unfilled.fill()  # what a training that was refused has left without numbers
+
+
+class FSDPEngine(Engine):
+    """Spreads a module and its optimizers by `fully_shard`.
+
+    Args:
+        strategy: the training's, with its options.
+        module: the same on all ranks but for numbers that are still to come.
+        optimizers: over its parameters.
+        unfilled: the submodules without numbers.
+    """
+
+    replaces_ddp = evaluates_in_step = True
+
+    def __init__(
+        self,
+        strategy: FSDP,
+        module: nn.Module,
+        optimizers: list[Optimizer],
+        unfilled: Unfilled | None,
+    ) -> None:
+        self._strategy = strategy
+        self._collectives = strategy.collectives
+        self._unfilled = unfilled
+        self._divided: TensorParallel | None = None
+        self._checked = False  # whether torch sees the outputs' gradients
+        rank, together = strategy.collectives.rank, strategy.tensor_parallel > 1
+        blocks = blocks_of(module, strategy.wrap)
+        self._root = RootRouter(WrappedModel(module))
+        self._optimizers: list[SpreadOptimizer] = []
+        try:
+            self._module = ShardedModule(
+                module,
+                self._root,
+                blocks,
+                self._prepare,
+                self._sharder(module),
+                rank,
+                recomputed=recomputed_in(module, blocks, strategy.activation_checkpointing),
+                backup=strategy.backup,
+            )
+            self.in_place = (self._module,)
+            backup = strategy.backup and rank == 0
+            for optimizer in optimizers:
+                spread = SpreadOptimizer(
+                    optimizer, self._module, backup=backup, one_by_one=together
+                )
+                self._optimizers.append(spread)
+                self.in_place += (spread,)
+        except BaseException:
+            self.abandon()
+            raise
 
     def _prepare(self, parts: list[nn.Module]) -> None:
         """Bring submodules' own tensors to the device, with rank 0's numbers."""
-        if self._unfilled is not None and self.collectives.rank == 0:
+        if self._unfilled is not None and self._collectives.rank == 0:
             self._unfilled.fill(parts)
+        device = self._strategy.device
         tensors: dict[int, torch.Tensor] = {}
         for part in parts:
-            part._apply(lambda tensor: tensor.to(self.device), recurse=False)
+            part._apply(lambda tensor: tensor.to(device), recurse=False)
             held = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
             tensors.update((id(tensor), tensor) for tensor in held)
-        self.collectives.broadcast_tensors(list(tensors.values()))
+        self._collectives.broadcast_tensors(list(tensors.values()))
         if self._divided is not None:
             self._divided.divide(parts)
-
-    def begin_training(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
-        if self.collectives.world_size == 1:
-            return
-        compiles = not self.activation_checkpointing
-        check_trains(module, optimizers, self.name, compiles=compiles)
-        rank = self.collectives.rank
-        router = RootRouter(module)
-        shard = self._sharder(module)
-        blocks = blocks_of(module, self.wrap)
-        self._module = ShardedModule(
-            module,
-            router,
-            blocks,
-            self._prepare,
-            shard,
-            rank,
-            recomputed=recomputed_in(module, blocks, self.activation_checkpointing),
-            backup=self.backup,
-        )
-        self._root = RootDoor(router, module, self._module)
-        for optimizer in optimizers:
-            self._optimizers.append(
-                SpreadOptimizer(
-                    optimizer,
-                    self._module,
-                    backup=self.backup and rank == 0,
-                    one_by_one=self.tensor_parallel > 1,
-                )
-            )
 
     def _sharder(self, module: nn.Module) -> Any:
         """Torch's `fully_shard` with this run's mesh and number types."""
@@ -288,14 +284,15 @@ class FSDP(DDP):
             fully_shard,
         )
 
-        size, kind = self.collectives.world_size, self.device.type
-        within = size if self.shard_size is None else self.shard_size
-        if self.tensor_parallel > 1:
-            shape = size // self.tensor_parallel, self.tensor_parallel
+        strategy = self._strategy
+        size, kind = self._collectives.world_size, strategy.device.type
+        within = size if strategy.shard_size is None else strategy.shard_size
+        if strategy.tensor_parallel > 1:
+            shape = size // strategy.tensor_parallel, strategy.tensor_parallel
             both = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
             mesh = both["data"]
             net: Any = getattr(module, "_weights_module", lambda: module)()
-            plan = self.tensor_parallel_plan or {}
+            plan = strategy.tensor_parallel_plan or {}
             self._divided = TensorParallel(net, plan, both["tensor"])
             self._draw_alike()
         elif within == size:
@@ -305,17 +302,17 @@ class FSDP(DDP):
                 kind, (size // within, within), mesh_dim_names=("replicate", "shard")
             )
         full, half = MixedPrecisionPolicy(), None
-        if isinstance(self.precision, MixedPrecision):
+        if isinstance(strategy.precision, MixedPrecision):
             # The step's autocast looks after inputs; gradients are averaged in full precision.
             half = MixedPrecisionPolicy(
-                param_dtype=self.precision.half,
+                param_dtype=strategy.precision.half,
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=False,
             )
 
         offload = OffloadPolicy()
-        if self.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        if strategy.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=strategy.device.type == "cuda")
 
         def shard(part: nn.Module) -> Any:
             # Batch normalisation takes no half weights beside its running statistics.
@@ -323,7 +320,7 @@ class FSDP(DDP):
             return fully_shard(
                 part,
                 mesh=mesh,
-                reshard_after_forward=self.reshard_after_forward,
+                reshard_after_forward=strategy.reshard_after_forward,
                 mp_policy=full if half is None or keeps else half,
                 offload_policy=offload,
             )
@@ -332,81 +329,60 @@ class FSDP(DDP):
 
     def _draw_alike(self) -> None:
         """Let ranks that compute a batch together draw the same random numbers."""
-        states = self.collectives.gather(random_state())
-        rank = self.collectives.rank
-        set_random_state(states[rank - rank % self.tensor_parallel])
+        states = self._collectives.gather(random_state())
+        rank = self._collectives.rank
+        set_random_state(states[rank - rank % self._strategy.tensor_parallel])
 
-    def for_file(self, make: Callable[[], Any]) -> Any:
-        module = self._module
-        if module is None:
-            return make()
-        is_first = self.collectives.rank == 0
-        with module.giving("whole on rank 0"):
-            # Callbacks keep spread tensors too (averages of weights).
-            return trees.map_leaves(lambda leaf: whole_for_file(leaf, is_first), make())
+    def wrap(self, module: nn.Module) -> WrappedModel:
+        return WrappedModel(module, self._call)
 
-    def for_folder(self, make: Callable[[], Any]) -> Any:
-        if self._module is None:
-            return make()
-        with self._module.giving("spread"):
-            return make()
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module through the root that `fully_shard` has made."""
+        outputs = self._root(method, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._module.reshard()
+        elif not self._checked:
+            _check_outputs(outputs)
+            self._checked = True
+        return outputs
 
-    def door(self, module: nn.Module) -> Door:
-        return self._root or self.plain_door(module)
+    def average_gradients(self, parameters: list[nn.Parameter]) -> bool:
+        return True  # Each backward averages, of an accumulated group too.
 
-    def evaluation_door(self, module: nn.Module) -> Door:
-        return self._root or self.plain_door(module)
-
-    # ------------------------------------------------------------------ learning
-
-    def exchange_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Nothing is left to do: each backward averages, of an accumulated group too."""
-        if self._module is None:
-            super().exchange_gradients(parameters)
-
-    def scale_gradients(self, parameters: list[nn.Parameter], factor: float) -> None:
+    def scale(self, parameters: list[nn.Parameter], factor: Any) -> None:
         if self._divided is None:
-            super().scale_gradients(parameters, factor)
+            super().scale(parameters, factor)
             return
         for gradient in _gradients(parameters):
             local_part(gradient).mul_(factor)
 
-    def clip_gradients(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
+    def clip(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
         if self._divided is None:
-            super().clip_gradients(parameters, limit, algorithm)
+            super().clip(parameters, limit, algorithm)
         elif algorithm == "norm":
-            clip_norm(_gradients(parameters), limit, self.collectives)
+            clip_norm(_gradients(parameters), limit, self._collectives)
         else:
             for gradient in _gradients(parameters):
                 local_part(gradient).clamp_(-limit, limit)
 
-    def end_training(self) -> None:
-        if self._module is None:
-            return
-        wanted = self.keeps_model
-        while self._optimizers:
-            self._optimizers[-1].end(wanted=wanted)
-            self._optimizers.pop()
-        self._module.end(wanted=wanted)
-        self._module, self._root, self._divided = None, None, None
+    def whole(self, make: Callable[[], Any]) -> Any:
+        is_first = self._collectives.rank == 0
+        with self._module.giving("whole on rank 0"):
+            # Callbacks keep spread tensors too (averages of weights).
+            return trees.map_leaves(lambda leaf: whole_for_file(leaf, is_first), make())
 
-    def finish(self) -> None:
-        super().finish()
-        module, self._module, self._root, self._divided = self._module, None, None, None
-        optimizers, self._optimizers = self._optimizers, []
-        for optimizer in optimizers:
-            optimizer.abandon()
-        if module is not None:
-            module.abandon()
-        unfilled, self._unfilled = self._unfilled, None
-        if unfilled is not None and self.world.rank == 0:
-            unfilled.fill()  # what a training that was refused has left without numbers
-        if self.world.rank == 0 and any(one.has_stepped for one in optimizers):
+    def parts(self, make: Callable[[], Any]) -> Any:
+        with self._module.giving("spread"):
+            return make()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._collectives.rank == 0 and any(one.has_stepped for one in self._optimizers):
             warn(
                 "The training was cut while the net was spread over the ranks. "
                 + (
                     "Its weights and its optimizer are those from before fit."
-                    if self.backup
+                    if self._strategy.backup
                     else "Its weights are lost (backup=False)."
                 )
                 + " To go on as if nothing had happened, write fit(…, resume_from=…) with a "
@@ -437,31 +413,6 @@ def _is_learning_view(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
 
 
-class RootDoor(Door):
-    """Enters a sharded module through its root.
-
-    Args:
-        root: the router that `fully_shard` has made the root.
-        module: what it leads to.
-        sharded: gives up what a forward without a backward has gathered.
-    """
-
-    def __init__(self, root: nn.Module, module: nn.Module, sharded: ShardedModule) -> None:
-        super().__init__(module)
-        self._root = root
-        self._sharded = sharded
-        self._checked = False
-
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._root(method, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            self._sharded.reshard()
-        elif not self._checked:
-            _check_outputs(outputs)
-            self._checked = True
-        return outputs
-
-
 def _check_outputs(outputs: Any) -> None:
     """Refuse outputs in which torch can't see the tensors that gradients flow back through."""
     from torch.utils import _pytree
@@ -478,54 +429,3 @@ def _check_outputs(outputs: Any) -> None:
             "the gradients. Return a tensor, tuple, list or dict, or register the class with "
             "torch.utils._pytree.register_dataclass."
         )
-
-
-def spread_costs(
-    module: nn.Module,
-    sizes: Sizes,
-    ranks: int,
-    blocks: list[nn.Module],
-    *,
-    within: int,
-    divided: Collection[nn.Parameter],
-    together: int,
-    reshards: bool,
-    offloads: bool,
-) -> Costs:
-    """The costs of the fullest device.
-
-    Args:
-        module: the net.
-        sizes: of a training of the whole net.
-        blocks: submodules that are gathered as one.
-        within: ranks that share one copy.
-        divided: parameters of which each of `together` ranks has a part.
-        together: ranks that compute a batch together.
-        reshards: whether a block is gathered anew for its backward.
-        offloads: whether what is kept is kept in main memory.
-    """
-
-    def held(parameters: Iterable[nn.Parameter]) -> float:
-        return sum(p.numel() / (together if p in divided else 1) for p in parameters)
-
-    parameters = list(module.parameters())
-    learning = [p for p in parameters if p.requires_grad]
-    of_all = held(parameters) / max(sum(p.numel() for p in parameters), 1)
-    of_learning = held(learning) / max(sum(p.numel() for p in learning), 1)
-    travelling = sizes.numbers * sizes.element * of_learning
-    gradients = sizes.gradients * of_learning
-    inside = [held(block.parameters()) for block in blocks]
-    rest = held(parameters) - sum(inside)
-    # One block at work, the next on its way, and what belongs to none, all along.
-    at_once = rest + (2 * max(inside, default=0) if reshards else sum(inside))
-    on_device = 0 if offloads else 1 / within
-    return dataclasses.replace(
-        whole(sizes),
-        parameters=sizes.parameters * of_all * on_device,
-        gradients=gradients * on_device,
-        optimizer=sizes.optimizer * of_learning * on_device,
-        exchange=at_once * sizes.element,
-        sent=(2 if reshards else 1) * all_gather(travelling, within)
-        + all_gather(gradients, within)
-        + all_reduce(gradients / within, ranks // together // within),
-    )

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch.optim import Optimizer
 from fitkit.arguments import check_choice
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.world import World
-from fitkit.distributed.wrapped_model import Door
 from fitkit.errors import ConfigurationError, missing_package
 
 
@@ -42,6 +41,7 @@ class Horovod(DDP):
 
     name = "horovod"
     starts = "workers"
+    has_engine = True
 
     def __init__(
         self,
@@ -55,17 +55,15 @@ class Horovod(DDP):
         check_choice("compression", compression, (None, "fp16"))
         hook: Callable[..., Any] | str | None = compression if engine == "torch" else None
         super().__init__(process_group_backend, timeout, comm_hook=hook)
-        self.engine = engine
+        self.averager = engine
         self.compression = compression
         self._hvd: Any = None  # Horovod's module, between `join` and `leave`
-        self._optimizer: Optimizer | None = None
-        self._gradients: HorovodGradients | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_hvd": None, "_optimizer": None, "_gradients": None}
+        return {**super().__getstate__(), "_hvd": None}
 
     def connect(self, assignment: Assignment) -> Strategy:
-        if self.engine == "horovod":
+        if self.averager == "horovod":
             check_horovod()
             count = len(assignment.devices)
             if assignment.cluster is None and count > 1:
@@ -82,7 +80,7 @@ class Horovod(DDP):
 
     def join(self, store: Store | None = None) -> None:
         super().join(store)
-        if self.engine == "horovod" and self.collectives.world_size > 1:
+        if self.averager == "horovod" and self.collectives.world_size > 1:
             self._hvd = join_horovod(self.world)
 
     def leave(self) -> None:
@@ -91,43 +89,13 @@ class Horovod(DDP):
 
     # ------------------------------------------------------------------ learning
 
-    def door(self, module: nn.Module) -> Door:
-        return super().door(module) if self._hvd is None else self.plain_door(module)
-
-    def begin_training(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+    def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         if self._hvd is None:
-            return
+            return None
         broadcast_state(self._hvd, module, optimizers)
-        if len(optimizers) == 1 and getattr(module, "automatic_optimization", True):
-            self._optimizer = optimizers[0]
-            self._gradients = HorovodGradients(self._hvd, optimizers[0], self.compression)
-
-    def rewrap(self) -> None:
-        super().rewrap()
-        if self._gradients is not None and self._optimizer is not None:
-            self._gradients.end()
-            self._gradients = HorovodGradients(self._hvd, self._optimizer, self.compression)
-
-    def accumulating(self) -> AbstractContextManager[Any]:
-        return super().accumulating() if self._gradients is None else self._gradients.accumulating()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        if self._gradients is None:
-            super().backward(loss)
-        else:
-            self._gradients.backward(loss)
-
-    def exchange_gradients(self, parameters: list[nn.Parameter]) -> None:
-        if self._gradients is None:
-            super().exchange_gradients(parameters)
-        else:
-            self._gradients.average()
-
-    def finish(self) -> None:
-        super().finish()
-        gradients, self._gradients, self._optimizer = self._gradients, None, None
-        if gradients is not None:
-            gradients.end()
+        if len(optimizers) > 1 or not getattr(module, "automatic_optimization", True):
+            return None
+        return HorovodGradients(self._hvd, optimizers[0], self.compression)
 
 
 NEVER = 2**30
@@ -170,8 +138,8 @@ def join_horovod(world: World) -> Any:
     return hvd
 
 
-class HorovodGradients:
-    """Averages the gradients of an optimizer's parameters, until `end`.
+class HorovodGradients(Engine):
+    """Averages the gradients of an optimizer's parameters.
 
     Horovod's `DistributedOptimizer` does it, around an optimizer that makes no updates: those are
     the user's own, which stays the object that schedulers and loss scaling know.
@@ -182,18 +150,29 @@ class HorovodGradients:
         compression: `"fp16"` or None.
     """
 
+    replaces_ddp = True
+
     def __init__(self, hvd: Any, optimizer: Optimizer, compression: str | None) -> None:
-        self._learning = [
+        self._hvd = hvd
+        self._optimizer = optimizer
+        self._compression = hvd.Compression.fp16 if compression else hvd.Compression.none
+        self._waits = False
+        self._exchange = self._new_exchange()
+
+    def _new_exchange(self) -> Any:
+        learning = [
             parameter
-            for group in optimizer.param_groups
+            for group in self._optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        self._exchange: Any = hvd.DistributedOptimizer(
-            torch.optim.SGD(self._learning, lr=0.0),
-            compression=hvd.Compression.fp16 if compression else hvd.Compression.none,
+        return self._hvd.DistributedOptimizer(
+            torch.optim.SGD(learning, lr=0.0), compression=self._compression
         )
-        self._waits = False
+
+    def rewrap(self) -> None:
+        self.abandon()
+        self._exchange = self._new_exchange()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -210,18 +189,17 @@ class HorovodGradients:
         """Compute gradients; they are averaged on return, unless they accumulate."""
         loss.backward()
         if not self._waits:
-            self.average()
+            self._exchange.synchronize()
 
-    def average(self) -> None:
-        """Average what isn't yet.
-
-        Ranks:
-            Collective.
-        """
+    def average_gradients(self, parameters: list[nn.Parameter]) -> bool:
         self._exchange.synchronize()
+        return True
 
-    def end(self) -> None:
-        """Take Horovod's hooks off the parameters."""
+    def end(self, *, wanted: bool) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        # Horovod's hooks leave the parameters: it has no way to take them off.
         self._exchange._handles.clear()
         self._exchange._grad_accs.clear()  # with them go the graph's nodes that hold the hooks
 
@@ -236,7 +214,7 @@ def broadcast_state(hvd: Any, module: nn.Module, optimizers: list[Optimizer]) ->
     is_first = hvd.rank() == 0
     kept = [optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]
     # Horovod matches exchanges by name, and would take the object's type for one.
-    told = hvd.broadcast_object(kept if is_first else None, root_rank=0, name="fitkit.optimizers")
-    for optimizer, state in zip(optimizers, told, strict=True):
+    states = hvd.broadcast_object(kept if is_first else None, root_rank=0, name="fitkit.optimizers")
+    for optimizer, state in zip(optimizers, states, strict=True):
         if state is not None and not is_first:
             optimizer.load_state_dict(state)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
 from torch.optim import Optimizer
 
-from fitkit.distributed.costs import Costs, Sizes, all_gather
+from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.spread.optimizer import OptimizerShards
 from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.engine import Engine
 from fitkit.errors import warn
 
 
@@ -33,38 +31,35 @@ class DDPSharded(DDP):
     name = "ddp_sharded"
     starts = "workers"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._shards: list[OptimizerShards] = []
+    has_engine = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shards": []}
-
-    def costs(self, module: torch.nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-        ranks = devices * nodes
-        plain = super().costs(module, sizes, devices, nodes)
-        return dataclasses.replace(
-            plain,
-            optimizer=sizes.optimizer / ranks,
-            sent=plain.sent + all_gather(sizes.gradients, ranks),  # the updated parameters
-        )
-
-    def begin_training(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+    def engine_for(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         if self.collectives.world_size == 1:
-            return
-        for optimizer in optimizers:
-            self._shards.append(OptimizerShards(optimizer, self.collectives, self.device))
+            return None
+        return ShardedOptimizers(optimizers, self.collectives, self.device)
 
-    def end_training(self) -> None:
-        while self._shards:
-            self._shards[-1].end(wanted=self.keeps_model)
-            self._shards.pop()
 
-    def finish(self) -> None:
-        super().finish()
-        shards, self._shards = self._shards, []
-        lost = [shard.abandon() for shard in shards]
-        if any(lost) and self.world.rank == 0:
+class ShardedOptimizers(Engine):
+    """Has each rank make its part of each optimizer's updates.
+
+    Args: as for `OptimizerShards`, for several optimizers.
+    """
+
+    def __init__(
+        self, optimizers: list[Optimizer], collectives: Collectives, device: torch.device
+    ) -> None:
+        self._rank = collectives.rank
+        try:
+            for optimizer in optimizers:
+                self.in_place += (OptimizerShards(optimizer, collectives, device),)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        shards = self.in_place
+        super().abandon()
+        if self._rank == 0 and any(isinstance(s, OptimizerShards) and s.has_lost for s in shards):
             warn(
                 "The training was cut while the optimizer's state was spread over the ranks: the "
                 "optimizer begins anew, without its state. To go on as if nothing had happened, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,10 +14,12 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit.distributed.collectives import ProcessGroup
+from fitkit.distributed.devices import Machine, choose_kind
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.world import enter
-from fitkit.distributed.wrapped_model import Door
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.distributed.xla_adapters import Adapter, adapter_of
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -37,7 +40,7 @@ class XLA(DDP):
 
     name = "xla"
     starts = "workers"
-    kinds = ("xla",)
+    has_engine = True
 
     def __init__(
         self, adapter: str | Adapter | None = None, *, timeout: float | timedelta | None = None
@@ -48,11 +51,9 @@ class XLA(DDP):
         is_named = adapter is None or isinstance(adapter, str)
         self._adapter: Adapter | None = None if is_named else adapter_of(adapter)
         self._claimed: torch.device | None = None
-        self._module: nn.Module | None = None  # whose gradients `backward` averages
-        self._waits = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_claimed": None, "_module": None}
+        return {**super().__getstate__(), "_claimed": None}
 
     @property
     def adapter(self) -> Adapter:
@@ -65,8 +66,16 @@ class XLA(DDP):
             self._adapter = adapter_of(self._asked)
         return self._adapter
 
-    def device_count(self) -> int:
-        return self.adapter.count()
+    def choose_kind(self, accelerator: Any, machine: Machine) -> tuple[str, Machine]:
+        machine = dataclasses.replace(machine, xla_count=self.adapter.count())
+        is_auto = isinstance(accelerator, str) and accelerator.strip().lower() == "auto"
+        kind = choose_kind("xla" if is_auto else accelerator, machine)
+        if kind != "xla":
+            raise ConfigurationError(
+                f"strategy={self.name!r} can't use {kind} devices, which accelerator="
+                f"{accelerator!r} means here. Write accelerator='tpu', or leave one of the two out."
+            )
+        return kind, machine
 
     def connect(self, assignment: Assignment) -> Strategy:
         ids = assignment.ids
@@ -101,16 +110,37 @@ class XLA(DDP):
 
     # ------------------------------------------------------------------ the module
 
-    def door(self, module: nn.Module) -> Door:
-        return self.plain_door(module)
+    def wrap_for_evaluation(self, module: nn.Module) -> WrappedModel:
+        wrapped = WrappedModel(module)
 
-    def evaluation_door(self, module: nn.Module) -> Door:
-        return _SteppingDoor(module, self.adapter)
+        def call(method: str, *args: Any, **kwargs: Any) -> Any:
+            # Each batch is computed before the next is noted, where nothing else asks for numbers.
+            self.adapter.step()
+            return wrapped.call(method, *args, **kwargs)
 
-    def begin_training(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        wrapped.wrapper = call
+        return wrapped
+
+    def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         # Several optimizers' losses, and losses in a step of the user's, have their own exchange.
-        alone = len(optimizers) == 1 and getattr(module, "automatic_optimization", True)
-        self._module = module if alone else None
+        averages = len(optimizers) == 1 and getattr(module, "automatic_optimization", True)
+        return XLAEngine(self, list(module.parameters()) if averages else [])
+
+
+class XLAEngine(Engine):
+    """Averages gradients once they are computed, and has each step computed at its end.
+
+    Args:
+        strategy: the training's.
+        parameters: whose gradients `backward` averages.
+    """
+
+    replaces_ddp = True
+
+    def __init__(self, strategy: XLA, parameters: list[nn.Parameter]) -> None:
+        self._strategy = strategy
+        self._parameters = parameters
+        self._waits = False
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -121,28 +151,12 @@ class XLA(DDP):
             self._waits = False
 
     def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        if self._module is not None and not self._waits:
-            self.exchange_gradients(list(self._module.parameters()))
+        loss.backward()
+        if self._parameters and not self._waits:
+            self._strategy.exchange_gradients(self._parameters)
 
     def after_update(self) -> None:
-        self.adapter.step()
-
-    def finish(self) -> None:
-        super().finish()
-        self._module = None
-
-
-class _SteppingDoor(Door):
-    """Has each batch computed before the next is noted, where nothing else asks for numbers."""
-
-    def __init__(self, module: nn.Module, adapter: Adapter) -> None:
-        super().__init__(module)
-        self._adapter = adapter
-
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self._adapter.step()
-        return super().__call__(method, *args, **kwargs)
+        self._strategy.adapter.step()
 
 
 class Sums(Protocol):
@@ -161,7 +175,7 @@ class HostGroup(ProcessGroup):
 
     def __init__(self, device: torch.device, sums: Sums) -> None:
         super().__init__(torch.device("cpu"))
-        self._place = device
+        self._own_device = device
         self._sums = sums
 
     @torch.no_grad()
@@ -174,7 +188,7 @@ class HostGroup(ProcessGroup):
     @torch.no_grad()
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         held = [parameter for parameter in parameters if parameter.requires_grad]
-        # Told on the CPU: looking at numbers on the device would interrupt it at each step.
+        # Gathered on the CPU: looking at numbers on the device would interrupt it at each step.
         everyone = self.gather([parameter.grad is not None for parameter in held])
         used = [p for p, *users in zip(held, *everyone, strict=True) if any(users)]
         for parameter in used:
@@ -186,4 +200,4 @@ class HostGroup(ProcessGroup):
             torch._foreach_div_(gradients, self.world_size)
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return super().join_rows(tensor.cpu()).to(self._place)
+        return super().join_rows(tensor.cpu()).to(self._own_device)

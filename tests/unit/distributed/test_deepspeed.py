@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.distributed.strategies.deepspeed import _check_optimizer
-from fitkit.distributed.strategies.deepspeed_config import full_config
+from fitkit.distributed.strategies.deepspeed import _check_optimizer, full_config
 from fitkit.distributed.strategies.deepspeed_engine import StandIns, ZeroOptimizer
 from fitkit.strategies import DeepSpeedStrategy
 
@@ -98,12 +97,12 @@ def test_stand_ins_take_parameters_places_and_the_very_same_ones_come_back():
     own = dict(net.named_parameters())
     numbers = {name: parameter.detach().clone() for name, parameter in own.items()}
     before = set(vars(net))
-    stand_ins = StandIns(net, "nobody")
+    stand_ins = StandIns(net)
     assert not any(p is own[name] for name, p in net.named_parameters())
     net.ds_id = 7
-    stand_ins.let_go_of_numbers(keeps=False)
+    stand_ins.empty(keeps=False)
     assert all(p.numel() == 0 for p in own.values())
-    stand_ins.restore({own[name]: numbers[name] + 1 for name in own})
+    stand_ins.give_back({own[name]: numbers[name] + 1 for name in own})
     assert set(vars(net)) == before
     for name, parameter in net.named_parameters():
         assert parameter is own[name] and torch.equal(parameter, numbers[name] + 1)
@@ -114,11 +113,11 @@ def test_a_failed_training_gives_back_numbers_from_before_or_nan_where_nobody_ke
     for keeps in (True, False):
         net = nn.Linear(2, 2)
         numbers = net.weight.detach().clone()
-        stand_ins = StandIns(net, "nobody")
+        stand_ins = StandIns(net)
         for twin in stand_ins.twins.values():
             twin.data = twin.data.clone().fill_(5.0)  # an engine's own memory
-        stand_ins.let_go_of_numbers(keeps=keeps)
-        stand_ins.restore()
+        stand_ins.empty(keeps=keeps)
+        stand_ins.abandon()
         assert torch.equal(net.weight, numbers) if keeps else net.weight.isnan().all()
 
 

@@ -111,7 +111,7 @@ def test_each_group_of_batches_is_exchanged_once_at_its_end_or_where_it_is_cut(h
     net.zero_grad()
     with gradients.accumulating():
         gradients.backward(net(x).sum())
-    gradients.average()
+    gradients.average_gradients([])
     assert net.weight.grad.tolist() == [[2.0, 2.0]]
 
 
@@ -121,7 +121,7 @@ def test_hooks_leave_with_the_training_and_frozen_parameters_take_no_part(hvd):
     gradients = gradients_of(hvd, net, "fp16")
     exchange = gradients._exchange
     assert exchange.compression == "half" and exchange.params == list(net[1].parameters())
-    gradients.end()
+    gradients.end(wanted=True)
     del gradients
     net(torch.ones(1, 2)).sum().backward()
     assert not exchange._handles

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.strategies import SingleDeviceStrategy
+from fitkit.strategies import Engine, SingleDeviceStrategy
 
 PACKAGE = """
-from fitkit.strategies import SingleDeviceStrategy
+from fitkit.strategies import Engine, SingleDeviceStrategy
 
 class Careful(SingleDeviceStrategy):
     name = "careful"
@@ -65,3 +65,66 @@ def test_a_registered_class_is_known_and_a_name_is_taken_once():
     assert isinstance(model._fitkit.compilation.strategy, Own)
     with pytest.raises(ValueError, match="registered twice"):
         fitkit.strategies.register("ddp")(Own)
+
+
+def test_an_engine_makes_gradients_and_updates_of_one_training_and_is_let_go_of(tmp_path):
+    calls = []
+
+    class Noting(Engine):
+        def backward(self, loss):
+            calls.append("backward")
+            loss.backward()
+
+        def clip(self, parameters, limit, algorithm):
+            calls.append(f"clip {limit} {algorithm}")
+            super().clip(parameters, limit, algorithm)
+
+        def update(self, optimizer):
+            calls.append("update")
+            optimizer.step()
+
+        def after_update(self):
+            calls.append("after_update")
+
+        def average_ranks(self):
+            calls.append("average_ranks")
+
+        def whole(self, make):
+            calls.append("whole")
+            return make()
+
+        def end(self, *, wanted):
+            calls.append(f"end {wanted}")
+
+        def abandon(self):
+            calls.append("abandon")
+
+    class Own(SingleDeviceStrategy):
+        name = "noting"
+        has_engine = True
+
+        def engine_for(self, module, optimizers):
+            return Noting()
+
+    x, y = torch.ones(4, 2), torch.ones(4, 1)
+    model, plain = fitkit.Model(torch.nn.Linear(2, 1)), fitkit.Model(torch.nn.Linear(2, 1))
+    plain.load_state_dict(model.state_dict())
+    model.compile("sgd", "mse", gradient_clip_val=0.5, strategy=Own())
+    plain.compile("sgd", "mse", gradient_clip_val=0.5)
+    plain.fit(x, y, verbose=0)
+    model.fit(x, y, verbose=0)
+    update = ["backward", "clip 0.5 norm", "update", "after_update"]
+    assert calls == [*update, "average_ranks", "end True"]
+    assert torch.equal(model.net.weight, plain.net.weight)
+    strategy = model._fitkit.compilation.strategy
+    assert strategy.engine is None
+
+    def fail(batch, logs):
+        model.save_weights(tmp_path / "cut.h5")
+        raise ArithmeticError("on purpose")
+
+    calls.clear()
+    failing = fitkit.callbacks.LambdaCallback(on_train_batch_end=fail)
+    with pytest.raises(ArithmeticError):
+        model.fit(x, y, verbose=0, callbacks=failing)
+    assert calls == [*update, "average_ranks", "whole", "abandon"] and strategy.engine is None
