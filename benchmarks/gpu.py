@@ -28,7 +28,7 @@ from torch import nn
 
 import fitkit
 from benchmarks.gpu_nets import NETS, Task
-from fitkit.training.session import MATMUL_PRECISION
+from fitkit.training.surroundings import MATMUL_PRECISION
 
 PRECISIONS: dict[str, tuple[str, str, torch.dtype | None]] = {
     "fp32": ("32-true", "highest", None),

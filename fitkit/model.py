@@ -23,26 +23,17 @@ from fitkit.logging_options import is_metric
 from fitkit.modes import in_use, kept_in_evaluation, to_training
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
-from fitkit.pictures.html import Results
-from fitkit.training.compilation import UNSET, Compilation
-from fitkit.training.fit_run import run_fit
-from fitkit.training.host_copies import on_host
-from fitkit.training.jobs import FitJob, PassJob
-from fitkit.training.learning import learning_for
+from fitkit.pictures.results import Results
+from fitkit.training.evaluate import joined, on_host, run_evaluate, run_predict
+from fitkit.training.fit import run_fit
 from fitkit.training.optimizing import FitState
-from fitkit.training.passes import joined, run_evaluate, run_predict
-from fitkit.training.progress import Progress
-from fitkit.training.resuming import check_data
-from fitkit.training.runs import predict_step_for, step_for, updaters_of
-from fitkit.training.session import backend_flags, caller_of, compile_net, place, unchanged_on_error
-from fitkit.training.snapshot import (
-    checkpoint_to_resume,
-    load,
-    restored_model,
-    save,
-    save_weights,
-)
-from fitkit.training.stage import Stages, running
+from fitkit.training.own_step import Stages, predict_step_for, running, step_for
+from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
+from fitkit.training.settings import UNSET, Compilation, FitJob, PassJob
+from fitkit.training.snapshot import load, restored_model, save, save_weights
+from fitkit.training.step import caller_of
+from fitkit.training.surroundings import backend_flags, compile_net, place, unchanged_on_error
+from fitkit.training.update import learning_for, updaters_of
 
 
 @dataclasses.dataclass

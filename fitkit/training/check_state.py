@@ -20,7 +20,7 @@ from fitkit.losses.names import LOSSES
 from fitkit.module import Module
 from fitkit.optimizers import HOW
 from fitkit.random_states import check_random_state
-from fitkit.training.progress import Progress
+from fitkit.training.resume import Progress
 
 _AS_NOW = (
     "loss", "loss_weights", "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val",
@@ -298,22 +298,6 @@ def _is_single(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return _is_number(value)
-
-
-def check_callback_state(callback: Any, state: Any) -> None:
-    """Refuse values of one of fitkit's own callbacks that are of another kind than it keeps.
-
-    Raises:
-        ValueError: with the name.
-    """
-    if not type(callback).__module__.startswith("fitkit.") or not isinstance(state, dict):
-        return
-    for name, own in callback.state_dict().items():
-        kinds: Any = {bool: bool, int: int, float: (int, float), str: str}.get(type(own))
-        found = state.get(name)
-        wrong = kinds is not None and name in state and not isinstance(found, kinds)
-        if wrong or (kinds is not None and type(found) is bool and type(own) is not bool):
-            raise ValueError(f"{name} is {describe(found)}, not like {describe(own)}")
 
 
 def _check_scaler(scaler: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from fitkit.errors import (
 from fitkit.module import Module
 
 if TYPE_CHECKING:
-    from fitkit.training.compilation import Compilation
+    from fitkit.training.settings import Compilation
 
 
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")

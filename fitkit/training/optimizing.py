@@ -27,11 +27,11 @@ from fitkit.optimizers import (
 )
 from fitkit.schedulers import SchedulerChoice, own_interval
 from fitkit.training.check_state import check_scheduler_state
-from fitkit.training.compilation import Compilation
-from fitkit.training.progress import Progress
+from fitkit.training.resume import Progress
+from fitkit.training.settings import Compilation
 
 if TYPE_CHECKING:
-    from fitkit.training.fit_run import FitRun
+    from fitkit.training.fit import FitRun
 
 
 SHAPES = (

@@ -14,7 +14,7 @@ import torch
 import fitkit.checkpoint as files
 from fitkit.arguments import describe
 from fitkit.callbacks import History
-from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, FitkitError, warn
+from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.module import Module
 from fitkit.optimizers import held_by, load_state
 from fitkit.training.check_state import (
@@ -26,8 +26,8 @@ from fitkit.training.check_state import (
     plain_options,
     try_scheduler_state,
 )
-from fitkit.training.compilation import UNSET
-from fitkit.training.progress import Progress, copy_lists
+from fitkit.training.resume import Progress, copy_lists
+from fitkit.training.settings import UNSET
 from fitkit.trees import map_leaves
 
 NAMED = (
@@ -477,50 +477,3 @@ def _compiled(compiled: object) -> tuple[dict[str, Any] | None, list[Any]]:
     if not isinstance(named, dict) or not isinstance(objects, list) or not is_plain(named):
         return None, []
     return {name: value for name, value in named.items() if name in NAMED}, objects
-
-
-def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
-    """The path of the checkpoint to go on from; None to begin at the beginning.
-
-    Args:
-        asked: what `fit` was given: a path, `"last"` or None.
-        callbacks: those that save know their newest file by `last_path()`, and those that
-            restore by themselves also have `restores = True`.
-
-    Raises:
-        ConfigurationError: `"last"`, but no callback saves any.
-        CheckpointError: callbacks have checkpoints, and all are damaged.
-    """
-    is_last = isinstance(asked, str) and asked == "last"
-    savers = [c for c in callbacks if hasattr(c, "last_path")]
-    if is_last and not savers:
-        raise ConfigurationError(
-            "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "
-            "BackupAndRestore). Give one, or the checkpoint's path."
-        )
-    found = _newest([c for c in savers if is_last or getattr(c, "restores", False)])
-    # A backup is of this very training, which began at the path that is given again.
-    return asked if found is None and not is_last else found
-
-
-def _newest(savers: list[Any]) -> str | None:
-    """The newest checkpoint that callbacks know; None where there is none.
-
-    Raises:
-        CheckpointError: there are some, and all are damaged.
-    """
-    paths: list[str] = []
-    problems: list[CheckpointError] = []
-    for saver in savers:
-        try:
-            path = saver.last_path()
-        except CheckpointError as error:
-            problems.append(error)
-        else:
-            paths += [] if path is None else [path]
-    if problems and not paths:
-        raise problems[0]
-    newest = max(paths, key=os.path.getmtime, default=None)
-    for problem in problems:
-        warn(f"{problem} The training goes on from {newest}.")
-    return newest

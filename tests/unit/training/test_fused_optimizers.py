@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fitkit
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import OPTIMIZERS
-from fitkit.training.runs import updaters_of
+from fitkit.training.update import updaters_of
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(2))

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from fitkit.training import host_copies
-from fitkit.training.host_copies import HostCopies
+from fitkit.training import evaluate
+from fitkit.training.evaluate import HostCopies
 
 
 class Streams:
@@ -41,7 +41,7 @@ class Streams:
 
 @pytest.fixture
 def copies(monkeypatch):
-    monkeypatch.setattr(host_copies, "_gpu_of", lambda output: torch.device("cpu"))
+    monkeypatch.setattr(evaluate, "_gpu_of", lambda output: torch.device("cpu"))
     streams = Streams()
     copies = HostCopies(lambda device: streams)
     copies.streams = streams

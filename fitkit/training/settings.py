@@ -1,9 +1,11 @@
-"""What `compile` was given, checked and kept."""
+"""What the verbs were given, checked, and what `compile`'s arguments resolved to."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import numbers
 from typing import Any
 
 import torch
@@ -16,8 +18,21 @@ from fitkit.arguments import (
     check_number,
     describe,
 )
-from fitkit.distributed.devices import older_spelling
+from fitkit.callbacks.collection import CallbackList
+from fitkit.callbacks.display import chosen_verbose
+from fitkit.data.arrays import check_alike
+from fitkit.data.class_weights import ClassWeights
+from fitkit.data.sources import (
+    Source,
+    check_data_type,
+    for_other_ranks,
+    make_source,
+    split_tail,
+    validation_parts,
+)
+from fitkit.data.stream import check_readable
 from fitkit.distributed.free_devices import find_usable_cuda_devices
+from fitkit.distributed.placement import older_spelling
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -25,6 +40,7 @@ from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
 from fitkit.optimizers import OptimizerChoice
 from fitkit.schedulers import SchedulerChoice
+from fitkit.training.resume import Progress
 
 
 class Unset:
@@ -38,6 +54,7 @@ class Unset:
 
 
 UNSET: Any = Unset()
+
 
 DEFAULTS: dict[str, Any] = {
     "optimizer": UNSET,
@@ -71,11 +88,16 @@ DEFAULTS: dict[str, Any] = {
 """Every argument of `compile` but `gpus` (another spelling of two of these). The optimizer is the
 model's `configure_optimizers`, or Adam."""
 
+
 HARDWARE = ("devices", "accelerator", "strategy", "precision", "num_nodes", "auto_select_gpus")
 """Arguments that decide on a new strategy."""
 
+
 MATMUL_PRECISIONS = (None, "highest", "high", "medium")
-MEMORY_FORMATS = (None, "channels_last")
+
+
+MEMORY_FORMATS = {"channels_last": torch.channels_last}
+"""By the word that `compile` takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +255,7 @@ def _check_simple(given: dict[str, Any]) -> None:
         "log_gpu_memory": lambda name, value: check_choice(name, value, (None, "all", "min_max")),
         "jit_compile": _check_jit_compile,
         "matmul_precision": lambda name, value: check_choice(name, value, MATMUL_PRECISIONS),
-        "memory_format": lambda name, value: check_choice(name, value, MEMORY_FORMATS),
+        "memory_format": lambda name, value: check_choice(name, value, (None, *MEMORY_FORMATS)),
         "steps_per_execution": check_count,
     }
     for name, value in given.items():
@@ -286,3 +308,162 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
 def _is_own_module(loss: Any) -> bool:
     """Whether a loss is a module that may have parameters and a mode: torch's have neither."""
     return isinstance(loss, torch.nn.Module) and not type(loss).__module__.startswith("torch.nn.")
+
+
+@dataclasses.dataclass
+class FitJob:
+    """One call of `fit`; the arguments are the verb's own.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: from the constructor, for any argument.
+    """
+
+    x: Any
+    y: Any
+    batch_size: int
+    epochs: int
+    verbose: int | str
+    callbacks: Any
+    validation_split: float
+    validation_data: Any
+    shuffle: bool | str
+    class_weight: Any
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: Any
+
+    def __post_init__(self) -> None:
+        check_data_type(self.x)
+        check_count("batch_size", self.batch_size)
+        check_count("epochs", self.epochs)
+        check_count("initial_epoch", self.initial_epoch, minimum=0)
+        check_count("steps_per_epoch", self.steps_per_epoch, optional=True)
+        check_count("validation_steps", self.validation_steps, optional=True)
+        check_count("validation_batch_size", self.validation_batch_size, optional=True)
+        check_number("validation_split", self.validation_split, minimum=0, below=1)
+        chosen_verbose(self.verbose)
+        check_choice("shuffle", self.shuffle, (True, False, "batch"))
+        self._check_validation_freq()
+        self.weights_by_class = (
+            None if self.class_weight is None else ClassWeights(self.class_weight)
+        )
+        self.callback_list = CallbackList(self.callbacks)
+        self.source: Source | None = None
+        self.held_out: Source | None = None
+        self.resumed: Progress | None = None
+
+    def go_on_from(self, progress: Progress | None) -> None:
+        """Begin where another fit was cut; None: at the beginning."""
+        self.resumed = progress
+        if progress is not None:
+            self.initial_epoch = progress.epoch
+
+    def _check_validation_freq(self) -> None:
+        frequency = self.validation_freq
+        if isinstance(frequency, (list, tuple, set)):
+            if not all(
+                isinstance(epoch, numbers.Integral)
+                and not isinstance(epoch, bool)
+                and int(epoch) >= 1
+                for epoch in frequency
+            ):
+                raise ConfigurationError(
+                    f"validation_freq={describe(frequency)}: a list holds epoch numbers from 1."
+                )
+        else:
+            check_count("validation_freq", frequency)
+
+    def validates_after(self, epoch: int) -> bool:
+        """Whether epoch `epoch` (from 0) ends with a validation."""
+        if isinstance(self.validation_freq, (list, tuple, set)):
+            return epoch + 1 in self.validation_freq
+        return (epoch + 1) % int(self.validation_freq) == 0
+
+    def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
+        """Make the training's and the validation's sources, before anything runs.
+
+        Args:
+            float_dtype: the dtype of the net's parameters.
+            ranks: how many will train.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: data that can't be read, don't fit, or are
+                fewer samples than ranks.
+        """
+        train, validation = (self.x, self.y, self.sample_weight), None
+        if self.validation_data is not None:
+            check_data_type(self.validation_data, "validation_data")
+            validation = validation_parts(self.validation_data)
+        elif self.validation_split:
+            train, validation = split_tail(*train, self.validation_split)
+        source = make_source(
+            *train, batch_size=self.batch_size, shuffle=self.shuffle, float_dtype=float_dtype
+        )
+        check_readable(source, self.epochs - self.initial_epoch, self.steps_per_epoch)
+        if source.samples is not None and source.samples < ranks:
+            raise ConfigurationError(
+                f"x has {source.samples} samples, but there are {ranks} ranks: each needs at "
+                "least one. Use fewer devices."
+            )
+        self.source = source
+        if validation is None:
+            return
+        self.held_out = make_source(
+            *validation,
+            batch_size=self.validation_batch_size or self.batch_size,
+            float_dtype=float_dtype,
+            name="validation_data",
+        )
+        check_readable(
+            self.held_out,
+            sum(self.validates_after(e) for e in range(self.initial_epoch, self.epochs)),
+            self.validation_steps,
+            name="validation_data",
+        )
+        check_alike(source, self.held_out)
+
+    def for_other_ranks(self) -> FitJob:
+        """The job as other processes get it: with sources in place of what the user passed."""
+        job = copy.copy(self)
+        job.x = job.y = job.sample_weight = job.validation_data = job.callbacks = None
+        assert self.source is not None
+        job.source = for_other_ranks(self.source)
+        job.held_out = for_other_ranks(self.held_out)
+        return job
+
+
+@dataclasses.dataclass
+class PassJob:
+    """One call of `evaluate` or `predict`: a single pass over data."""
+
+    x: Any
+    y: Any
+    batch_size: int
+    verbose: int | str
+    sample_weight: Any
+    steps: int | None
+    callbacks: Any
+
+    def __post_init__(self) -> None:
+        check_data_type(self.x)
+        check_count("batch_size", self.batch_size)
+        check_count("steps", self.steps, optional=True)
+        chosen_verbose(self.verbose)
+        self.callback_list = CallbackList(self.callbacks)
+        self.source: Source | None = None
+
+    def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
+        """Make the source, before anything runs; as in `FitJob`, but for any number of samples."""
+        self.source = make_source(
+            self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
+        )
+
+    def for_other_ranks(self) -> PassJob:
+        """The job as other processes get it."""
+        job = copy.copy(self)
+        job.x = job.y = job.sample_weight = job.callbacks = None
+        job.source = for_other_ranks(self.source)
+        return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,18 +16,21 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit import trees
 from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_second_target
 from fitkit.data.class_weights import ClassWeights
-from fitkit.data.sharding import RankBatch
-from fitkit.data.to_device import LABEL_KEYS, Mover
+from fitkit.data.sharding import Share
+from fitkit.data.to_device import LABEL_KEYS, CudaStreams, Transfer, fed, keep_on_device
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import Precision
+from fitkit.distributed.strategies import Door, Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
+from fitkit.hooks import overridden
 from fitkit.losses import CompiledLoss, Count, Term
 from fitkit.losses.compiled import total_of
 from fitkit.modes import modes_restored
+from fitkit.module import Module
 from fitkit.training.explain import raise_explained, shapes_of
 from fitkit.training.log import Logbook
+from fitkit.training.settings import MEMORY_FORMATS
 
 
 class CompiledStep:
@@ -37,7 +40,7 @@ class CompiledStep:
     batch, so that a step does no more than a hand-written loop does.
 
     Args:
-        wrapped: calls the net's forward.
+        door: the way into the net's forward.
         caller: how inputs enter it.
         mover: brings a batch to the device.
         precision: in which number types the net computes.
@@ -62,7 +65,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        wrapped: WrappedModel,
+        door: Door,
         caller: Caller,
         mover: Mover,
         precision: Precision,
@@ -75,8 +78,8 @@ class CompiledStep:
         *,
         may_count: bool = True,
     ) -> None:
-        self.wrapped = wrapped
-        self.forward = forward_of(wrapped)
+        self.door = door
+        self.forward = forward_of(door)
         self.caller = caller
         self.mover = mover
         self._ranks = ranks
@@ -96,7 +99,7 @@ class CompiledStep:
         self.total = 0
         self.may_count = may_count
         if (own := loss.own) is not None:
-            wrapped.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
+            door.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
@@ -120,7 +123,7 @@ class CompiledStep:
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
-        self.mover.transfer.undo_writes()
+        self.mover.transfer.put_back()
 
     def __call__(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss, noted in the logbook with the metrics.
@@ -129,7 +132,7 @@ class CompiledStep:
             ConfigurationError: a batch that the net, loss or metrics can't take, in the terms
                 of what the user passed; torch's own error is its cause.
         """
-        share = batch if type(batch) is RankBatch else None
+        share = batch if type(batch) is Share else None
         x, y, weight = self.opened(batch if share is None else share.batch)
         if self.synchronization is not None:
             self.synchronization.counts = share is None or share.count > 0
@@ -168,7 +171,7 @@ class CompiledStep:
             return self
         if self.class_weights is not None or (self.meters is not None and meters is None):
             return self
-        forward, add = bare(self.wrapped) if alone else self.forward, self.logbook.loss.add
+        forward, add = bare(self.door) if alone else self.forward, self.logbook.loss.add
         counted = self.loss.counted if self.may_count else None
         update = of_each = shape = None
         if meters is not None:
@@ -205,13 +208,13 @@ class CompiledStep:
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
+        opened = self.opened(batch.batch if type(batch) is Share else batch)
         return self.compute(self.forward, *opened)[1]
 
     def look(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
-        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
-        self.compute(self.wrapped.net, *opened)
+        opened = self.opened(batch.batch if type(batch) is Share else batch)
+        self.compute(self.door.net, *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
         """The loss of a batch inside a step of the model's own; not noted, but for the metrics.
@@ -302,7 +305,7 @@ class CompiledStep:
 
     def _ask_for_sum(self, x: Any, y: Any) -> None:
         """Find out what a net's own loss is the mean over, where it can give its sum, too."""
-        own, net = self.loss.own, self.wrapped.net
+        own, net = self.loss.own, self.door.net
         if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
         with modes_restored(net), torch.no_grad(), self._around(self._kind):
@@ -312,7 +315,7 @@ class CompiledStep:
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
-        share = batch if type(batch) is RankBatch else None
+        share = batch if type(batch) is Share else None
         x, y, _ = unpack(batch if share is None else share.batch)
         samples = samples_in(x, y) if share is None else share.count
         counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
@@ -324,11 +327,11 @@ class CompiledStep:
                 f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
                 "batch had targets, too. Give (x, y) in each batch."
             ) from error
-        raise_explained(error, self.wrapped.net, x, y, self.name)
+        raise_explained(error, self.door.net, x, y, self.name)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
-        self.mover.transfer.note_writes()
+        self.mover.transfer.settle()
         with torch.no_grad():
             self.loss.check(prediction, y)
             for targets in self.all_targets:
@@ -382,16 +385,14 @@ class PredictStep:
     """Computes the net's outputs for batches.
 
     Args:
-        wrapped, caller, mover, precision: as in `CompiledStep`.
+        door, caller, mover, precision: as in `CompiledStep`.
     """
 
     is_private = True
 
-    def __init__(
-        self, wrapped: WrappedModel, caller: Caller, mover: Mover, precision: Precision
-    ) -> None:
-        self.wrapped = wrapped
-        self.forward = forward_of(wrapped)
+    def __init__(self, door: Door, caller: Caller, mover: Mover, precision: Precision) -> None:
+        self.door = door
+        self.forward = forward_of(door)
         self.caller = caller
         self.mover = mover
         self._around, self._wide = precision.forward, precision.predictions
@@ -408,11 +409,11 @@ class PredictStep:
             with self._around(self._kind):
                 outputs = self._wide(self.caller(self.forward, x))
         except Exception as error:
-            raise_explained(error, self.wrapped.net, x, None)
+            raise_explained(error, self.door.net, x, None)
             raise
         if not self.checked:
-            self.mover.transfer.note_writes()
-            self.mover.transfer.undo_writes()
+            self.mover.transfer.settle()
+            self.mover.transfer.put_back()
             self.checked = True
         return outputs
 
@@ -421,7 +422,7 @@ class PredictStep:
         is_tensor = type(first) is tuple and isinstance(first[0], torch.Tensor)
         if not is_tensor or not self._is_plain or not self.mover.leaves(first):
             return self
-        forward, net = bare(self.wrapped) if alone else self.forward, self.wrapped.net
+        forward, net = bare(self.door) if alone else self.forward, self.door.net
 
         def step(batch: Any, index: int = 0) -> Any:
             x = batch[0]
@@ -438,11 +439,11 @@ class PredictStep:
         return self._wide(self.caller(model, unpack(batch)[0]))
 
 
-def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
-    """How to call the net of a wrapped model; the net itself where nothing stands between."""
-    if not wrapped.is_bare:
-        return partial(wrapped, "")
-    model = wrapped.net
+def forward_of(door: Door) -> Callable[..., Any]:
+    """How to call the net through a door; the net itself where nothing stands between."""
+    if type(door) is not Door:
+        return partial(door, "")
+    model = door.net
     if not getattr(model, "_is_plain_wrapper", False):
         return model
     parts = model._modules
@@ -458,14 +459,16 @@ def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
     return forward
 
 
-def bare(wrapped: WrappedModel) -> Callable[..., Any]:
+def bare(door: Door) -> Callable[..., Any]:
     """The net of a model that hands on to it, where only fitkit's own code would act before."""
-    model: Any = wrapped.net
+    model: Any = door.net
     net: Callable[..., Any] = model.net
     return net
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -546,3 +549,89 @@ class Caller:
             return False
         # With one required input, a tuple longer than the arguments can only be that input.
         return len(x) <= len(self._positional) or len(self._required) > 1
+
+
+def caller_of(model: torch.nn.Module) -> Caller:
+    """How inputs enter the model: by the signature of its own forward, else its net's."""
+    net = getattr(model, "net", None)
+    forward = model.forward
+    if isinstance(net, torch.nn.Module) and _spreads(forward):
+        forward = net.forward
+    return Caller(forward)
+
+
+def _spreads(forward: Any) -> bool:
+    """Whether a forward takes anything and hands it on."""
+    kinds = {item.kind for item in parameters_of(forward)}
+    return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def mover_of(model: Module, strategy: Strategy) -> Mover:
+    """What brings batches to the model's device in the model's dtype."""
+    word = model._fitkit.compilation.memory_format
+    format_of_images = None if word is None else MEMORY_FORMATS[word]
+    transfer = Transfer(strategy.device, strategy.precision.input_dtype(model), format_of_images)
+    own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
+    return Mover(transfer, own)
+
+
+def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+    """A batch moved by a hook, which may also ask for Lightning's number of the loader: 0."""
+    return own(batch, device, *([0] if len(inspect.signature(own).parameters) > 2 else []))
+
+
+class Mover:
+    """Brings batches to the device.
+
+    Args:
+        transfer: fitkit's way.
+        own: the model's `transfer_batch_to_device`, where it has its own; it is called in the step,
+            on the stream that computes.
+        streams: makes the device's streams, where batches are copied beside what is computed.
+            Default: CUDA's, on a CUDA device.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        own: Callable[..., Any] | None = None,
+        streams: Callable[[torch.device], Any] | None = None,
+    ) -> None:
+        self.transfer = transfer
+        self._own = own
+        self.move: Callable[[Any], Any] = transfer if own is None else self._moved
+        if streams is None and transfer.device.type == "cuda":
+            streams = CudaStreams
+        self._make_streams = streams if own is None else None
+        self._streams: Any = None
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch on the device."""
+        return self.move(batch)
+
+    def leaves(self, batch: Any) -> bool:
+        """Whether nothing is done to a batch, nor to others of the same tensors."""
+        return self._own is None and self.transfer(batch) is batch
+
+    def fed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A pass's batches; on a GPU copied there while it computes those before them."""
+        streams = self._own_streams()
+        return batches if streams is None else fed(batches, self.transfer, streams)
+
+    def keep(self, source: Any) -> None:
+        """Bring in-memory data that are read more than once to a GPU whole, if they fit there."""
+        streams = self._own_streams()
+        if streams is not None:
+            move = Transfer(self.transfer.device, self.transfer.float_dtype)
+            keep_on_device(source, move, streams.free_bytes)
+
+    def _own_streams(self) -> Any:
+        """The device's streams; None where batches aren't copied beside what is computed."""
+        if self._streams is None and self._make_streams is not None:
+            self._streams = self._make_streams(self.transfer.device)
+            self.transfer.pin = self._streams.pinned
+        return self._streams
+
+    def _moved(self, batch: Any) -> Any:
+        assert self._own is not None
+        return moved_by(self._own, batch, self.transfer.device)

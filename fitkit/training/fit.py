@@ -14,38 +14,37 @@ from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.callbacks.watches import non_finite_losses
+from fitkit.data.batches import NoRows
 from fitkit.data.stream import Stream
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
+from fitkit.training.evaluate import evaluate_source
 from fitkit.training.explain import memory_explained
-from fitkit.training.jobs import FitJob
-from fitkit.training.learning import learning_for
-from fitkit.training.log import reduced
-from fitkit.training.loop import train_batches
+from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.optimizing import PlannedScheduler, warn_of_flags
-from fitkit.training.passes import evaluate_source
-from fitkit.training.progress import Progress
+from fitkit.training.own_step import Stage, Step, running, step_for
 from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
-from fitkit.training.resuming import progress_of, restore, take_place
-from fitkit.training.runs import (
-    Step,
+from fitkit.training.resume import Progress, progress_of, restore, take_place
+from fitkit.training.settings import FitJob
+from fitkit.training.snapshot import contents, weights_of
+from fitkit.training.step import CompiledStep
+from fitkit.training.surroundings import (
+    backend_flags,
     closing,
+    net_prepared,
     share_of,
-    step_for,
     tell_of,
-    updaters_of,
+    unchanged_on_error,
     with_own,
 )
-from fitkit.training.session import backend_flags, net_prepared, unchanged_on_error
-from fitkit.training.snapshot import contents, weights_of
-from fitkit.training.stage import Stage, running
-from fitkit.training.steps import CompiledStep
+from fitkit.training.update import Learning, learning_for, updaters_of
 
 if TYPE_CHECKING:
-    from fitkit.training.compilation import Compilation
+    from fitkit.training.settings import Compilation
+
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback may stop an epoch."""
@@ -480,3 +479,74 @@ def run_fit(model: Module, compilation: Compilation, job: FitJob) -> History:
     explained = memory_explained(model, compilation, "fit", size)
     with unchanged_on_error(model), net_prepared(model, compilation), explained:
         return FitRun(model, compilation, job).run()
+
+
+def train_batches(
+    batches: Iterator[Any],
+    stage: Stage,
+    step: Step,
+    learn: Learning,
+    callbacks: CallbackList,
+    stops: Callable[[], bool] | None,
+    note: Callable[[int], None],
+    done: int = 0,
+    group: int = 1,
+) -> int:
+    """Train on an epoch's batches.
+
+    Args:
+        stage: takes what hooks log.
+        step: keeps the running values.
+        learn: makes the updates.
+        stops: whether some rank wants to stop; asked after each group. None where nobody can.
+        note: takes the number of steps made, before anybody acts at a batch's end.
+        done: how many of the epoch's steps were made before it was cut.
+        group: batches between two calls of the batch hooks, counted from the epoch's begin: a
+            training that was cut within a group goes on with its rest.
+
+    Returns:
+        How many batches of the epoch were read.
+
+    Raises:
+        ConfigurationError: no batch of the epoch had rows.
+    """
+    begin = callbacks.hooks("on_train_batch_begin")
+    end = callbacks.hooks("on_train_batch_end")
+    logbook = step.logbook
+    results = logbook.results
+    index = done - 1
+    empty = 0
+    waits = False  # the group's batches so far, for the hooks at its end
+    for index, batch in enumerate(learn.watch(batches), done):
+        if batch is NoRows:
+            empty += 1
+        else:
+            if begin and not waits:
+                stage.open(begin, index, {})
+            learn(batch, index)
+            if stage.waiting:
+                stage.take_waiting()
+            if index == done + empty:
+                step.after_first()
+            waits = True
+        if end:
+            note(index + 1)
+        if not waits or (index + 1) % group:
+            continue
+        waits = False
+        if end:
+            logs = LazyLogs(results, logbook.loss.last)
+            for hook in end:
+                hook(index, logs)
+        if stops is not None and stops():
+            break
+    if waits:
+        logs = LazyLogs(results, logbook.loss.last)
+        for hook in end:
+            hook(index, logs)
+    learn.finish()
+    note(index + 1)
+    if empty and empty == index + 1:
+        raise ConfigurationError(f"x is empty: none of the epoch's {empty} batches has rows.")
+    logbook.steps = index + 1 - done - empty
+    return index + 1

@@ -1,28 +1,159 @@
-"""One batch by the steps of a model's own: `training_step` and its kin."""
+"""One batch by the steps of a model's own, and what its hooks need to know meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.batches import samples_of
-from fitkit.data.sharding import RankBatch
-from fitkit.data.to_device import Mover
+from fitkit.data.class_weights import ClassWeights
+from fitkit.data.sharding import Share
+from fitkit.data.sources import Source, drawn_from
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
-from fitkit.hooks import overridden, step_arguments
-from fitkit.logging_options import is_metric
+from fitkit.hooks import has_own_steps, overridden, step_arguments
+from fitkit.logging_options import LogOptions, is_metric
 from fitkit.losses import Count, Term, checked_count
-from fitkit.training.log import Logbook
-from fitkit.training.stage import Stage
+from fitkit.module import Module
+from fitkit.training.log import Logbook, Logged
+from fitkit.training.step import CompiledStep, Mover, PredictStep, caller_of, moved_by, mover_of
+
+if TYPE_CHECKING:
+    from fitkit.training.settings import Compilation
+
+
+@dataclasses.dataclass
+class Stage:
+    """One pass over data: an epoch's training, a validation, `evaluate`, `predict`.
+
+    Attributes:
+        name: `"training"`, `"validation"`, `"test"` or `"predict"`.
+        logged: what `self.log` was given.
+        compiled: what `compile` described, for the hooks that call `super()`.
+        transferred: brings a batch to the device as fitkit itself does.
+        samples: of the current batch, on this rank.
+        seen: samples of the pass so far, on this rank.
+        is_over: whether the hook at the pass's end runs.
+        is_filler: whether the current batch only fills a place and counts for nothing.
+        is_opening: whether hooks run before a batch whose samples aren't known yet.
+        waiting: what they have logged, until `take_waiting`.
+        backward: computes a loss's gradients and averages them over the ranks; training only.
+    """
+
+    name: str
+    logged: Logged = dataclasses.field(default_factory=Logged)
+    compiled: CompiledStep | None = None
+    predicting: PredictStep | None = None
+    transferred: Callable[[Any], Any] = lambda batch: batch
+    samples: int = 0
+    seen: int = 0
+    is_over: bool = False
+    is_filler: bool = False
+    is_opening: bool = False
+    waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
+    backward: Callable[..., None] | None = None
+
+    @staticmethod
+    def moved(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+        """A batch moved by a model's own hook."""
+        return moved_by(own, batch, device)
+
+    def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        """The compiled loss of a batch that is on the device; compiled metrics count it."""
+        assert self.compiled is not None
+        return self.compiled.inside(model, batch, counts=not self.is_filler)
+
+    def compiled_outputs(self, model: Any, batch: Any) -> Any:
+        """The net's outputs for a batch that is on the device."""
+        assert self.predicting is not None
+        return self.predicting.inside(model, batch)
+
+    def open(self, hooks: Iterable[Callable[..., Any]], *arguments: Any) -> None:
+        """Call hooks before a batch: what they log counts with that batch's samples."""
+        self.is_opening = True
+        for hook in hooks:
+            hook(*arguments)
+        self.is_opening = False
+
+    def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
+        """Take a value that a hook logs, unless its batch counts for nothing.
+
+        Raises:
+            ConfigurationError: in `predict`; and what `Logged.add` refuses.
+        """
+        if self.name == "predict":
+            raise ConfigurationError(
+                f"self.log({name!r}) was called in predict, which has no logs. Return the value "
+                "from predict_step, or log it in evaluate's test_step."
+            )
+        if self.is_opening:
+            self.waiting.append((name, value, options, samples))
+            return
+        own_steps = self.samples or self.seen
+        batch = self.samples if own_steps or self.compiled is None else self.compiled.samples
+        if self.is_filler or (batch == 0 and not self.is_over):
+            return
+        if samples is None:
+            # What is logged at a pass's end stands for all samples of this rank.
+            samples = max(self.seen, 1) if self.is_over else batch
+        self.logged.add(name, value, options, samples)
+
+    def take_waiting(self) -> None:
+        """Take what was logged before the current batch, now that its samples are known."""
+        waiting, self.waiting = self.waiting, []
+        for entry in waiting:
+            self.log(*entry)
+
+
+class Stages:
+    """The stages that run on a model: one a thread. A copy of a model gets none of them.
+
+    Attributes:
+        by_thread: the stages, by their threads' numbers.
+        placing: held while the model is brought to its device, which one thread does at a time.
+    """
+
+    def __init__(self) -> None:
+        self.by_thread: dict[int, Stage] = {}
+        self.placing = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stages, ()
+
+    @property
+    def current(self) -> Stage | None:
+        """This thread's stage; in a thread that only helps (a replica's, or autograd's) that of
+        the thread that it helps, where one alone can be meant."""
+        found = self.by_thread.get(threading.get_ident())
+        if found is None and len(stages := list(self.by_thread.values())) == 1:
+            return stages[0]
+        return found
+
+
+@contextlib.contextmanager
+def running(model: Module, stage: Stage) -> Iterator[Stage]:
+    """Make a stage the model's current one in this thread; calls of verbs may nest."""
+    stages, thread = model._fitkit.stages.by_thread, threading.get_ident()
+    before = stages.get(thread)
+    stages[thread] = stage
+    try:
+        yield stage
+    finally:
+        if before is None:
+            del stages[thread]
+        else:
+            stages[thread] = before
 
 
 class OwnStep:
@@ -122,7 +253,7 @@ class OwnStep:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
         stage = self.stage
-        share = batch if type(batch) is RankBatch else None
+        share = batch if type(batch) is Share else None
         batch = batch if share is None else share.batch
         self.samples = self.total = samples_of(batch)
         if share is not None:
@@ -156,7 +287,7 @@ class OwnStep:
         stage.is_filler = True
         try:
             with _metrics_kept(self.model):
-                batch = batch.batch if type(batch) is RankBatch else batch
+                batch = batch.batch if type(batch) is Share else batch
                 loss = self._loss(self._run(batch, index, optimizer_idx))
         finally:
             stage.is_filler = is_filler
@@ -165,7 +296,7 @@ class OwnStep:
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
-        self.mover.transfer.undo_writes()
+        self.mover.transfer.put_back()
 
     def _run(self, batch: Any, index: int, optimizer_idx: int) -> Any:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
@@ -181,7 +312,7 @@ class OwnStep:
             elif wrapped.weights is not None:
                 outputs = with_mean_loss(outputs, wrapped.weights)
         if self._is_first:
-            self.mover.transfer.note_writes()
+            self.mover.transfer.settle()
         return outputs
 
     def _loss(self, outputs: Any) -> torch.Tensor | None:
@@ -315,7 +446,101 @@ class OwnPredictStep:
                 outputs = self._wrapped("predict_step", self._transfer(batch), *arguments)
             outputs = self._end(outputs)
         if self._is_first:
-            self._transfer.note_writes()
-            self._transfer.undo_writes()
+            self._transfer.settle()
+            self._transfer.put_back()
             self._is_first = False
         return outputs
+
+
+Step = CompiledStep | OwnStep
+"""A batch's step: as `compile` describes it, or by the model's own hooks."""
+
+
+def compiled_step(
+    model: Module,
+    compilation: Compilation,
+    door: Door,
+    class_weights: ClassWeights | None = None,
+    all_targets: list[Any] | None = None,
+    name: str = "x",
+    ranks: Collectives | None = None,
+    *,
+    may_count: bool = True,
+) -> CompiledStep:
+    """A step with its own logbook and meters, so that calls can nest."""
+    strategy = compilation.strategy
+    compilation.loss.to(strategy.device)
+    return CompiledStep(
+        door,
+        caller_of(model),
+        mover_of(model, strategy),
+        strategy.precision,
+        compilation.loss.begin(),
+        Logbook(compilation.metrics.meters()),
+        class_weights,
+        all_targets,
+        name,
+        ranks,
+        may_count=may_count,
+    )
+
+
+def step_for(
+    model: Module,
+    compilation: Compilation,
+    stage: str,
+    *,
+    class_weights: ClassWeights | None = None,
+    all_targets: list[Any] | None = None,
+    name: str = "x",
+    source: Source | None = None,
+) -> tuple[Stage, Step]:
+    """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
+    strategy = compilation.strategy
+    known = None if source is None else [drawn_from(source)]
+    may_count = compilation.loss.may_count(known)
+    if stage != "training":
+        door = strategy.evaluation_door(model)
+    elif learns_alone(model):
+        strategy.may_count = may_count or has_own_steps(model, stage)
+        door = strategy.door(model)
+    else:
+        door = strategy.plain_door(model)
+    ranks = strategy.shares if stage == "training" else None
+    compiled = compiled_step(
+        model, compilation, door, class_weights, all_targets, name, ranks, may_count=may_count
+    )
+    running = Stage(stage, compiled.logbook.logged, compiled)
+    running.transferred = compiled.mover.transfer
+    by_turns = stage == "training" and not learns_alone(model)
+    moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
+    if not (has_own_steps(model, stage) or by_turns or moves_parts):
+        return running, compiled
+    own = OwnStep(
+        model,
+        running,
+        door,
+        compiled.mover,
+        compiled.logbook,
+        strategy.shares,
+        partial(strategy.precision.forward, strategy.device.type),
+        optional_loss=not model.automatic_optimization,
+    )
+    return running, own
+
+
+def learns_alone(model: Module) -> bool:
+    """Whether one optimizer makes one update a step, as wrappers like DDP's want it."""
+    return model.automatic_optimization and len(model._fitkit.fit_state.optimizers) <= 1
+
+
+def predict_step_for(model: Module, compilation: Compilation) -> tuple[Stage, Any]:
+    """The step of `predict`."""
+    strategy = compilation.strategy
+    door, mover = strategy.evaluation_door(model), mover_of(model, strategy)
+    compiled = PredictStep(door, caller_of(model), mover, strategy.precision)
+    stage = Stage("predict", predicting=compiled, transferred=mover.transfer)
+    if has_own_steps(model, "predict"):
+        around = partial(strategy.precision.forward, strategy.device.type)
+        return stage, OwnPredictStep(model, stage, door, mover, around)
+    return stage, compiled

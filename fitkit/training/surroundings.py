@@ -1,4 +1,4 @@
-"""What surrounds the loops: how inputs enter, where the model is, weights put back on errors."""
+"""What surrounds a call of a verb: torch's flags, the net prepared, weights put back on errors."""
 
 from __future__ import annotations
 
@@ -13,37 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.data.to_device import Mover, Transfer
+from fitkit.callbacks import Callback, CallbackList, ProgressBar
+from fitkit.data.sharding import sharded
+from fitkit.data.sources import Source
 from fitkit.distributed.strategies import Strategy
-from fitkit.errors import ConfigurationError
-from fitkit.hooks import overridden
+from fitkit.errors import ConfigurationError, warn
 from fitkit.module import Module
-from fitkit.training.compilation import Compilation
-from fitkit.training.steps import Caller, parameters_of
-
-
-def caller_of(model: torch.nn.Module) -> Caller:
-    """How inputs enter the model: by the signature of its own forward, else its net's."""
-    net = getattr(model, "net", None)
-    forward = model.forward
-    if isinstance(net, torch.nn.Module) and _spreads(forward):
-        forward = net.forward
-    return Caller(forward)
-
-
-def _spreads(forward: Any) -> bool:
-    """Whether a forward takes anything and hands it on."""
-    kinds = {item.kind for item in parameters_of(forward)}
-    return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-
-
-def mover_of(model: Module, strategy: Strategy) -> Mover:
-    """What brings batches to the model's device in the model's dtype."""
-    word = model._fitkit.compilation.memory_format
-    format_of_images = None if word is None else MEMORY_FORMATS[word]
-    transfer = Transfer(strategy.device, strategy.precision.input_dtype(model), format_of_images)
-    own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
-    return Mover(transfer, own)
+from fitkit.training.settings import MEMORY_FORMATS, Compilation
 
 
 def place(model: Module, strategy: Strategy) -> None:
@@ -187,7 +163,11 @@ def _matmul_precision_kept() -> Callable[[], None]:
 
 
 BENCHMARK = ProcessFlag(_set_benchmark, _benchmark_kept)
+
+
 DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_kept)
+
+
 MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_kept)
 
 
@@ -265,12 +245,10 @@ def _entry(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-MEMORY_FORMATS = {"channels_last": torch.channels_last}
-"""By the word that `compile` takes."""
-
-
 _uses: dict[int, int] = {}
 """How many calls have a parameter laid out otherwise now, by its id."""
+
+
 _lock = threading.RLock()
 
 
@@ -324,3 +302,58 @@ def match_strides(optimizers: Iterable[Optimizer]) -> None:
                     and value.stride() != parameter.stride()
                 ):
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def share_of(source: Source | None, compilation: Compilation, *, training: bool) -> Source:
+    """This rank's part of a source.
+
+    Ranks:
+        Collective.
+    """
+    assert source is not None, "the job was prepared before it was launched"
+    strategy: Strategy = compilation.strategy
+    return sharded(
+        source,
+        strategy.shares,
+        training=training,
+        replace_sampler=compilation.replace_sampler,
+        scatter=strategy.reads_on_rank_zero,
+    )
+
+
+def with_own(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackList:
+    """The user's callbacks, then fitkit's, which see what the user's have added to the logs.
+
+    At the end those that come last: what saves has to see what all others have done. A backup is
+    the very last: a run goes on from it with the files that the others wrote.
+    """
+
+    def place(callback: Callback) -> tuple[bool, bool]:
+        last = callback.comes_last
+        return last, last and bool(getattr(callback, "restores", False))
+
+    added: list[Callback] = list(own)
+    if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
+        added.append(ProgressBar(verbose=verbose))
+    together = [*callbacks.callbacks, *added]
+    return CallbackList(sorted(together, key=place))
+
+
+@contextlib.contextmanager
+def closing(callbacks: CallbackList) -> Iterator[None]:
+    """Give the terminal back whatever happens."""
+    try:
+        yield
+    finally:
+        for callback in callbacks.callbacks:
+            if isinstance(callback, ProgressBar):
+                callback.close()
+
+
+def tell_of(error: BaseException, callbacks: CallbackList) -> None:
+    """Call `on_exception`; what fails in it is a warning, and hides neither error nor others."""
+    for hook in callbacks.hooks("on_exception"):
+        try:
+            hook(error)
+        except Exception as another:
+            warn(f"on_exception failed: {type(another).__name__}: {another}")

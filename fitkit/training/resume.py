@@ -1,0 +1,314 @@
+"""Where a training is, and how one that was cut goes on from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from fitkit.arguments import describe
+from fitkit.data.sharding import whole_of
+from fitkit.errors import CheckpointError, ConfigurationError, warn
+from fitkit.random_states import random_state
+from fitkit.training.log import noted_by
+
+if TYPE_CHECKING:
+    from fitkit.callbacks import Callback
+    from fitkit.training.fit import FitRun
+
+
+@dataclasses.dataclass
+class Progress:
+    """A training's place, as plain data.
+
+    Attributes:
+        epoch: the epoch to go on with, from 0.
+        steps: how many of its steps are made.
+        number: of the pass over the data.
+        batches: how many of the pass's batches are done, over all ranks.
+        began: each rank's random state when the pass began; None before the first.
+        random: each rank's random state now.
+        seed: of in-memory data's order; None where it has none.
+        loader: the state of a loader that keeps its own; None elsewhere.
+        noted: what each rank has noted of the epoch: sums, metrics' states, logged values, steps.
+        history: the epochs' numbers, and the values by name.
+        warm_up: updates made and rates aimed at; None where there is no warm-up.
+        callbacks: each one's class, what it watches, and its state, in their order.
+        data: what the place in them depends on; None in files of earlier versions.
+        shares: among how many the data were dealt out, which may be fewer than the ranks; None in
+            files of earlier versions.
+    """
+
+    epoch: int
+    steps: int
+    number: int
+    batches: int
+    began: list[dict[str, Any] | None]
+    random: list[dict[str, Any]]
+    seed: int | None
+    loader: dict[str, Any] | None
+    noted: list[dict[str, Any]]
+    history: dict[str, Any]
+    warm_up: dict[str, Any] | None
+    callbacks: list[dict[str, Any]]
+    data: dict[str, Any] | None = None
+    shares: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for a file."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], path: str) -> Progress:
+        """What `as_dict` gave; names that a later version has added are left out.
+
+        Raises:
+            CheckpointError: something is missing or of another type.
+        """
+        values: dict[str, Any] = {}
+        for item in dataclasses.fields(cls):
+            value = data.get(item.name)
+            lacks = item.name not in data and item.default is dataclasses.MISSING
+            if lacks or not _fits(item.name, value):
+                raise CheckpointError(
+                    f"{path} has a progress without a usable {item.name!r}: this version of fitkit "
+                    "can't go on from it. Load its weights with load_weights."
+                )
+            values[item.name] = value
+        return cls(**values)
+
+    def of_rank(self, rank: int, what: str) -> dict[str, Any] | None:
+        """A rank's entry of `began` or `random`; rank 0's, where it had fewer ranks."""
+        states: list[dict[str, Any] | None] = getattr(self, what)
+        return states[rank] if rank < len(states) else None
+
+
+def _fits(name: str, value: Any) -> bool:
+    kinds: dict[str, Any] = {
+        "epoch": int, "steps": int, "number": int, "batches": int, "began": list,
+        "random": list, "noted": list, "history": dict, "callbacks": list,
+    }  # fmt: skip
+    if name not in kinds:
+        return value is None or isinstance(value, (int, dict))
+    return isinstance(value, kinds[name]) and not (kinds[name] is int and value < 0)
+
+
+def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """A dict of lists that shares no list with the given one."""
+    return {name: list(entries) for name, entries in values.items()}
+
+
+def seed_of(source: Any) -> int | None:
+    """The seed of in-memory data's order, from a source or the one that it is a share of."""
+    found: int | None = getattr(whole_of(source), "seed", None)
+    return found
+
+
+def set_seed_of(source: Any, seed: int | None) -> None:
+    """Give in-memory data the seed that `seed_of` found."""
+    whole = whole_of(source)
+    if seed is not None and hasattr(whole, "seed"):
+        whole.seed = seed
+
+
+def warn_of_other_ranks(progress: Progress, ranks: int) -> None:
+    """Say that a training goes on with another number of ranks."""
+    if len(progress.random) != ranks:
+        warn(
+            f"The training goes on with {ranks} ranks instead of {len(progress.random)}: each of "
+            "the epoch's remaining samples is used once, but in other batches than before."
+        )
+
+
+def _words(data: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={describe(value)}" for name, value in data.items())
+
+
+def check_data(source: Any, progress: Progress) -> None:
+    """Refuse other data than those within which a training was cut.
+
+    Raises:
+        ConfigurationError: they have another size or order.
+    """
+    now = _kind_of_data(source)
+    if progress.batches and progress.data is not None and progress.data != now:
+        raise ConfigurationError(
+            f"The training was cut within the data, which had {_words(progress.data)}, but now "
+            f"they have {_words(now)}. Give the data as before, or go on from a checkpoint of an "
+            "epoch's end."
+        )
+
+
+def take_place(run: FitRun, progress: Progress) -> None:
+    """Go on in the data where a training was cut."""
+    rank = run.collectives.rank
+    warn_of_other_ranks(progress, run.collectives.world_size)
+    check_data(run.source, progress)
+    place = run.stream.place
+    place.number, place.batches = progress.number, progress.batches
+    # Where there are more ranks than before, rank 0's has all that an order follows from.
+    place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
+    set_seed_of(run.source, progress.seed)
+    run.stream.take_loader_state(progress.loader)
+    run.steps_before = -(-progress.steps * (progress.shares or len(progress.random)) // run.shares)
+    run.carried = progress.noted if progress.steps else []
+
+
+def progress_of(run: FitRun) -> Progress:
+    """Where the training is.
+
+    Ranks:
+        Collective.
+    """
+    if not run.is_between_groups:
+        every = run.model._fitkit.fit_state.accumulate
+        raise ConfigurationError(
+            f"A checkpoint can't be saved while batches wait for others to make an update: {every} "
+            f"make one. Save after a batch for which (batch + 1) % {every} == 0, or by "
+            "fitkit.callbacks.ModelCheckpoint, which waits."
+        )
+    is_between = run.logs is not None or run.steps_done == 0
+    book, place = run.step.logbook, run.stream.place
+    noted = (
+        {}
+        if is_between
+        else noted_by(book, run.steps_done - run.steps_before, run.collectives.rank)
+    )
+    told = run.collectives.gather((place.began, random_state(run.stream.generators)))
+    # Ranks of one share have noted the same.
+    noted_by_share = run.strategy.shares.gather(noted)
+    new_pass = run.logs is not None and run.job.steps_per_epoch is None
+    epochs, values = list(run.history.epoch), copy_lists(run.history.history)
+    if run.logs is not None and run.epoch not in epochs:
+        # The history comes after the callbacks, one of which may be asking.
+        epochs.append(run.epoch)
+        for name, value in run.logs.items():
+            values.setdefault(name, []).append(value)
+    return Progress(
+        epoch=run.epoch + (run.logs is not None),
+        steps=0 if is_between else run.steps_done,
+        number=place.number + new_pass,
+        batches=0 if new_pass else place.batches,
+        began=[began for began, _ in told],
+        random=[random for _, random in told],
+        seed=seed_of(run.source),
+        loader=run.stream.loader_state(ends_pass=new_pass),
+        noted=[] if is_between else [*run.carried, *noted_by_share],
+        history={"epoch": epochs, "history": values},
+        # One that is over would set the rates anew, which a scheduler has changed since.
+        warm_up=None if run.warm_up is None or run.warm_up.is_over else run.warm_up.state(),
+        callbacks=[
+            {**_kind(callback), "state": callback.state_dict()}
+            for callback in run.job.callback_list.callbacks
+        ],
+        data=_kind_of_data(run.source),
+        shares=run.shares,
+    )
+
+
+def _kind(callback: Callback) -> dict[str, Any]:
+    """What tells a callback among others: a state is of use only to one that watches the same."""
+    monitor = getattr(callback, "monitor", None)
+    watched = monitor if isinstance(monitor, str) else getattr(monitor, "name", None)
+    return {"class": type(callback).__name__, "monitor": watched}
+
+
+def _kind_of_data(source: Any) -> dict[str, Any]:
+    """What the place in the data depends on."""
+    whole = whole_of(source)
+    return {
+        "batch_size": whole.batch_size,
+        "samples": whole.samples,
+        "shuffle": getattr(whole, "shuffle", None),
+    }
+
+
+def restore(run: FitRun) -> None:
+    """Give history and callbacks what they had, after their beginning."""
+    progress = run.resumed
+    if progress is None:
+        return
+    run.history.epoch = list(progress.history["epoch"])
+    run.history.history = copy_lists(progress.history["history"])
+    states = list(progress.callbacks)
+    for callback in run.job.callback_list.callbacks:
+        kept = next((s for s in states if _kind(callback).items() <= s.items()), None)
+        if kept is not None:
+            states.remove(kept)
+            _give_state(callback, kept["state"])
+
+
+def _give_state(callback: Callback, state: Any) -> None:
+    try:
+        check_callback_state(callback, state)
+        callback.load_state_dict(state)
+    except Exception as error:
+        name = type(callback).__name__
+        raise CheckpointError(
+            f"{name} can't go on from its state in the checkpoint ({type(error).__name__}: "
+            f"{error}). Make it as it was, leave it out, or begin anew on the weights alone "
+            "(load_weights)."
+        ) from error
+
+
+def check_callback_state(callback: Any, state: Any) -> None:
+    """Refuse values of one of fitkit's own callbacks that are of another kind than it keeps.
+
+    Raises:
+        ValueError: with the name.
+    """
+    if not type(callback).__module__.startswith("fitkit.") or not isinstance(state, dict):
+        return
+    for name, own in callback.state_dict().items():
+        kinds: Any = {bool: bool, int: int, float: (int, float), str: str}.get(type(own))
+        found = state.get(name)
+        wrong = kinds is not None and name in state and not isinstance(found, kinds)
+        if wrong or (kinds is not None and type(found) is bool and type(own) is not bool):
+            raise ValueError(f"{name} is {describe(found)}, not like {describe(own)}")
+
+
+def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
+    """The path of the checkpoint to go on from; None to begin at the beginning.
+
+    Args:
+        asked: what `fit` was given: a path, `"last"` or None.
+        callbacks: those that save know their newest file by `last_path()`, and those that
+            restore by themselves also have `restores = True`.
+
+    Raises:
+        ConfigurationError: `"last"`, but no callback saves any.
+        CheckpointError: callbacks have checkpoints, and all are damaged.
+    """
+    is_last = isinstance(asked, str) and asked == "last"
+    savers = [c for c in callbacks if hasattr(c, "last_path")]
+    if is_last and not savers:
+        raise ConfigurationError(
+            "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "
+            "BackupAndRestore). Give one, or the checkpoint's path."
+        )
+    found = _newest([c for c in savers if is_last or getattr(c, "restores", False)])
+    # A backup is of this very training, which began at the path that is given again.
+    return asked if found is None and not is_last else found
+
+
+def _newest(savers: list[Any]) -> str | None:
+    """The newest checkpoint that callbacks know; None where there is none.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged.
+    """
+    paths: list[str] = []
+    problems: list[CheckpointError] = []
+    for saver in savers:
+        try:
+            path = saver.last_path()
+        except CheckpointError as error:
+            problems.append(error)
+        else:
+            paths += [] if path is None else [path]
+    if problems and not paths:
+        raise problems[0]
+    newest = max(paths, key=os.path.getmtime, default=None)
+    for problem in problems:
+        warn(f"{problem} The training goes on from {newest}.")
+    return newest
