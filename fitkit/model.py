@@ -27,9 +27,9 @@ from fitkit.pictures.results import Results
 from fitkit.training.evaluate import joined, on_host, run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.optimizing import FitState
-from fitkit.training.own_step import Stages, predict_step_for, running, step_for
+from fitkit.training.own_step import StepContexts, predict_step_for, running, step_for
 from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
-from fitkit.training.settings import UNSET, Compilation, FitJob, PassJob
+from fitkit.training.settings import UNSET, Compilation, FitArguments, EvaluateArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
 from fitkit.training.surroundings import backend_flags, compile_net, place, unchanged_on_error
@@ -88,7 +88,7 @@ class Model(Module):
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
-        self._fitkit = Record(Compilation.default(), FitState(), Stages())
+        self._fitkit = Record(Compilation.default(), FitState(), StepContexts())
         if isinstance(net, type) and issubclass(net, nn.Module):
             raise ArgumentTypeError(
                 f"net is the class {net.__name__}, not a network. Write {net.__name__}(…)."
@@ -340,7 +340,7 @@ class Model(Module):
             >>> len(history.history["val_loss"])
             3
         """
-        job = FitJob(
+        arguments = FitArguments(
             x=x,
             y=y,
             batch_size=batch_size,
@@ -359,20 +359,20 @@ class Model(Module):
             validation_freq=validation_freq,
         )
         with in_use(self, "fit", alone=True):
-            path = checkpoint_to_resume(resume_from, job.callback_list.callbacks)
+            path = checkpoint_to_resume(resume_from, arguments.callback_list.callbacks)
             if path is not None:
-                for callback in job.callback_list.callbacks:
+                for callback in arguments.callback_list.callbacks:
                     callback.prepare_optimizers(self)
-                load(self, path, functools.partial(self._check_place, job))
-            history: History = self._launch(run_fit, job)
+                load(self, path, functools.partial(self._check_place, arguments))
+            history: History = self._launch(run_fit, arguments)
         return history
 
-    def _check_place(self, job: FitJob, progress: Progress | None) -> None:
-        """Let a job begin where another was cut, if its data are the same."""
-        job.go_on_from(progress)
-        self._prepare(job)
+    def _check_place(self, arguments: FitArguments, progress: Progress | None) -> None:
+        """Let a arguments begin where another was cut, if its data are the same."""
+        arguments.go_on_from(progress)
+        self._prepare(arguments)
         if progress is not None:
-            check_data(job.source, progress)
+            check_data(arguments.source, progress)
 
     @only_known_arguments
     def evaluate(
@@ -408,9 +408,9 @@ class Model(Module):
             {'loss': 1.0, 'mae': 1.0}
         """
         check_flag("return_dict", return_dict)
-        job = PassJob(x, y, batch_size, verbose, sample_weight, steps, callbacks)
+        arguments = EvaluateArguments(x, y, batch_size, verbose, sample_weight, steps, callbacks)
         with self._computing("evaluate"):
-            values = self._launch(run_evaluate, job)
+            values = self._launch(run_evaluate, arguments)
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -442,9 +442,9 @@ class Model(Module):
             (100, 3)
         """
         check_flag("as_numpy", as_numpy)
-        job = PassJob(x, None, batch_size, verbose, None, steps, callbacks)
+        arguments = EvaluateArguments(x, None, batch_size, verbose, None, steps, callbacks)
         with self._computing("predict"):
-            outputs = self._launch(run_predict, job)
+            outputs = self._launch(run_predict, arguments)
         return _to_numpy(outputs) if as_numpy else outputs
 
     def _computing(self, verb: str) -> AbstractContextManager[None]:
@@ -460,24 +460,24 @@ class Model(Module):
             alone = any(map(is_metric, self.modules()))
         return in_use(self, verb, alone=alone)
 
-    def _launch(self, run: Any, job: FitJob | PassJob) -> Any:
-        """Check the job's data, then run it on every rank."""
+    def _launch(self, run: Any, arguments: FitArguments | EvaluateArguments) -> Any:
+        """Check the arguments's data, then run it on every rank."""
         strategy = self._fitkit.compilation.strategy
-        if job.source is None:
-            self._prepare(job)
+        if arguments.source is None:
+            self._prepare(arguments)
         if strategy.collectives.world_size > 1:
             # Called by a callback inside a run: all ranks are here already.
-            return run(self, self._fitkit.compilation, job)
-        return strategy.launcher.launch(run, self, self._fitkit.compilation, job)
+            return run(self, self._fitkit.compilation, arguments)
+        return strategy.launcher.launch(run, self, self._fitkit.compilation, arguments)
 
-    def _prepare(self, job: FitJob | PassJob) -> None:
-        """Check what a job needs of the model, and its data."""
+    def _prepare(self, arguments: FitArguments | EvaluateArguments) -> None:
+        """Check what a arguments needs of the model, and its data."""
         strategy = self._fitkit.compilation.strategy
         check_steps(self)
-        check_callbacks(job.callback_list.callbacks)
+        check_callbacks(arguments.callback_list.callbacks)
         if self.net is None and type(self).forward is Model.forward and not self._never_forwards():
             self.forward()  # says what is missing
-        job.prepare(strategy.precision.input_dtype(self), strategy.share_count)
+        arguments.prepare(strategy.precision.input_dtype(self), strategy.share_count)
 
     def _never_forwards(self) -> bool:
         """Whether steps of its own may do without the model's forward."""

@@ -73,7 +73,7 @@ class Module(nn.Module):
             has it as `"loss"`. With `automatic_optimization = False` anything. None leaves the
             batch out.
         """
-        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
+        return self._fitkit.contexts.current.compiled_loss(self, _batch_of(arguments, named))
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `fit`'s validation data, in evaluation mode and without gradients.
@@ -82,15 +82,15 @@ class Module(nn.Module):
             Anything; a loss (or a dict with `"loss"`) becomes the pass's `loss`, its mean over
             samples.
         """
-        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
+        return self._fitkit.contexts.current.compiled_loss(self, _batch_of(arguments, named))
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `evaluate`, as `validation_step`, which stands in where it isn't there."""
-        return self._fitkit.stages.current.compiled_loss(self, _batch_of(arguments, named))
+        return self._fitkit.contexts.current.compiled_loss(self, _batch_of(arguments, named))
 
     def predict_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `predict`: its outputs."""
-        return self._fitkit.stages.current.compiled_outputs(self, _batch_of(arguments, named))
+        return self._fitkit.contexts.current.compiled_outputs(self, _batch_of(arguments, named))
 
     # ------------------------------------------------------------------ after the replicas
 
@@ -157,7 +157,7 @@ class Module(nn.Module):
             device: where to; under `dp` a replica's.
             *loader: 0, where the hook takes Lightning's `dataloader_idx`.
         """
-        return self._fitkit.stages.current.transferred(batch)
+        return self._fitkit.contexts.current.transferred(batch)
 
     # ------------------------------------------------------------------ logging
 
@@ -215,12 +215,12 @@ class Module(nn.Module):
         if notes is not None:
             notes.append((name, loggable, options, batch_size or vars(self)["_replica_samples"]))
             return
-        if self._fitkit.stages.current is None:
+        if self._fitkit.contexts.current is None:
             raise ConfigurationError(
                 f"self.log({name!r}) was called outside of a run. Call it in a step, in its "
                 "_epoch_end, or in a callback's batch hook; in on_epoch_end write logs[name] = …"
             )
-        self._fitkit.stages.current.log(name, loggable, options, batch_size)
+        self._fitkit.contexts.current.log(name, loggable, options, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """`log` each entry of a dict (or of a torchmetrics `MetricCollection`).
@@ -306,7 +306,9 @@ class Module(nn.Module):
 
     def _step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
         """Bring the batch to this replica's device in the model's own way, then call a step."""
-        moved = self._fitkit.stages.current.moved(self.transfer_batch_to_device, batch, self.device)
+        moved = self._fitkit.contexts.current.moved(
+            self.transfer_batch_to_device, batch, self.device
+        )
         return getattr(self, method)(moved, *arguments)
 
     def _begin_replica(self, device: torch.device, samples: int) -> None:
@@ -323,11 +325,11 @@ class Module(nn.Module):
                     value = self.get_submodule(own[id(value)])
                 notes.setdefault(name, []).append((value, options, samples))
         for name, entries in notes.items():
-            if self._fitkit.stages.current is not None:
+            if self._fitkit.contexts.current is not None:
                 options = entries[0][1]
                 parts = [(value, count) for value, _, count in entries]
                 value, samples = joined_values(parts, options.reduce_fx)
-                self._fitkit.stages.current.log(name, value, options, samples)
+                self._fitkit.contexts.current.log(name, value, options, samples)
 
     # ------------------------------------------------------------------ optimizers
 
@@ -362,7 +364,7 @@ class Module(nn.Module):
         Ranks:
             Collective: every rank calls it equally often.
         """
-        running = self._fitkit.stages.current
+        running = self._fitkit.contexts.current
         if self.automatic_optimization or getattr(running, "backward", None) is None:
             raise ConfigurationError(
                 "manual_backward belongs into training_step, with automatic_optimization = False "
@@ -370,7 +372,7 @@ class Module(nn.Module):
             )
         if count is not None:
             count = checked_count(count, "manual_backward was given count")
-        self._fitkit.stages.current.backward(loss, count, **options)
+        self._fitkit.contexts.current.backward(loss, count, **options)
 
     def clip_gradients(
         self,

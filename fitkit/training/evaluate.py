@@ -30,13 +30,13 @@ from fitkit.module import Module
 from fitkit.training.explain import memory_explained
 from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.own_step import (
-    Stage,
+    StepContext,
     Step,
     predict_step_for,
     running,
     step_for,
 )
-from fitkit.training.settings import PassJob
+from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import CompiledStep, PredictStep
 from fitkit.training.surroundings import (
     backend_flags,
@@ -51,28 +51,34 @@ if TYPE_CHECKING:
     from fitkit.training.settings import Compilation
 
 
-def run_evaluate(model: Module, compilation: Compilation, job: PassJob) -> dict[str, Any]:
+def run_evaluate(
+    model: Module, compilation: Compilation, arguments: EvaluateArguments
+) -> dict[str, Any]:
     """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
-    with memory_explained(model, compilation, "evaluate", _size(job)):
-        return _evaluated(model, compilation, job)
+    with memory_explained(model, compilation, "evaluate", _size(arguments)):
+        return _evaluated(model, compilation, arguments)
 
 
-def _size(job: PassJob) -> int | None:
-    return None if job.source is None else job.source.batch_size
+def _size(arguments: EvaluateArguments) -> int | None:
+    return None if arguments.source is None else arguments.source.batch_size
 
 
-def _evaluated(model: Module, compilation: Compilation, job: PassJob) -> dict[str, Any]:
+def _evaluated(
+    model: Module, compilation: Compilation, arguments: EvaluateArguments
+) -> dict[str, Any]:
     place(model, compilation.strategy)
-    source = share_of(job.source, compilation, training=False)
+    source = share_of(arguments.source, compilation, training=False)
     name = evaluation_stage(model) or "test"
     targets = [source.target]
     stage, step = step_for(model, compilation, name, all_targets=targets, source=source)
-    callbacks = with_own(job.callback_list, job.verbose)
+    callbacks = with_own(arguments.callback_list, arguments.verbose)
     group = compilation.steps_per_execution
-    callbacks.begin(model, pass_params("evaluate", source, job, group))
+    callbacks.begin(model, pass_params("evaluate", source, arguments, group))
     with backend_flags(compilation), net_prepared(model, compilation), closing(callbacks):
-        values = evaluate_source(model, compilation, source, job.steps, stage, step, callbacks)
-    sentence = non_finite_losses(values, job.callback_list.callbacks)
+        values = evaluate_source(
+            model, compilation, source, arguments.steps, stage, step, callbacks
+        )
+    sentence = non_finite_losses(values, arguments.callback_list.callbacks)
     if sentence is not None and model.is_global_zero and model._fitkit.fit_state.run is None:
         warn(f"In evaluate {sentence}")
     return values
@@ -83,7 +89,7 @@ def evaluate_source(
     compilation: Compilation,
     source: Source,
     steps: int | None,
-    stage: Stage,
+    stage: StepContext,
     step: Step,
     callbacks: CallbackList,
     name: str = "x",
@@ -135,27 +141,27 @@ def _first(source: Source, steps: int | None, collectives: Collectives) -> Itera
     return limited(source, steps)
 
 
-def run_predict(model: Module, compilation: Compilation, job: PassJob) -> Any:
+def run_predict(model: Module, compilation: Compilation, arguments: EvaluateArguments) -> Any:
     """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
-    with memory_explained(model, compilation, "predict", _size(job)):
-        return _predicted(model, compilation, job)
+    with memory_explained(model, compilation, "predict", _size(arguments)):
+        return _predicted(model, compilation, arguments)
 
 
-def _predicted(model: Module, compilation: Compilation, job: PassJob) -> Any:
+def _predicted(model: Module, compilation: Compilation, arguments: EvaluateArguments) -> Any:
     strategy = compilation.strategy
     place(model, strategy)
-    source = share_of(job.source, compilation, training=False)
+    source = share_of(arguments.source, compilation, training=False)
     stage, step = predict_step_for(model, compilation)
-    callbacks = with_own(job.callback_list, job.verbose)
+    callbacks = with_own(arguments.callback_list, arguments.verbose)
     group = compilation.steps_per_execution
-    callbacks.begin(model, pass_params("predict", source, job, group))
+    callbacks.begin(model, pass_params("predict", source, arguments, group))
     flags, shares = backend_flags(compilation), strategy.shares
     as_told, evaluated = net_prepared(model, compilation), model._fitkit.fit_state.evaluated()
     with flags, as_told, closing(callbacks), running(model, stage), evaluated:
         model.eval()
         callbacks.call("on_predict_begin", {})
         inference = inference_for(model, step, callbacks, "predict", source)
-        together = InStep(_first(source, job.steps, shares), strategy, muted=False)
+        together = InStep(_first(source, arguments.steps, shares), strategy, muted=False)
         batches = step.mover.fed(iter(together))
         outputs = together.own(predict_batches(batches, step, callbacks, inference, group))
         callbacks.call("on_predict_end", {})
@@ -243,7 +249,9 @@ class InStep:
                 yield Share(last, 0, 1) if self._muted else last
 
 
-def pass_params(stage: str, source: Source, job: PassJob, group: int = 1) -> dict[str, Any]:
+def pass_params(
+    stage: str, source: Source, arguments: EvaluateArguments, group: int = 1
+) -> dict[str, Any]:
     """What callbacks are told of a call of `evaluate` or `predict`.
 
     Args:
@@ -253,18 +261,18 @@ def pass_params(stage: str, source: Source, job: PassJob, group: int = 1) -> dic
         "stage": stage,
         "epochs": 1,
         "initial_epoch": 0,
-        "steps": job.steps or source.steps,
+        "steps": arguments.steps or source.steps,
         "samples": source.samples,
         "batch_size": source.batch_size,
         "steps_per_execution": group,
         "validation_steps": None,
-        "verbose": job.verbose,
+        "verbose": arguments.verbose,
     }
 
 
 def evaluate_batches(
     batches: Iterator[Any],
-    stage: Stage,
+    stage: StepContext,
     step: Step,
     callbacks: CallbackList,
     inference: Inference,

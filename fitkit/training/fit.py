@@ -25,10 +25,10 @@ from fitkit.training.evaluate import evaluate_source
 from fitkit.training.explain import memory_explained
 from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.optimizing import PlannedScheduler, warn_of_flags
-from fitkit.training.own_step import Stage, Step, running, step_for
+from fitkit.training.own_step import StepContext, Step, running, step_for
 from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
 from fitkit.training.resume import Progress, progress_of, restore, take_place
-from fitkit.training.settings import FitJob
+from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import (
@@ -54,32 +54,36 @@ VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
 """What names of a validation's values begin with, where they say it themselves."""
 
 
-class FitRun:
+class Fit:
     """One call of `fit` on this rank.
 
     Args:
         model: what learns.
         compilation: what `compile` decided.
-        job: what `fit` was asked.
+        arguments: what `fit` was asked.
     """
 
-    def __init__(self, model: Module, compilation: Compilation, job: FitJob) -> None:
+    def __init__(self, model: Module, compilation: Compilation, arguments: FitArguments) -> None:
         self.model = model
         self.compilation = compilation
-        self.job = job
+        self.arguments = arguments
         self.strategy = compilation.strategy
         self.collectives = self.strategy.collectives
-        self.strategy.place(model, for_training=True)
+        self.strategy.place_for_training(model)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
-        self.source = share_of(job.source, compilation, training=True)
+        self.source = share_of(arguments.source, compilation, training=True)
         self.held_out = (
-            None if job.held_out is None else share_of(job.held_out, compilation, training=False)
+            None
+            if arguments.held_out is None
+            else share_of(arguments.held_out, compilation, training=False)
         )
-        self.resumed = job.resumed
+        self.resumed = arguments.resumed
         # Among how many the training's data are dealt out.
         self.shares = self.strategy.shares.world_size
-        self.stream = Stream(self.source, job.steps_per_epoch, job.initial_epoch, self.shares)
-        self.epoch = job.initial_epoch
+        self.stream = Stream(
+            self.source, arguments.steps_per_epoch, arguments.initial_epoch, self.shares
+        )
+        self.epoch = arguments.initial_epoch
         self.steps_done = self.steps_before = 0  # the latter before the epoch was cut
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
         self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
@@ -95,19 +99,19 @@ class FitRun:
             model,
             compilation,
             "training",
-            class_weights=job.weights_by_class,
+            class_weights=arguments.weights_by_class,
             all_targets=[self.source.target, held_out_target],
             source=self.source,
         )
-        if job.weights_by_class is not None:
-            job.weights_by_class.look_at(self.source.target, self.collectives.rank)
+        if arguments.weights_by_class is not None:
+            arguments.weights_by_class.look_at(self.source.target, self.collectives.rank)
         self.step.mover.keep(self.source)
         factor = scale_rates(model._fitkit.fit_state, compilation.scale_lr, self.shares)
         self.schedulers = model._fitkit.fit_state.schedulers_for(
             model,
             compilation,
-            epochs=job.epochs,
-            initial_epoch=job.initial_epoch,
+            epochs=arguments.epochs,
+            initial_epoch=arguments.initial_epoch,
             steps=steps,
             resumes=self.resumed is not None,
         )
@@ -120,7 +124,7 @@ class FitRun:
         updaters = updaters_of(model, compilation, after_update=self._after_update)
         self.learn = learning_for(model, compilation, self.stage, self.step, updaters)
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
-        self.validation: tuple[Stage, Step] | None = None
+        self.validation: tuple[StepContext, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
         self.told: list[PlannedScheduler] = []  # of which it was said that their value is missing
         self.history = History()
@@ -129,7 +133,7 @@ class FitRun:
     def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
         """The warm-up, from its beginning or from where it was."""
         before = None if self.resumed is None else self.resumed.warm_up
-        begins = self.job.initial_epoch == 0 if self.resumed is None else before is not None
+        begins = self.arguments.initial_epoch == 0 if self.resumed is None else before is not None
         epochs = self.compilation.warmup_epochs if begins else None
         found = warm_up(self.model._fitkit.fit_state.groups, epochs, steps, factor)
         if found is not None and before is not None:
@@ -187,8 +191,8 @@ class FitRun:
 
     def run(self) -> History:
         """Train for the epochs that were asked; the history of them."""
-        model, job = self.model, self.job
-        callbacks = with_own(job.callback_list, job.verbose, *self._own_callbacks())
+        model, arguments = self.model, self.arguments
+        callbacks = with_own(arguments.callback_list, arguments.verbose, *self._own_callbacks())
         model.history, model.stop_training = self.history, False
         model._fitkit.batch_size = self.source.batch_size
         self._announce()
@@ -204,7 +208,7 @@ class FitRun:
                 self.kept = kept_in_evaluation(model._weights_module())
                 restore(self)
                 logs: dict[str, Any] = {}
-                for epoch in range(job.initial_epoch, job.epochs):
+                for epoch in range(arguments.initial_epoch, arguments.epochs):
                     logs = self._epoch(epoch, callbacks, logs)
                     if model.stop_training:
                         break
@@ -251,7 +255,7 @@ class FitRun:
         ranks, size = self.collectives.world_size, self.source.batch_size
         replicas, device = self.strategy.replicas, self.strategy.device
         alone = ranks * replicas == 1 and device.type == "cpu"
-        if alone or self.collectives.rank or chosen_verbose(self.job.verbose) == 0:
+        if alone or self.collectives.rank or chosen_verbose(self.arguments.verbose) == 0:
             return
         shares = self.strategy.shares.world_size
         what = f"{ranks} processes" if ranks > 1 else "1 process"
@@ -302,15 +306,14 @@ class FitRun:
             if steps == done:
                 self._look_at_a_batch()
             self.step.finish()
-        if self.job.weights_by_class is not None:
-            self.job.weights_by_class.look_back(self.collectives)
-        if self.strategy.engine is not None:
-            self.strategy.engine.average_ranks()
+        if self.arguments.weights_by_class is not None:
+            self.arguments.weights_by_class.look_back(self.collectives)
+        self.strategy.settle()
         self.model._fitkit.fit_state.eval()
         logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0
         self.model._fitkit.log_names = list(logs)
-        if self.held_out is not None and self.job.validates_after(epoch):
+        if self.held_out is not None and self.arguments.validates_after(epoch):
             values = self._validate(callbacks)
             named = {validation_name(name): value for name, value in values.items()}
             # Where a step logs both "x" and "val_x", the latter is meant.
@@ -319,7 +322,7 @@ class FitRun:
         self._schedule(epoch, logs)
         self.logs = logs
         callbacks.call("on_epoch_end", epoch, logs)
-        if self.job.callback_list.callbacks:
+        if self.arguments.callback_list.callbacks:
             self.model.stop_training = self._any_stops()
         return logs
 
@@ -327,7 +330,7 @@ class FitRun:
         """Say once that a loss is no number, on rank 0."""
         if self.told_non_finite or self.collectives.rank:
             return
-        sentence = non_finite_losses(logs, self.job.callback_list.callbacks)
+        sentence = non_finite_losses(logs, self.arguments.callback_list.callbacks)
         if sentence is not None:
             self.told_non_finite = True
             warn(f"In epoch {epoch + 1} {sentence}")
@@ -372,17 +375,17 @@ class FitRun:
             return lambda: self.model.stop_training
         acts = any(
             not callback.stops_alike and overrides(callback, hook)
-            for callback in self.job.callback_list.callbacks
+            for callback in self.arguments.callback_list.callbacks
             for hook in BATCH_HOOKS
         )
         return self._any_stops if acts else lambda: self.model.stop_training
 
     def _ran_out(self, epoch: int, batches: int) -> bool:
         """Whether an epoch got no batches; fewer than asked end the training, with a warning."""
-        asked = self.job.steps_per_epoch
+        asked = self.arguments.steps_per_epoch
         if batches >= (asked or 1) or (self.model.stop_training and batches > 0):
             return False
-        if batches == 0 and epoch == self.job.initial_epoch:
+        if batches == 0 and epoch == self.arguments.initial_epoch:
             raise ConfigurationError("x is empty: it gave no batches.")
         wanted = f" of the {asked} that steps_per_epoch asks for" if asked else ""
         warn(f"x ended in epoch {epoch + 1} after {batches} batches{wanted}; training ends here.")
@@ -408,7 +411,7 @@ class FitRun:
                 self.model,
                 self.compilation,
                 self.held_out,
-                self.job.validation_steps,
+                self.arguments.validation_steps,
                 stage,
                 step,
                 callbacks,
@@ -428,7 +431,7 @@ class FitRun:
     def _watch(self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any]) -> None:
         """Give a scheduler the value that it watches."""
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
-        waits = self.held_out is not None and not self.job.validates_after(epoch)
+        waits = self.held_out is not None and not self.arguments.validates_after(epoch)
         if watched in logs:
             plan.scheduler.step(logs[watched])
         elif not (waits and VALIDATION_NAME.match(watched)):
@@ -451,20 +454,19 @@ class FitRun:
             warn(f"{problem} The scheduler waits until there is one.")
 
     def _params(self) -> dict[str, Any]:
-        job = self.job
+        arguments = self.arguments
         validation = self.held_out.steps if self.held_out is not None else None
         return {
             "stage": "fit",
-            "epochs": job.epochs,
-            "initial_epoch": job.initial_epoch,
+            "epochs": arguments.epochs,
+            "initial_epoch": arguments.initial_epoch,
             "steps": self.stream.steps,
             "samples": self.source.samples,
             "batch_size": self.source.batch_size,
             "steps_per_execution": self.compilation.steps_per_execution,
             "validation": self.held_out is not None,
-            "validation_freq": job.validation_freq,
-            "validation_steps": job.validation_steps or validation,
-            "verbose": job.verbose,
+            "validation_steps": arguments.validation_steps or validation,
+            "verbose": arguments.verbose,
         }
 
 
@@ -473,17 +475,17 @@ def validation_name(name: str) -> str:
     return name if VALIDATION_NAME.match(name) else f"val_{name}"
 
 
-def run_fit(model: Module, compilation: Compilation, job: FitJob) -> History:
+def run_fit(model: Module, compilation: Compilation, arguments: FitArguments) -> History:
     """`fit` on this rank."""
-    size = None if job.source is None else job.source.batch_size
+    size = None if arguments.source is None else arguments.source.batch_size
     explained = memory_explained(model, compilation, "fit", size)
     with unchanged_on_error(model), net_prepared(model, compilation), explained:
-        return FitRun(model, compilation, job).run()
+        return Fit(model, compilation, arguments).run()
 
 
 def train_batches(
     batches: Iterator[Any],
-    stage: Stage,
+    stage: StepContext,
     step: Step,
     learn: Learning,
     callbacks: CallbackList,

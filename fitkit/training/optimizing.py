@@ -31,7 +31,7 @@ from fitkit.training.resume import Progress
 from fitkit.training.settings import Compilation
 
 if TYPE_CHECKING:
-    from fitkit.training.fit import FitRun
+    from fitkit.training.fit import Fit
 
 
 SHAPES = (
@@ -270,7 +270,7 @@ class FitState:
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
     stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    run: FitRun | None = None
+    run: Fit | None = None
     progress: Progress | None = None
     stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -19,8 +19,8 @@ from fitkit.data.sharding import Share
 from fitkit.data.sources import Source, drawn_from
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
+from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.logging_options import LogOptions, is_metric
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Stage:
+class StepContext:
     """One pass over data: an epoch's training, a validation, `evaluate`, `predict`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Stage:
             self.log(*entry)
 
 
-class Stages:
+class StepContexts:
     """The stages that run on a model: one a thread. A copy of a model gets none of them.
 
     Attributes:
@@ -125,14 +125,14 @@ class Stages:
     """
 
     def __init__(self) -> None:
-        self.by_thread: dict[int, Stage] = {}
+        self.by_thread: dict[int, StepContext] = {}
         self.placing = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stages, ()
+        return StepContexts, ()
 
     @property
-    def current(self) -> Stage | None:
+    def current(self) -> StepContext | None:
         """This thread's stage; in a thread that only helps (a replica's, or autograd's) that of
         the thread that it helps, where one alone can be meant."""
         found = self.by_thread.get(threading.get_ident())
@@ -142,9 +142,9 @@ class Stages:
 
 
 @contextlib.contextmanager
-def running(model: Module, stage: Stage) -> Iterator[Stage]:
+def running(model: Module, stage: StepContext) -> Iterator[StepContext]:
     """Make a stage the model's current one in this thread; calls of verbs may nest."""
-    stages, thread = model._fitkit.stages.by_thread, threading.get_ident()
+    stages, thread = model._fitkit.contexts.by_thread, threading.get_ident()
     before = stages.get(thread)
     stages[thread] = stage
     try:
@@ -162,7 +162,7 @@ class OwnStep:
     Args:
         model: whose hooks they are.
         stage: what the hooks need to know.
-        wrapped: calls them.
+        door: the way into them.
         mover: brings a batch to the device.
         logbook: where losses and logged values are noted.
         collectives: what the ranks exchange logged values by.
@@ -180,8 +180,8 @@ class OwnStep:
     def __init__(
         self,
         model: Any,
-        stage: Stage,
-        wrapped: WrappedModel,
+        stage: StepContext,
+        door: Door,
         mover: Mover,
         logbook: Logbook,
         collectives: Collectives,
@@ -191,7 +191,7 @@ class OwnStep:
     ) -> None:
         self.model = model
         self.stage = stage
-        self.wrapped = wrapped
+        self.door = door
         self.mover = mover
         self.logbook = logbook
         self.samples = 0
@@ -301,16 +301,16 @@ class OwnStep:
     def _run(self, batch: Any, index: int, optimizer_idx: int) -> Any:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         arguments = [values[name] for name in self._arguments]
-        wrapped = self.wrapped
+        door = self.door
         with self._around():
             if self._moves:
-                outputs = wrapped("_step_on_device", batch, self._method, *arguments)
+                outputs = door("_step_on_device", batch, self._method, *arguments)
             else:
-                outputs = wrapped(self._method, self.mover.transfer(batch), *arguments)
+                outputs = door(self._method, self.mover.transfer(batch), *arguments)
             if self._has_end:
                 outputs = self._end(outputs)
-            elif wrapped.weights is not None:
-                outputs = with_mean_loss(outputs, wrapped.weights)
+            elif door.weights is not None:
+                outputs = with_mean_loss(outputs, door.weights)
         if self._is_first:
             self.mover.transfer.settle()
         return outputs
@@ -414,19 +414,19 @@ class OwnPredictStep:
     """Calls `predict_step` and `predict_step_end`.
 
     Args:
-        model, stage, wrapped, mover, around: as in `OwnStep`.
+        model, stage, door, mover, around: as in `OwnStep`.
     """
 
     def __init__(
         self,
         model: Any,
-        stage: Stage,
-        wrapped: WrappedModel,
+        stage: StepContext,
+        door: Door,
         mover: Mover,
         around: Any = contextlib.nullcontext,
     ) -> None:
         self.stage = stage
-        self._wrapped = wrapped
+        self._door = door
         self.mover = mover
         self._transfer = mover.transfer
         self._around = around
@@ -441,9 +441,9 @@ class OwnPredictStep:
         self.stage.samples = samples_of(batch)
         with self._around():
             if self._moves:
-                outputs = self._wrapped("_step_on_device", batch, "predict_step", *arguments)
+                outputs = self._door("_step_on_device", batch, "predict_step", *arguments)
             else:
-                outputs = self._wrapped("predict_step", self._transfer(batch), *arguments)
+                outputs = self._door("predict_step", self._transfer(batch), *arguments)
             outputs = self._end(outputs)
         if self._is_first:
             self._transfer.settle()
@@ -494,7 +494,7 @@ def step_for(
     all_targets: list[Any] | None = None,
     name: str = "x",
     source: Source | None = None,
-) -> tuple[Stage, Step]:
+) -> tuple[StepContext, Step]:
     """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
     strategy = compilation.strategy
     known = None if source is None else [drawn_from(source)]
@@ -510,7 +510,7 @@ def step_for(
     compiled = compiled_step(
         model, compilation, door, class_weights, all_targets, name, ranks, may_count=may_count
     )
-    running = Stage(stage, compiled.logbook.logged, compiled)
+    running = StepContext(stage, compiled.logbook.logged, compiled)
     running.transferred = compiled.mover.transfer
     by_turns = stage == "training" and not learns_alone(model)
     moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
@@ -534,12 +534,12 @@ def learns_alone(model: Module) -> bool:
     return model.automatic_optimization and len(model._fitkit.fit_state.optimizers) <= 1
 
 
-def predict_step_for(model: Module, compilation: Compilation) -> tuple[Stage, Any]:
+def predict_step_for(model: Module, compilation: Compilation) -> tuple[StepContext, Any]:
     """The step of `predict`."""
     strategy = compilation.strategy
     door, mover = strategy.evaluation_door(model), mover_of(model, strategy)
     compiled = PredictStep(door, caller_of(model), mover, strategy.precision)
-    stage = Stage("predict", predicting=compiled, transferred=mover.transfer)
+    stage = StepContext("predict", predicting=compiled, transferred=mover.transfer)
     if has_own_steps(model, "predict"):
         around = partial(strategy.precision.forward, strategy.device.type)
         return stage, OwnPredictStep(model, stage, door, mover, around)

@@ -14,7 +14,7 @@ from fitkit.training.log import noted_by
 
 if TYPE_CHECKING:
     from fitkit.callbacks import Callback
-    from fitkit.training.fit import FitRun
+    from fitkit.training.fit import Fit
 
 
 @dataclasses.dataclass
@@ -139,7 +139,7 @@ def check_data(source: Any, progress: Progress) -> None:
         )
 
 
-def take_place(run: FitRun, progress: Progress) -> None:
+def take_place(run: Fit, progress: Progress) -> None:
     """Go on in the data where a training was cut."""
     rank = run.collectives.rank
     warn_of_other_ranks(progress, run.collectives.world_size)
@@ -154,7 +154,7 @@ def take_place(run: FitRun, progress: Progress) -> None:
     run.carried = progress.noted if progress.steps else []
 
 
-def progress_of(run: FitRun) -> Progress:
+def progress_of(run: Fit) -> Progress:
     """Where the training is.
 
     Ranks:
@@ -177,7 +177,7 @@ def progress_of(run: FitRun) -> Progress:
     told = run.collectives.gather((place.began, random_state(run.stream.generators)))
     # Ranks of one share have noted the same.
     noted_by_share = run.strategy.shares.gather(noted)
-    new_pass = run.logs is not None and run.job.steps_per_epoch is None
+    new_pass = run.logs is not None and run.arguments.steps_per_epoch is None
     epochs, values = list(run.history.epoch), copy_lists(run.history.history)
     if run.logs is not None and run.epoch not in epochs:
         # The history comes after the callbacks, one of which may be asking.
@@ -199,7 +199,7 @@ def progress_of(run: FitRun) -> Progress:
         warm_up=None if run.warm_up is None or run.warm_up.is_over else run.warm_up.state(),
         callbacks=[
             {**_kind(callback), "state": callback.state_dict()}
-            for callback in run.job.callback_list.callbacks
+            for callback in run.arguments.callback_list.callbacks
         ],
         data=_kind_of_data(run.source),
         shares=run.shares,
@@ -223,7 +223,7 @@ def _kind_of_data(source: Any) -> dict[str, Any]:
     }
 
 
-def restore(run: FitRun) -> None:
+def restore(run: Fit) -> None:
     """Give history and callbacks what they had, after their beginning."""
     progress = run.resumed
     if progress is None:
@@ -231,7 +231,7 @@ def restore(run: FitRun) -> None:
     run.history.epoch = list(progress.history["epoch"])
     run.history.history = copy_lists(progress.history["history"])
     states = list(progress.callbacks)
-    for callback in run.job.callback_list.callbacks:
+    for callback in run.arguments.callback_list.callbacks:
         kept = next((s for s in states if _kind(callback).items() <= s.items()), None)
         if kept is not None:
             states.remove(kept)

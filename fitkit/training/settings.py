@@ -311,7 +311,7 @@ def _is_own_module(loss: Any) -> bool:
 
 
 @dataclasses.dataclass
-class FitJob:
+class FitArguments:
     """One call of `fit`; the arguments are the verb's own.
 
     Raises:
@@ -425,18 +425,20 @@ class FitJob:
         )
         check_alike(source, self.held_out)
 
-    def for_other_ranks(self) -> FitJob:
-        """The job as other processes get it: with sources in place of what the user passed."""
-        job = copy.copy(self)
-        job.x = job.y = job.sample_weight = job.validation_data = job.callbacks = None
+    def for_other_ranks(self) -> FitArguments:
+        """These as other processes get it: with sources in place of what the user passed."""
+        arguments = copy.copy(self)
+        arguments.x = arguments.y = arguments.sample_weight = arguments.validation_data = (
+            arguments.callbacks
+        ) = None
         assert self.source is not None
-        job.source = for_other_ranks(self.source)
-        job.held_out = for_other_ranks(self.held_out)
-        return job
+        arguments.source = for_other_ranks(self.source)
+        arguments.held_out = for_other_ranks(self.held_out)
+        return arguments
 
 
 @dataclasses.dataclass
-class PassJob:
+class EvaluateArguments:
     """One call of `evaluate` or `predict`: a single pass over data."""
 
     x: Any
@@ -456,14 +458,14 @@ class PassJob:
         self.source: Source | None = None
 
     def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
-        """Make the source, before anything runs; as in `FitJob`, but for any number of samples."""
+        """Make the source, before anything runs; as in `FitArguments`, but for any number of samples."""
         self.source = make_source(
             self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
         )
 
-    def for_other_ranks(self) -> PassJob:
-        """The job as other processes get it."""
-        job = copy.copy(self)
-        job.x = job.y = job.sample_weight = job.callbacks = None
-        job.source = for_other_ranks(self.source)
-        return job
+    def for_other_ranks(self) -> EvaluateArguments:
+        """These as other processes get it."""
+        arguments = copy.copy(self)
+        arguments.x = arguments.y = arguments.sample_weight = arguments.callbacks = None
+        arguments.source = for_other_ranks(self.source)
+        return arguments

@@ -24,7 +24,7 @@ from fitkit.training.settings import MEMORY_FORMATS, Compilation
 
 def place(model: Module, strategy: Strategy) -> None:
     """Bring a model to its device, before a call that only computes."""
-    with model._fitkit.stages.placing:
+    with model._fitkit.contexts.placing:
         strategy.place(model)
 
 
@@ -310,7 +310,7 @@ def share_of(source: Source | None, compilation: Compilation, *, training: bool)
     Ranks:
         Collective.
     """
-    assert source is not None, "the job was prepared before it was launched"
+    assert source is not None, "the data were prepared before the launch"
     strategy: Strategy = compilation.strategy
     return sharded(
         source,

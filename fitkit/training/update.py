@@ -26,7 +26,7 @@ from fitkit.losses.compiled import total_of
 from fitkit.module import Module
 from fitkit.optimizers import check_trainable, fuse, held_by, needs_closure, unfuse_if_unreadable
 from fitkit.training.optimizing import FitState, configures_its_own
-from fitkit.training.own_step import Stage
+from fitkit.training.own_step import StepContext
 from fitkit.training.settings import DEFAULTS, Compilation
 from fitkit.training.surroundings import match_strides
 
@@ -261,7 +261,7 @@ def only_for(optimizer: Optimizer, state: FitState) -> Iterator[None]:
 def learning_for(
     model: Module,
     compilation: Compilation,
-    stage: Stage,
+    stage: StepContext,
     step: Any,
     updaters: list[Updater],
 ) -> Learning:

@@ -376,7 +376,7 @@ def test_copies_and_pickles_of_a_model_in_use_are_free():
             copied.extend([copy.deepcopy(self.model), pickle.loads(pickle.dumps(self.model.net))])
 
     model.fit(X, Y, verbose=0, callbacks=Copies())
-    assert copied[0]._fitkit.stages.current is None
+    assert copied[0]._fitkit.contexts.current is None
     assert np.array_equal(
         copied[0].predict(X, verbose=0), fitkit.Model(copied[1]).predict(X, verbose=0)
     )
