@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,23 +18,23 @@ from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.history import History
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
+from fitkit.distributed.launchers import InlineLauncher
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.logging_options import is_metric
-from fitkit.modes import in_use, kept_in_evaluation, to_training
+from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.results import Results
-from fitkit.training.evaluate import joined, on_host, run_evaluate, run_predict
-from fitkit.training.fit import run_fit
+from fitkit.training.evaluate import evaluate_batch, predict_batch, run_evaluate, run_predict
+from fitkit.training.fit import fit_batch, run_fit
 from fitkit.training.optimizing import FitState
-from fitkit.training.own_step import StepContexts, predict_step_for, running, step_for
+from fitkit.training.own_step import StepContexts
 from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
-from fitkit.training.settings import UNSET, Compilation, FitArguments, EvaluateArguments
+from fitkit.training.settings import UNSET, Compilation, EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
-from fitkit.training.surroundings import backend_flags, compile_net, place, unchanged_on_error
-from fitkit.training.update import learning_for, updaters_of
+from fitkit.training.surroundings import compile_net, surroundings
 
 
 @dataclasses.dataclass
@@ -43,14 +44,14 @@ class Record:
     Attributes:
         compilation: what `compile` was given, and what it resolved to.
         fit_state: optimizers, schedulers and counters, over several calls of `fit`.
-        stages: what runs on the model right now, in which thread.
+        contexts: what runs on the model right now, in which thread.
         batch_size: of the last `fit`; None before.
         log_names: of the values that the last pass gave; None before.
     """
 
     compilation: Compilation
     fit_state: FitState
-    stages: Any
+    contexts: StepContexts
     batch_size: int | None = None
     log_names: list[str] | None = None
 
@@ -111,24 +112,6 @@ class Model(Module):
         if name in _public_names() and not _may_set(name, value):
             raise _other_meaning(type(self), name)
         super().__setattr__(name, value)
-
-    @property
-    def _is_plain_wrapper(self) -> bool:
-        """Whether a call gives what the net gives, and does nothing else; for `fit`'s own use."""
-        kind = type(self)
-        is_ours = kind.forward is Model.forward and kind.__call__ is nn.Module.__call__
-        return is_ours and "forward" not in vars(self) and isinstance(self.net, nn.Module)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the net gives; a subclass may define its own."""
-        net = self._modules.get("net")  # asking a module for an attribute costs microseconds
-        net = self.net if net is None else net
-        if net is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} has neither a net nor a forward of its own. Write "
-                "fitkit.Model(net), or define forward(self, x) in the subclass."
-            )
-        return net(*args, **kwargs)
 
     # ------------------------------------------------------------------ compile
 
@@ -246,9 +229,7 @@ class Model(Module):
             >>> model.compile("adamw", "cross_entropy", metrics=["accuracy"], learning_rate=3e-4)
             >>> model.compile(accelerator="cpu", devices=2)  # all else stays as it was
         """
-        arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "__class__")
-        }
+        arguments = _given(locals())
         compilation = self._fitkit.compilation.updated(arguments, self)
         if jit_compile is not UNSET:
             compile_net(self, jit_compile)
@@ -340,35 +321,19 @@ class Model(Module):
             >>> len(history.history["val_loss"])
             3
         """
-        arguments = FitArguments(
-            x=x,
-            y=y,
-            batch_size=batch_size,
-            epochs=epochs,
-            verbose=verbose,
-            callbacks=callbacks,
-            validation_split=validation_split,
-            validation_data=validation_data,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            sample_weight=sample_weight,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
-            validation_freq=validation_freq,
-        )
+        arguments = FitArguments(**_given(locals(), leave_out="resume_from"))
         with in_use(self, "fit", alone=True):
             path = checkpoint_to_resume(resume_from, arguments.callback_list.callbacks)
             if path is not None:
                 for callback in arguments.callback_list.callbacks:
                     callback.prepare_optimizers(self)
                 load(self, path, functools.partial(self._check_place, arguments))
-            history: History = self._launch(run_fit, arguments)
+            launch = self._launch_of(arguments)
+            history: History = launch(run_fit, self, arguments)
         return history
 
     def _check_place(self, arguments: FitArguments, progress: Progress | None) -> None:
-        """Let a arguments begin where another was cut, if its data are the same."""
+        """Let a fit begin where another was cut, if its data are the same."""
         arguments.go_on_from(progress)
         self._prepare(arguments)
         if progress is not None:
@@ -408,9 +373,9 @@ class Model(Module):
             {'loss': 1.0, 'mae': 1.0}
         """
         check_flag("return_dict", return_dict)
-        arguments = EvaluateArguments(x, y, batch_size, verbose, sample_weight, steps, callbacks)
+        arguments = EvaluateArguments(**_given(locals(), leave_out="return_dict"))
         with self._computing("evaluate"):
-            values = self._launch(run_evaluate, arguments)
+            values = self._launch_of(arguments)(run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -442,9 +407,9 @@ class Model(Module):
             (100, 3)
         """
         check_flag("as_numpy", as_numpy)
-        arguments = EvaluateArguments(x, None, batch_size, verbose, None, steps, callbacks)
+        arguments = EvaluateArguments(**_given(locals(), leave_out="as_numpy"))
         with self._computing("predict"):
-            outputs = self._launch(run_predict, arguments)
+            outputs = self._launch_of(arguments)(run_predict, self, arguments)
         return _to_numpy(outputs) if as_numpy else outputs
 
     def _computing(self, verb: str) -> AbstractContextManager[None]:
@@ -460,22 +425,22 @@ class Model(Module):
             alone = any(map(is_metric, self.modules()))
         return in_use(self, verb, alone=alone)
 
-    def _launch(self, run: Any, arguments: FitArguments | EvaluateArguments) -> Any:
-        """Check the arguments's data, then run it on every rank."""
+    def _launch_of(self, arguments: FitArguments | EvaluateArguments) -> Callable[..., Any]:
+        """Check a call's data; what brings it to every rank."""
         strategy = self._fitkit.compilation.strategy
         if arguments.source is None:
             self._prepare(arguments)
         if strategy.collectives.world_size > 1:
-            # Called by a callback inside a run: all ranks are here already.
-            return run(self, self._fitkit.compilation, arguments)
-        return strategy.launcher.launch(run, self, self._fitkit.compilation, arguments)
+            return InlineLauncher().launch  # a callback's call inside a run: all ranks are here
+        launch: Callable[..., Any] = strategy.launcher.launch
+        return launch
 
     def _prepare(self, arguments: FitArguments | EvaluateArguments) -> None:
-        """Check what a arguments needs of the model, and its data."""
+        """Check what a call needs of the model, and its data."""
         strategy = self._fitkit.compilation.strategy
         check_steps(self)
         check_callbacks(arguments.callback_list.callbacks)
-        if self.net is None and type(self).forward is Model.forward and not self._never_forwards():
+        if self.net is None and type(self).forward is Module.forward and not self._never_forwards():
             self.forward()  # says what is missing
         arguments.prepare(strategy.precision.input_dtype(self), strategy.share_count)
 
@@ -506,24 +471,9 @@ class Model(Module):
             The batch's loss and metrics before the update, as `evaluate` returns them.
         """
         weights = None if class_weight is None else ClassWeights(class_weight)
-        compilation = self._fitkit.compilation
-        with (
-            in_use(self, "train_on_batch", alone=True),
-            unchanged_on_error(self),
-            backend_flags(compilation),
-        ):
-            batch = self._one_batch(x, y, sample_weight, return_dict)
-            updaters = updaters_of(self, compilation, accumulate=1)
-            to_training(self, kept_in_evaluation(self._weights_module()))
-            stage, step = step_for(self, compilation, "training", class_weights=weights)
-            with running(self, stage), self._fitkit.fit_state.training():
-                try:
-                    learning_for(self, compilation, stage, step, updaters)(batch, 0)
-                    step.after_first()
-                    values = step.logbook.results()
-                finally:
-                    step.logbook.logged.finish()
-        self._fitkit.log_names = list(values)
+        check_flag("return_dict", return_dict)
+        with in_use(self, "train_on_batch", alone=True), surroundings(self, "train_on_batch"):
+            values = fit_batch(self, self._one_batch(x, y, sample_weight), weights)
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -531,40 +481,22 @@ class Model(Module):
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """One batch's loss and metrics, as `evaluate` returns them."""
-        compilation = self._fitkit.compilation
-        with self._computing("test_on_batch"), backend_flags(compilation), torch.no_grad():
-            batch = self._one_batch(x, y, sample_weight, return_dict)
-            stage, step = step_for(self, compilation, evaluation_stage(self) or "test")
-            self.eval()
-            with running(self, stage), self._fitkit.fit_state.evaluated():
-                try:
-                    step(batch, 0)
-                    step.after_first()
-                    values = step.logbook.results()
-                finally:
-                    step.logbook.logged.finish()
+        check_flag("return_dict", return_dict)
+        with self._computing("test_on_batch"), surroundings(self, "test_on_batch"):
+            values = evaluate_batch(self, self._one_batch(x, y, sample_weight))
         return _as_asked(values, return_dict)
 
     @only_known_arguments
     def predict_on_batch(self, x: Any) -> Any:
         """The net's outputs for one batch, as NumPy arrays."""
-        compilation = self._fitkit.compilation
-        with self._computing("predict_on_batch"), backend_flags(compilation), torch.no_grad():
-            batch = self._one_batch(x, None, None, False)
-            stage, step = predict_step_for(self, compilation)
-            self.eval()
-            with running(self, stage), self._fitkit.fit_state.evaluated():
-                return _to_numpy(joined([on_host(step(batch, 0))]))
+        with self._computing("predict_on_batch"), surroundings(self, "predict_on_batch"):
+            return _to_numpy(predict_batch(self, self._one_batch(x)))
 
-    def _one_batch(self, x: Any, y: Any, sample_weight: Any, return_dict: Any) -> tuple[Any, ...]:
-        """The arrays of one batch as tensors, after the module has its place."""
-        check_flag("return_dict", return_dict)
+    def _one_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> tuple[Any, ...]:
+        """The arrays of one batch as tensors."""
         check_data_type(x)
-        strategy = self._fitkit.compilation.strategy
-        dtype = strategy.precision.input_dtype(self)
-        batch = array_batch(x, y, sample_weight, float_dtype=dtype)
-        place(self, strategy)
-        return batch
+        dtype = self._fitkit.compilation.strategy.precision.input_dtype(self)
+        return array_batch(x, y, sample_weight, float_dtype=dtype)
 
     # ------------------------------------------------------------------ what a run left
 
@@ -580,7 +512,7 @@ class Model(Module):
             ConfigurationError: it can't be made; never an AttributeError, which
                 `nn.Module` would hide.
         """
-        return with_rate(self._fitkit.fit_state.optimizers_for(self, self._fitkit.compilation)[0])
+        return with_rate(self._fitkit.fit_state.optimizers_for(self)[0])
 
     @property
     def metrics_names(self) -> list[str]:
@@ -815,6 +747,11 @@ def load_model(path: Any, net: nn.Module) -> Model:
     """
     model: Model = restored_model(path, net, Model)
     return model
+
+
+def _given(local: dict[str, Any], leave_out: str = "") -> dict[str, Any]:
+    """A verb's arguments by name, from its local names at its begin."""
+    return {name: value for name, value in local.items() if name not in ("self", leave_out)}
 
 
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:

@@ -53,6 +53,17 @@ class Module(nn.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the net gives; a subclass may define its own."""
+        net = self._modules.get("net")  # asking a module for an attribute costs microseconds
+        net = self.net if net is None else net
+        if net is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has neither a net nor a forward of its own. Write "
+                "fitkit.Model(net), or define forward(self, x) in the subclass."
+            )
+        return net(*args, **kwargs)
+
     # ------------------------------------------------------------------ steps
     # Written as training_step(self, batch, batch_idx) in a subclass; here their arguments are left
     # open for type checkers' sake, because a subclass may take fewer or more.
@@ -340,7 +351,7 @@ class Module(nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them where there are several; always torch's own."""
-        found = self._fitkit.fit_state.optimizers_for(self, self._fitkit.compilation)
+        found = self._fitkit.fit_state.optimizers_for(self)
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:

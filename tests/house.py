@@ -80,8 +80,12 @@ def largest_ring(*, annotations: bool) -> list[str]:
     return max(rings, key=len, default=[])
 
 
-def way_of_fit() -> tuple[int, int]:
-    """fitkit's frames above the net's forward, and the files that a second `fit` runs code of."""
+def way_of_fit(*, own_step: bool = False) -> tuple[int, int]:
+    """fitkit's frames above the net's forward, and the files that a second `fit` runs code of.
+
+    Args:
+        own_step: whether the model has a `training_step` of its own, which calls itself.
+    """
     import torch
 
     import fitkit
@@ -97,7 +101,11 @@ def way_of_fit() -> tuple[int, int]:
             frames.append(count)
             return super().forward(x)
 
-    model = fitkit.Model(Net(4, 3))
+    class Own(fitkit.Model):
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    model = (Own if own_step else fitkit.Model)(Net(4, 3))
     model.compile("adam", "cross_entropy", metrics=["accuracy"], accelerator="cpu")
     x, y = torch.randn(64, 4), torch.randint(3, (64,))
     model.fit(x, y, batch_size=16, verbose=0)
@@ -118,6 +126,7 @@ def main() -> None:
     print(f"code lines                             {sum(sizes.values()):,}")
     print(f"median of a file                       {sorted(sizes.values())[len(sizes) // 2]}")
     print(f"own frames, fit to the net             {frames}")
+    print(f"the same, with a training_step         {way_of_fit(own_step=True)[0]}")
     print(f"files that a second fit touches        {touched}")
     print(f"largest ring of imports                {len(largest_ring(annotations=False))}")
     print(f"the same, with those for annotations   {len(largest_ring(annotations=True))}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -25,59 +23,34 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Door, Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage, overridden
-from fitkit.modes import in_use
+from fitkit.losses import Count
 from fitkit.module import Module
-from fitkit.training.explain import memory_explained
+from fitkit.training.explain import raise_explained
 from fitkit.training.log import LazyLogs, reduced
-from fitkit.training.own_step import (
-    StepContext,
-    Step,
-    predict_step_for,
-    running,
-    step_for,
-)
+from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
-from fitkit.training.step import CompiledStep, PredictStep
+from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
 from fitkit.training.surroundings import (
-    backend_flags,
-    closing,
-    net_prepared,
-    place,
+    close_bars,
+    evaluating,
     share_of,
+    surroundings,
     with_own,
 )
 
-if TYPE_CHECKING:
-    from fitkit.training.settings import Compilation
 
-
-def run_evaluate(
-    model: Module, compilation: Compilation, arguments: EvaluateArguments
-) -> dict[str, Any]:
+def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
     """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
-    with memory_explained(model, compilation, "evaluate", _size(arguments)):
-        return _evaluated(model, compilation, arguments)
-
-
-def _size(arguments: EvaluateArguments) -> int | None:
-    return None if arguments.source is None else arguments.source.batch_size
-
-
-def _evaluated(
-    model: Module, compilation: Compilation, arguments: EvaluateArguments
-) -> dict[str, Any]:
-    place(model, compilation.strategy)
-    source = share_of(arguments.source, compilation, training=False)
-    name = evaluation_stage(model) or "test"
-    targets = [source.target]
-    stage, step = step_for(model, compilation, name, all_targets=targets, source=source)
-    callbacks = with_own(arguments.callback_list, arguments.verbose)
-    group = compilation.steps_per_execution
-    callbacks.begin(model, pass_params("evaluate", source, arguments, group))
-    with backend_flags(compilation), net_prepared(model, compilation), closing(callbacks):
-        values = evaluate_source(
-            model, compilation, source, arguments.steps, stage, step, callbacks
-        )
+    with surroundings(model, "evaluate", arguments.source.batch_size):
+        source = share_of(model, arguments.source, training=False)
+        stage = evaluation_stage(model) or "test"
+        context, step = step_for(model, stage, all_targets=[source.target], source=source)
+        callbacks = with_own(arguments.callback_list, arguments.verbose)
+        callbacks.begin(model, _params(model, "evaluate", source, arguments))
+        try:
+            values = evaluate_source(model, source, arguments.steps, context, step, callbacks)
+        finally:
+            close_bars(callbacks)
     sentence = non_finite_losses(values, arguments.callback_list.callbacks)
     if sentence is not None and model.is_global_zero and model._fitkit.fit_state.run is None:
         warn(f"In evaluate {sentence}")
@@ -86,52 +59,85 @@ def _evaluated(
 
 def evaluate_source(
     model: Module,
-    compilation: Compilation,
     source: Source,
     steps: int | None,
-    stage: StepContext,
+    context: StepContext,
     step: Step,
     callbacks: CallbackList,
     name: str = "x",
 ) -> dict[str, Any]:
     """The values of one pass over a source, with the test hooks called.
 
-    The model is left in evaluation mode.
+    The model is left in evaluation mode. A batch without rows has its number among the batches,
+    and no more: no step, no hook.
 
     Raises:
         ConfigurationError: there was no batch on any rank.
     """
-    shares, group = compilation.strategy.shares, compilation.steps_per_execution
+    strategy: Strategy = model._fitkit.compilation.strategy
+    shares, group = strategy.shares, model._fitkit.compilation.steps_per_execution
+    logbook = step.logbook
     step.begin()
-    with (
-        running(model, stage),
-        model._fitkit.fit_state.evaluated(),
-        contextlib.ExitStack() as losses,
-    ):
-        model.eval()
-        for loss in compilation.loss_modules():
-            losses.enter_context(in_use(loss, "evaluate", alone=False))
-            loss.eval()
-        compilation.strategy.before_evaluation(model)
-        stage.open(callbacks.hooks("on_test_begin"), {})
-        inference = inference_for(model, step, callbacks, "test", source)
-        together = InStep(_first(source, steps, shares), compilation.strategy)
+    with evaluating(model, context):
+        strategy.before_evaluation(model)
+        context.open(callbacks.hooks("on_test_begin"), {})
+        begin, end = callbacks.hooks("on_test_batch_begin"), callbacks.hooks("on_test_batch_end")
+        plan = EvaluationPlan(model, step, callbacks, "test", source)
+        index, empty = -1, 0
+        waits = False  # the group's batches so far, for the hooks at its end
         try:
-            fed = step.mover.fed(iter(together))
-            batches = evaluate_batches(fed, stage, step, callbacks, inference, group)
+            with plan:
+                advance: Callable[..., Any] = step
+                together = InStep(_first(source, steps, shares), strategy)
+                for index, batch in enumerate(plan.batches(step.mover.fed(iter(together)))):
+                    if batch is NoRows:
+                        empty += 1
+                    else:
+                        if begin and not waits:
+                            context.open(begin, index, {})
+                        advance(batch, index)
+                        if context.waiting:
+                            context.take_waiting()
+                        if index == empty:
+                            step.after_first()
+                            advance = plan.after_first(batch)
+                        waits = True
+                    if waits and (index + 1) % group == 0:
+                        waits = False
+                        if end:
+                            logs = LazyLogs(logbook.results)
+                            for hook in end:
+                                hook(index, logs)
+                if waits:
+                    logs = LazyLogs(logbook.results)
+                    for hook in end:
+                        hook(index, logs)
         except BaseException:
-            step.logbook.logged.finish()
+            logbook.logged.finish()
             raise
+        batches, logbook.steps = index + 1, index + 1 - empty
         if steps is not None and batches and shares.world_size == 1 and batches < steps:
             warn(f"{name} ended after {batches} batches of the {steps} that were asked for.")
         with torch.no_grad():
             step.finish()
-        values, everyones = reduced(step.logbook, shares)
+        values, everyones = reduced(logbook, shares)
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no batches with rows.")
         model._fitkit.log_names = list(values)
         callbacks.call("on_test_end", values)
     return values
+
+
+def evaluate_batch(model: Module, batch: Any) -> dict[str, Any]:
+    """One batch's loss and metrics, here."""
+    context, step = step_for(model, evaluation_stage(model) or "test")
+    with evaluating(model, context), torch.no_grad():
+        try:
+            step(batch, 0)
+            step.after_first()
+            return step.logbook.results()
+        finally:
+            step.logbook.logged.finish()
 
 
 def _first(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
@@ -141,37 +147,104 @@ def _first(source: Source, steps: int | None, collectives: Collectives) -> Itera
     return limited(source, steps)
 
 
-def run_predict(model: Module, compilation: Compilation, arguments: EvaluateArguments) -> Any:
+def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
-    with memory_explained(model, compilation, "predict", _size(arguments)):
-        return _predicted(model, compilation, arguments)
-
-
-def _predicted(model: Module, compilation: Compilation, arguments: EvaluateArguments) -> Any:
-    strategy = compilation.strategy
-    place(model, strategy)
-    source = share_of(arguments.source, compilation, training=False)
-    stage, step = predict_step_for(model, compilation)
-    callbacks = with_own(arguments.callback_list, arguments.verbose)
-    group = compilation.steps_per_execution
-    callbacks.begin(model, pass_params("predict", source, arguments, group))
-    flags, shares = backend_flags(compilation), strategy.shares
-    as_told, evaluated = net_prepared(model, compilation), model._fitkit.fit_state.evaluated()
-    with flags, as_told, closing(callbacks), running(model, stage), evaluated:
-        model.eval()
-        callbacks.call("on_predict_begin", {})
-        inference = inference_for(model, step, callbacks, "predict", source)
+    strategy: Strategy = model._fitkit.compilation.strategy
+    shares, group = strategy.shares, model._fitkit.compilation.steps_per_execution
+    with surroundings(model, "predict", arguments.source.batch_size):
+        source = share_of(model, arguments.source, training=False)
+        context, step = predict_step_for(model)
+        callbacks = with_own(arguments.callback_list, arguments.verbose)
+        callbacks.begin(model, _params(model, "predict", source, arguments))
+        copies = HostCopies()
         together = InStep(_first(source, arguments.steps, shares), strategy, muted=False)
-        batches = step.mover.fed(iter(together))
-        outputs = together.own(predict_batches(batches, step, callbacks, inference, group))
-        callbacks.call("on_predict_end", {})
-    everyone = shares.gather(outputs)
+        try:
+            with evaluating(model, context):
+                callbacks.call("on_predict_begin", {})
+                begin = callbacks.hooks("on_predict_batch_begin")
+                end = callbacks.hooks("on_predict_batch_end")
+                plan = EvaluationPlan(model, step, callbacks, "predict", source)
+                index, empty = -1, 0
+                waits = False  # the group's batches so far, for the hooks at its end
+                with plan:
+                    advance: Callable[..., Any] = step
+                    for index, batch in enumerate(plan.batches(step.mover.fed(iter(together)))):
+                        if batch is NoRows:
+                            empty += 1
+                            copies.add(batch)
+                        else:
+                            if not waits:
+                                for hook in begin:
+                                    hook(index, {})
+                            copies.add(advance(batch, index))
+                            if index == empty:
+                                advance = plan.after_first(batch)
+                            waits = True
+                        if waits and (index + 1) % group == 0:
+                            waits = False
+                            if end:
+                                _tell_outputs(end, copies, index, group)
+                    if end and waits:
+                        _tell_outputs(end, copies, index, group)
+                copies.settle()
+                callbacks.call("on_predict_end", {})
+        finally:
+            close_bars(callbacks)
+        everyone = shares.gather(together.own(copies.outputs))
     # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
     whole = [output for output in dealt if output is not NoRows]
     if not whole:
         raise ConfigurationError("x is empty: it gave no batches with rows.")
     return joined(whole)
+
+
+def predict_batch(model: Module, batch: Any) -> Any:
+    """The net's outputs for one batch, on the CPU."""
+    context, step = predict_step_for(model)
+    with evaluating(model, context), torch.no_grad():
+        return joined([on_host(step(batch, 0))])
+
+
+def _tell_outputs(hooks: Any, copies: HostCopies, index: int, group: int) -> None:
+    """Call the hooks after a group of batches; its outputs are made where one looks at them.
+
+    They may be on their way still. Several batches' outputs are one, or a list where they can't
+    be.
+    """
+
+    def outputs() -> dict[str, Any]:
+        if len(copies.outputs) < index + 1:
+            copies.settle()
+        found = copies.outputs[index - index % group : index + 1]
+        found = [output for output in found if output is not NoRows]
+        if len(found) == 1:
+            return {"outputs": found[0]}
+        try:
+            return {"outputs": trees.concatenate(found)}
+        except (RuntimeError, ValueError):
+            return {"outputs": found}
+
+    logs = LazyLogs(outputs)
+    for hook in hooks:
+        hook(index, logs)
+
+
+def _params(
+    model: Module, stage: str, source: Source, arguments: EvaluateArguments
+) -> dict[str, Any]:
+    """What callbacks are told of a call of `evaluate` or `predict`."""
+    return {
+        "stage": stage,
+        "epochs": 1,
+        "initial_epoch": 0,
+        "steps": arguments.steps or source.steps,
+        "samples": source.samples,
+        "batch_size": source.batch_size,
+        "steps_per_execution": model._fitkit.compilation.steps_per_execution,
+        "validation_steps": None,
+        "verbose": arguments.verbose,
+    }
 
 
 def joined(outputs: list[Any]) -> Any:
@@ -249,166 +322,43 @@ class InStep:
                 yield Share(last, 0, 1) if self._muted else last
 
 
-def pass_params(
-    stage: str, source: Source, arguments: EvaluateArguments, group: int = 1
-) -> dict[str, Any]:
-    """What callbacks are told of a call of `evaluate` or `predict`.
+class EvaluationPlan:
+    """How a pass over data computes its batches: all that makes it fast is decided here.
+
+    - There are no gradients. Where nobody can notice it there is torch's inference mode, which
+      saves one or two microseconds an operation over `no_grad`. But what is made in it can never
+      take part in a backward pass, and nothing in it can be differentiated: a net's own code may
+      keep such tensors for later (positions, masks), or compute a derivative. So it is for nets
+      that consist of torch's own layers, evaluated by losses and metrics that fitkit knows.
+    - From the second batch on steps are made without what can't change where all batches are rows
+      of the same tensors.
+    - Losses that are means of each sample's are computed of many batches at once, as metrics are.
+
+    The first batch, which has everything checked, is an ordinary step under `no_grad`.
 
     Args:
-        group: batches between two calls of the batch hooks.
-    """
-    return {
-        "stage": stage,
-        "epochs": 1,
-        "initial_epoch": 0,
-        "steps": arguments.steps or source.steps,
-        "samples": source.samples,
-        "batch_size": source.batch_size,
-        "steps_per_execution": group,
-        "validation_steps": None,
-        "verbose": arguments.verbose,
-    }
-
-
-def evaluate_batches(
-    batches: Iterator[Any],
-    stage: StepContext,
-    step: Step,
-    callbacks: CallbackList,
-    inference: Inference,
-    group: int = 1,
-) -> int:
-    """Note losses and metrics of batches, without gradients.
-
-    Args:
-        stage: takes what hooks log.
-        step: keeps the running values.
-        inference: surrounds the steps, and says what makes them from the second on.
-        group: batches between two calls of the batch hooks.
-
-    Returns:
-        How many were read.
-    """
-    begin = callbacks.hooks("on_test_batch_begin")
-    end = callbacks.hooks("on_test_batch_end")
-    results = step.logbook.results
-    index = -1
-    empty = 0
-    waits = False
-    with inference:
-        advance: Callable[..., Any] = step
-        for index, batch in enumerate(inference.batches(batches)):
-            if batch is NoRows:
-                empty += 1
-            else:
-                if begin and not waits:
-                    stage.open(begin, index, {})
-                advance(batch, index)
-                if stage.waiting:
-                    stage.take_waiting()
-                if index == empty:
-                    step.after_first()
-                    advance = inference.settled(batch)
-                waits = True
-            if waits and (index + 1) % group == 0:
-                waits = False
-                if end:
-                    logs = LazyLogs(results)
-                    for hook in end:
-                        hook(index, logs)
-        if waits:
-            logs = LazyLogs(results)
-            for hook in end:
-                hook(index, logs)
-    step.logbook.steps = index + 1 - empty
-    return index + 1
-
-
-def predict_batches(
-    batches: Iterator[Any],
-    step: Callable[..., Any],
-    callbacks: CallbackList,
-    inference: Inference,
-    group: int = 1,
-) -> list[Any]:
-    """The net's outputs for each batch, in order, on the CPU; `NoRows` for one without rows.
-
-    Args:
-        inference: surrounds the steps, and says what makes them from the second on.
-        group: batches between two calls of the batch hooks, which get these batches' outputs.
-    """
-    begin = callbacks.hooks("on_predict_batch_begin")
-    end = callbacks.hooks("on_predict_batch_end")
-    copies = HostCopies()
-    index = -1
-    empty = 0
-    waits = False
-
-    def tell() -> None:
-        logs = LazyLogs(partial(_outputs_of, copies, index - index % group, index + 1))
-        for hook in end:
-            hook(index, logs)
-
-    with inference:
-        advance = step
-        for index, batch in enumerate(inference.batches(batches)):
-            if batch is NoRows:
-                empty += 1
-                copies.add(batch)
-            else:
-                if not waits:
-                    for hook in begin:
-                        hook(index, {})
-                copies.add(advance(batch, index))
-                if index == empty:
-                    advance = inference.settled(batch)
-                waits = True
-            if waits and (index + 1) % group == 0:
-                waits = False
-                if end:
-                    tell()
-        if end and waits:
-            tell()
-    copies.settle()
-    return copies.outputs
-
-
-def _outputs_of(copies: HostCopies, first: int, end: int) -> dict[str, Any]:
-    """What a hook finds in its logs: some batches' outputs as one, or a list where they can't be.
-
-    Asked for only where a hook looks, because they may be on their way still.
-    """
-    if len(copies.outputs) < end:
-        copies.settle()
-    outputs = [output for output in copies.outputs[first:end] if output is not NoRows]
-    if len(outputs) == 1:
-        return {"outputs": outputs[0]}
-    try:
-        return {"outputs": trees.concatenate(outputs)}
-    except (RuntimeError, ValueError):
-        return {"outputs": outputs}
-
-
-class Inference:
-    """Surrounds a pass over data: no gradients, and inference mode where it is allowed.
-
-    The first batch, which has everything checked, runs under `no_grad` alone.
-
-    Args:
-        step: makes the steps.
-        allowed: whether they may run in inference mode; see `may_infer`.
-        in_memory: whether batches are views or rows of tensors. Others are made outside of
-            inference mode, since whoever makes them may keep them.
+        step: makes the first batch's step, and all where there is no shorter way.
+        callbacks: of the pass.
+        stage: as its callbacks' hooks call it, `"test"` or `"predict"`.
+        source: gives the batches.
     """
 
-    def __init__(self, step: Any, *, allowed: bool, in_memory: bool) -> None:
+    def __init__(
+        self, model: Module, step: Any, callbacks: CallbackList, stage: str, source: Source
+    ) -> None:
+        self._model = model
         self._step = step
-        self._allowed = allowed
-        self._in_memory = in_memory
+        self._may_infer = sees_only_torchs(model, step, callbacks, stage)
+        # Batches that are views or rows of tensors. Others are made outside of inference mode,
+        # since whoever makes them may keep them. Ranks in step may repeat a batch, marked as one
+        # that doesn't count.
+        alike = not model._fitkit.compilation.strategy.evaluates_in_step
+        self._in_memory = alike and isinstance(whole_of(source), ArraySource)
+        self._is_plain = model._fitkit.compilation.strategy.precision.is_plain
         self._mode: torch.inference_mode | None = None
         self._no_grad = torch.no_grad()
 
-    def __enter__(self) -> Inference:
+    def __enter__(self) -> EvaluationPlan:
         self._no_grad.__enter__()
         return self
 
@@ -418,28 +368,36 @@ class Inference:
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, made outside of inference mode where that could matter."""
-        return batches if self._in_memory or not self._allowed else self._outside(batches)
+        return batches if self._in_memory or not self._may_infer else self._outside(batches)
 
     def _outside(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield batch
             self._leave()
 
-    def settled(self, first: Any) -> Callable[..., Any]:
+    def after_first(self, first: Any) -> Callable[..., Any]:
         """What makes the steps from the second on.
 
         Args:
             first: the first batch, whose step is done.
         """
         step = self._step
-        if not isinstance(step, (CompiledStep, PredictStep)):
+        if isinstance(step, CompiledStep):
+            # Whether the user has no code that a step calls, but the net's.
+            known = step.meters is None or step.meters.are_known
+            self._may_infer = self._may_infer and step.loss.is_private and known
+        elif not isinstance(step, PredictStep):
             return step
-        self._allowed = self._allowed and step.is_private
         if not self._in_memory:
-            return self._inside if self._allowed else step
-        if self._allowed:
+            return self._inside if self._may_infer else step
+        if self._may_infer:
             self._enter()
-        return step.settled(first, alone=self._allowed)
+        if type(first) is not tuple or not self._is_plain or not step.mover.leaves(first):
+            return step
+        forward = self._model.net if self._may_infer else step.forward
+        if isinstance(step, PredictStep):
+            return _short_prediction(step, forward, first)
+        return _short_evaluation(step, forward, first)
 
     def _inside(self, batch: Any, index: int) -> Any:
         self._enter()
@@ -456,20 +414,7 @@ class Inference:
             self._mode = None
 
 
-def inference_for(
-    model: Module, step: Any, callbacks: CallbackList, stage: str, source: Source
-) -> Inference:
-    """What surrounds a pass of `evaluate` (`stage` is `"test"`) or `predict`."""
-    # Ranks in step may repeat a batch, marked as one that doesn't count.
-    alike = not model._fitkit.compilation.strategy.evaluates_in_step
-    return Inference(
-        step,
-        allowed=may_infer(model, step, callbacks, stage),
-        in_memory=alike and isinstance(whole_of(source), ArraySource),
-    )
-
-
-def may_infer(model: Module, step: Any, callbacks: CallbackList, stage: str) -> bool:
+def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList, stage: str) -> bool:
     """Whether only torch's layers and fitkit's own code see what steps make.
 
     Not so with steps of the model's own, with callbacks that act at each batch, with hooks, and
@@ -478,7 +423,7 @@ def may_infer(model: Module, step: Any, callbacks: CallbackList, stage: str) -> 
     """
     if not isinstance(step, (CompiledStep, PredictStep)) or type(step.door) is not Door:
         return False
-    if not model._is_plain_wrapper or overridden(model, "transfer_batch_to_device"):
+    if not is_plain_wrapper(model) or overridden(model, "transfer_batch_to_device"):
         return False
     hooks = (*callbacks.hooks(f"on_{stage}_batch_begin"), *callbacks.hooks(f"on_{stage}_batch_end"))
     if not all(type(getattr(hook, "__self__", None)) is ProgressBar for hook in hooks):
@@ -486,6 +431,72 @@ def may_infer(model: Module, step: Any, callbacks: CallbackList, stage: str) -> 
     layers = (module for module in model.modules() if module is not model)
     has_hooks = bool(model._forward_hooks or model._forward_pre_hooks or _has_any_global_hook())
     return not has_hooks and all(map(is_torchs, layers))
+
+
+def _short_evaluation(
+    compiled: CompiledStep, forward: Callable[..., Any], first: Any
+) -> Callable[..., Any]:
+    """What notes the same as a step and gives nothing, for pairs `(x, y)` of one tensor each.
+
+    The loss may be computed later, of many batches (`Logbook.join_loss`).
+    """
+    loss, add = compiled.loss.direct, compiled.logbook.loss.add
+    meters = None if compiled.meters is None else compiled.meters.of_one
+    has_several = compiled.meters is not None and meters is None
+    if len(first) != 2 or loss is None or has_several or compiled.class_weights is not None:
+        return compiled
+    counted = compiled.loss.counted if compiled.may_count else None
+    update = of_each = shape = None
+    if meters is not None:
+        update = meters.update_more
+        of_each = compiled.loss.of_each(compiled.all_targets)
+        if of_each is not None:
+            compiled.logbook.join_loss(of_each, meters, compiled.mover.transfer.device)
+
+    def step(batch: Any, index: int = 0) -> None:
+        nonlocal shape
+        x, y = batch
+        try:
+            prediction = forward(x)
+            # A prediction of another shape: what doesn't fit shall fail by itself, before it is
+            # joined with others.
+            count: Count = None
+            if counted is not None:
+                value, count = counted(prediction, y, None, is_part=False)
+            elif of_each is None or prediction.shape != shape:
+                value, shape = loss(prediction, y), prediction.shape
+        except Exception as error:
+            compiled.explain(error, x, y)
+            raise
+        compiled.samples = compiled.total = samples = y.shape[0]
+        if of_each is None:
+            add(
+                value.detach() if value.requires_grad else value,
+                samples if count is None else count,
+            )
+        if update is not None:
+            update(prediction, y, None)
+
+    return step
+
+
+def _short_prediction(
+    whole: PredictStep, forward: Callable[..., Any], first: Any
+) -> Callable[..., Any]:
+    """What gives the same as a step, for batches whose inputs are one tensor."""
+    if not isinstance(first[0], torch.Tensor):
+        return whole
+    net = whole.door.net
+
+    def step(batch: Any, index: int = 0) -> Any:
+        x = batch[0]
+        try:
+            return forward(x)
+        except Exception as error:
+            raise_explained(error, net, x, None)
+            raise
+
+    return step
 
 
 class HostCopies:

@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,10 +23,6 @@ from fitkit.errors import (
     raised_in_torch,
 )
 from fitkit.module import Module
-
-if TYPE_CHECKING:
-    from fitkit.training.settings import Compilation
-
 
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
@@ -178,9 +174,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 @contextlib.contextmanager
-def memory_explained(
-    model: Module, compilation: Compilation, verb: str, batch_size: int | None
-) -> Iterator[None]:
+def memory_explained(model: Module, verb: str, batch_size: int | None) -> Iterator[None]:
     """Turn a device's or the allocator's error into one that says what took the memory.
 
     What the failed step held (activations in the frames of the error's traceback) is dropped, so
@@ -198,8 +192,8 @@ def memory_explained(
     except Exception as error:
         if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
             raise
-        message = explanation(model, compilation, verb, batch_size, str(error).splitlines()[0])
-        let_go(error, compilation.strategy.device)
+        message = explanation(model, verb, batch_size, str(error).splitlines()[0])
+        let_go(error, model._fitkit.compilation.strategy.device)
         raise OutOfMemoryError(message) from error
 
 
@@ -213,16 +207,14 @@ def let_go(error: BaseException, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def explanation(
-    model: Module, compilation: Compilation, verb: str, batch_size: int | None, original: str
-) -> str:
+def explanation(model: Module, verb: str, batch_size: int | None, original: str) -> str:
     """What was in use, and what needs less, in numbers."""
-    strategy = compilation.strategy
+    strategy = model._fitkit.compilation.strategy
     held = held_by_training(model)
     batches = "" if batch_size is None else f" with batches of {batch_size} samples"
     parts = [f"{name} {size(count)}" for name, count in held.items() if count]
     parts += on_device(strategy.device, sum(held.values()))
-    advice = "; ".join(suggestions(compilation, verb, batch_size, sum(held.values())))
+    advice = "; ".join(suggestions(model, verb, batch_size, sum(held.values())))
     return (
         f"Memory ran out on {strategy.device} in {verb}{batches}. In use: {', '.join(parts)}. "
         f"What needs less: {advice}. ({original})"
@@ -270,10 +262,9 @@ def on_device(device: torch.device, known: int) -> list[str]:
     return []
 
 
-def suggestions(
-    compilation: Compilation, verb: str, batch_size: int | None, held: int
-) -> Iterator[str]:
+def suggestions(model: Module, verb: str, batch_size: int | None, held: int) -> Iterator[str]:
     """What takes less memory, the least intrusive first."""
+    compilation = model._fitkit.compilation
     learns, strategy = verb == "fit", compilation.strategy
     if batch_size is None:
         yield "batches of half as many samples"

@@ -1,11 +1,11 @@
-"""`fit`, on each rank."""
+"""`fit`, on each rank: what it begins with, its epochs, its end."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,69 +15,136 @@ from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.batches import NoRows
+from fitkit.data.class_weights import ClassWeights
 from fitkit.data.stream import Stream
+from fitkit.distributed.collectives import Collectives
+from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.evaluate import evaluate_source
-from fitkit.training.explain import memory_explained
-from fitkit.training.log import LazyLogs, reduced
+from fitkit.training.log import LazyLogs, noted_by, reduced
 from fitkit.training.optimizing import PlannedScheduler, warn_of_flags
-from fitkit.training.own_step import StepContext, Step, running, step_for
+from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
-from fitkit.training.resume import Progress, progress_of, restore, take_place
+from fitkit.training.resume import (
+    Progress,
+    check_data,
+    copy_lists,
+    give_states,
+    kind_of_data,
+    seed_of,
+    set_seed_of,
+    states_of,
+    warn_of_other_ranks,
+)
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import (
-    backend_flags,
-    closing,
-    net_prepared,
+    close_bars,
     share_of,
+    surroundings,
     tell_of,
-    unchanged_on_error,
     with_own,
 )
-from fitkit.training.update import Learning, learning_for, updaters_of
-
-if TYPE_CHECKING:
-    from fitkit.training.settings import Compilation
-
+from fitkit.training.update import updates_for
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback may stop an epoch."""
-
 
 VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
 """What names of a validation's values begin with, where they say it themselves."""
 
 
+def run_fit(model: Module, arguments: FitArguments) -> History:
+    """`fit` on this rank."""
+    state = model._fitkit.fit_state
+    with surroundings(model, "fit", arguments.source.batch_size):
+        run = Fit(model, arguments)
+        callbacks = with_own(arguments.callback_list, arguments.verbose, *run.own_callbacks())
+        model.history, model.stop_training = run.history, False
+        model._fitkit.batch_size = run.source.batch_size
+        run.announce()
+        callbacks.begin(model, run.params())
+        trained = state.trains  # within an epoch of another fit
+        try:
+            with run.batch_norms_synchronized():
+                state.run = run
+                if not kept_in_evaluation(model._weights_module()):
+                    model.train()
+                callbacks.call("on_train_begin", {})
+                run.kept = kept_in_evaluation(model._weights_module())
+                if run.resumed is not None:  # what they had, after their beginning
+                    run.history.epoch = list(run.resumed.history["epoch"])
+                    run.history.history = copy_lists(run.resumed.history["history"])
+                    give_states(arguments.callback_list.callbacks, run.resumed.callbacks)
+                logs: dict[str, Any] = {}
+                for epoch in range(arguments.initial_epoch, arguments.epochs):
+                    logs = run.run_epoch(epoch, callbacks, logs)
+                    if model.stop_training:
+                        break
+                callbacks.call("on_train_end", logs)
+                model.history = run.history  # a callback may have called fit, too
+                state.progress = run.progress()
+                run.strategy.end_training()
+        except BaseException as error:
+            tell_of(error, callbacks)
+            raise
+        finally:
+            close_bars(callbacks)
+            state.run = None
+            model.untoggle_optimizer(run.optimizers[0])
+            if run.warm_up is not None:
+                run.warm_up.end()
+            run.strategy.finish()
+            if trained != state.trains:
+                state.train() if trained else state.eval()
+    return run.history
+
+
+def fit_batch(
+    model: Module, batch: Any, class_weights: ClassWeights | None = None
+) -> dict[str, Any]:
+    """One update on one batch, here: its loss and metrics before it."""
+    state = model._fitkit.fit_state
+    model._fitkit.compilation.strategy.place(model)
+    state.optimizers_for(model)  # how many there are decides on the step
+    to_training(model, kept_in_evaluation(model._weights_module()))
+    context, step = step_for(model, "training", class_weights=class_weights)
+    with running(model, context), state.training():
+        try:
+            updates_for(model, context, step, accumulate=1)(batch, 0)
+            step.after_first()
+            values: dict[str, Any] = step.logbook.results()
+        finally:
+            step.logbook.logged.finish()
+    model._fitkit.log_names = list(values)
+    return values
+
+
 class Fit:
-    """One call of `fit` on this rank.
+    """One call of `fit` on this rank: all that lives as long as it.
 
     Args:
         model: what learns.
-        compilation: what `compile` decided.
         arguments: what `fit` was asked.
     """
 
-    def __init__(self, model: Module, compilation: Compilation, arguments: FitArguments) -> None:
+    def __init__(self, model: Module, arguments: FitArguments) -> None:
         self.model = model
-        self.compilation = compilation
         self.arguments = arguments
-        self.strategy = compilation.strategy
-        self.collectives = self.strategy.collectives
+        self.compilation = compilation = model._fitkit.compilation
+        self.strategy: Strategy = compilation.strategy
+        self.collectives: Collectives = self.strategy.collectives
         self.strategy.place_for_training(model)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
-        self.source = share_of(arguments.source, compilation, training=True)
-        self.held_out = (
-            None
-            if arguments.held_out is None
-            else share_of(arguments.held_out, compilation, training=False)
-        )
-        self.resumed = arguments.resumed
+        self.source = share_of(model, arguments.source, training=True)
+        self.held_out = None
+        if arguments.held_out is not None:
+            self.held_out = share_of(model, arguments.held_out, training=False)
         # Among how many the training's data are dealt out.
         self.shares = self.strategy.shares.world_size
         self.stream = Stream(
@@ -87,17 +154,20 @@ class Fit:
         self.steps_done = self.steps_before = 0  # the latter before the epoch was cut
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
         self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
+        self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
-            take_place(self, self.resumed)
-        held_out_target = None if self.held_out is None else self.held_out.target
-        steps = self._updates_in_an_epoch()
+            self._take_place(self.resumed)
+        updates = None  # in an epoch, where that is known
+        if self.stream.steps is not None:
+            updates = -(-self.stream.steps // compilation.accumulate_grad_batches)
         # The optimizers are made here, after the module has its place.
-        self.optimizers = model._fitkit.fit_state.optimizers_for(model, compilation)
+        state = model._fitkit.fit_state
+        self.optimizers: list[Optimizer] = state.optimizers_for(model)
         warn_of_flags(model)
         self.strategy.begin_training(model, self.optimizers)
-        self.stage, self.step = step_for(
+        held_out_target = None if self.held_out is None else self.held_out.target
+        self.context, self.step = step_for(
             model,
-            compilation,
             "training",
             class_weights=arguments.weights_by_class,
             all_targets=[self.source.target, held_out_target],
@@ -106,23 +176,21 @@ class Fit:
         if arguments.weights_by_class is not None:
             arguments.weights_by_class.look_at(self.source.target, self.collectives.rank)
         self.step.mover.keep(self.source)
-        factor = scale_rates(model._fitkit.fit_state, compilation.scale_lr, self.shares)
-        self.schedulers = model._fitkit.fit_state.schedulers_for(
+        factor = scale_rates(state, compilation.scale_lr, self.shares)
+        self.schedulers: list[PlannedScheduler] = state.schedulers_for(
             model,
-            compilation,
             epochs=arguments.epochs,
             initial_epoch=arguments.initial_epoch,
-            steps=steps,
+            steps=updates,
             resumes=self.resumed is not None,
         )
-        self.warm_up = self._warm_up(steps, factor)
+        self.warm_up = self._warm_up(updates, factor)
         self.at_epochs = [
             (plan, plan.mover())
             for plan in self.schedulers
             if plan.interval == "epoch" and model.automatic_optimization
         ]
-        updaters = updaters_of(model, compilation, after_update=self._after_update)
-        self.learn = learning_for(model, compilation, self.stage, self.step, updaters)
+        self.learn = updates_for(model, self.context, self.step, after_update=self._after_update)
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
@@ -130,58 +198,8 @@ class Fit:
         self.history = History()
         self.told_non_finite = False
 
-    def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
-        """The warm-up, from its beginning or from where it was."""
-        before = None if self.resumed is None else self.resumed.warm_up
-        begins = self.arguments.initial_epoch == 0 if self.resumed is None else before is not None
-        epochs = self.compilation.warmup_epochs if begins else None
-        found = warm_up(self.model._fitkit.fit_state.groups, epochs, steps, factor)
-        if found is not None and before is not None:
-            found.go_on(before)
-        return found
-
-    @property
-    def is_between_groups(self) -> bool:
-        """Whether no batch waits for others to make an update with it, so that a save is whole."""
-        return self.learn.is_between_groups
-
-    def contents(self, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
-
-        Args:
-            spread: whether what is spread over ranks stays so, for a folder.
-
-        Ranks:
-            Collective.
-        """
-        return contents(self.model, spread=spread)
-
-    def weights(self, *, spread: bool = False) -> dict[str, Any]:
-        """The weights in a checkpoint, as `contents` gives them."""
-        return weights_of(self.model, spread=spread)
-
-    def progress(self) -> Progress:
-        """Where the training is.
-
-        Ranks:
-            Collective.
-        """
-        return progress_of(self)
-
-    def note(self, steps: int) -> None:
-        """Take note of how many of the epoch's steps are made."""
-        self.steps_done = steps
-        self.stream.note(steps)
-
-    def _updates_in_an_epoch(self) -> int | None:
-        """How many updates an epoch makes, where that is known."""
-        steps = self.stream.steps
-        if steps is None:
-            return None
-        return -(-steps // self.compilation.accumulate_grad_batches)
-
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
-        """What moves the rates after each of an optimizer's updates."""
+        """Make what moves the rates after each of an optimizer's updates."""
         moves = [
             plan.mover()
             for plan in self.schedulers
@@ -189,68 +207,13 @@ class Fit:
         ]
         return after_update(self.warm_up, moves, leads=optimizer is self.optimizers[0])
 
-    def run(self) -> History:
-        """Train for the epochs that were asked; the history of them."""
-        model, arguments = self.model, self.arguments
-        callbacks = with_own(arguments.callback_list, arguments.verbose, *self._own_callbacks())
-        model.history, model.stop_training = self.history, False
-        model._fitkit.batch_size = self.source.batch_size
-        self._announce()
-        callbacks.begin(model, self._params())
-        trained = model._fitkit.fit_state.trains  # within an epoch of another fit
-        try:
-            flags = backend_flags(self.compilation)
-            with flags, closing(callbacks), self._synchronized():
-                model._fitkit.fit_state.run = self
-                if not kept_in_evaluation(model._weights_module()):
-                    model.train()
-                callbacks.call("on_train_begin", {})
-                self.kept = kept_in_evaluation(model._weights_module())
-                restore(self)
-                logs: dict[str, Any] = {}
-                for epoch in range(arguments.initial_epoch, arguments.epochs):
-                    logs = self._epoch(epoch, callbacks, logs)
-                    if model.stop_training:
-                        break
-                callbacks.call("on_train_end", logs)
-                model.history = self.history  # a callback may have called fit, too
-                model._fitkit.fit_state.progress = self.progress()
-                self.strategy.end_training()
-        except BaseException as error:
-            tell_of(error, callbacks)
-            raise
-        finally:
-            model._fitkit.fit_state.run = None
-            model.untoggle_optimizer(self.optimizers[0])
-            if self.warm_up is not None:
-                self.warm_up.end()
-            self.strategy.finish()
-            if trained != model._fitkit.fit_state.trains:
-                model._fitkit.fit_state.train() if trained else model._fitkit.fit_state.eval()
-        return self.history
-
-    @contextlib.contextmanager
-    def _synchronized(self) -> Iterator[None]:
-        """Let batch normalisation see all ranks' batches, where `compile` asked for that."""
-        if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
-            raise ConfigurationError(
-                f"sync_batchnorm=True can't be kept under strategy={self.strategy.name!r} with "
-                f"{self.strategy.replicas} replicas in one process. Write strategy='ddp', where "
-                "each device has a process of its own."
-            )
-        if not self.compilation.sync_batchnorm or self.collectives.world_size == 1:
-            yield
-            return
-        with synchronized(self.model) as self.step.synchronization:
-            yield
-
-    def _own_callbacks(self) -> list[Callback]:
-        """The history, after what `compile` has asked to be measured."""
+    def own_callbacks(self) -> list[Callback]:
+        """Give the history, after what `compile` has asked to be measured."""
         measured = self.compilation.log_gpu_memory
         watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
         return [*watch, self.history]
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         """Say once where the training runs, unless that is a CPU alone, and what an update sees."""
         ranks, size = self.collectives.world_size, self.source.batch_size
         replicas, device = self.strategy.replicas, self.strategy.device
@@ -268,63 +231,129 @@ class Fit:
         where = device if ranks * replicas == 1 else device.type
         print(f"{what} on {where}{batch}", flush=True)
 
-    def _epoch(self, epoch: int, callbacks: CallbackList, last: dict[str, Any]) -> dict[str, Any]:
-        """One epoch; its logs, or the last epoch's where the data have run out."""
-        self.kept = to_training(self.model, self.kept)
-        self.model.current_epoch = epoch
+    @contextlib.contextmanager
+    def batch_norms_synchronized(self) -> Iterator[None]:
+        """Let batch normalisation see all ranks' batches, where `compile` asked for that."""
+        if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
+            raise ConfigurationError(
+                f"sync_batchnorm=True can't be kept under strategy={self.strategy.name!r} with "
+                f"{self.strategy.replicas} replicas in one process. Write strategy='ddp', where "
+                "each device has a process of its own."
+            )
+        if not self.compilation.sync_batchnorm or self.collectives.world_size == 1:
+            yield
+            return
+        with synchronized(self.model) as self.step.synchronization:
+            yield
+
+    def run_epoch(
+        self, epoch: int, callbacks: CallbackList, last: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Train for an epoch, validate, and tell the callbacks.
+
+        Returns:
+            The epoch's logs; the last epoch's where the data have run out.
+
+        Raises:
+            ConfigurationError: no batch of the epoch had rows.
+        """
+        model, context, step, learn = self.model, self.context, self.step, self.learn
+        state, logbook = model._fitkit.fit_state, self.step.logbook
+        self.kept = to_training(model, self.kept)
+        model.current_epoch = epoch
         self.steps_done = done = self.steps_before
         resumes = self.resumed is not None and epoch == self.resumed.epoch
         if resumes and not done:
             self._go_on_drawing()
-        self.step.begin()
+        step.begin()
         begun = resumes and done > 0
-        with self.model._fitkit.fit_state.settings_kept() if begun else contextlib.nullcontext():
+        with state.settings_kept() if begun else contextlib.nullcontext():
             callbacks.call("on_epoch_begin", epoch, {})
         self.epoch, self.logs = epoch, None
         self._follow_freezing()
-        self.model._fitkit.fit_state.train(
-            self.model._fitkit.fit_state.stored_weights if begun else None
-        )
+        state.train(state.stored_weights if begun else None)
         if begun:
             self._go_on_drawing()
-        batches = self.step.mover.fed(self.stream.epoch(done))
+
+        begin = callbacks.hooks("on_train_batch_begin")
+        end = callbacks.hooks("on_train_batch_end")
+        # Batches between two calls of these hooks, counted from the epoch's begin: a training that
+        # was cut within a group goes on with its rest.
         group = self.compilation.steps_per_execution
-        with running(self.model, self.stage):
-            steps = train_batches(
-                batches,
-                self.stage,
-                self.step,
-                self.learn,
-                callbacks,
-                self._stops_now(),
-                self.note,
-                done,
-                group,
-            )
-            if self._ran_out(epoch, steps):
+        asks_ranks = self._asks_ranks()
+        index, empty = done - 1, 0
+        waits = False  # the group's batches so far, for the hooks at its end
+        with running(model, context):
+            batches = learn.watch(step.mover.fed(self.stream.epoch(done)))
+            for index, batch in enumerate(batches, done):
+                if batch is NoRows:  # it has its number, and no more: no step, no hook
+                    empty += 1
+                else:
+                    if begin and not waits:
+                        context.open(begin, index, {})
+                    learn(batch, index)
+                    if context.waiting:
+                        context.take_waiting()
+                    if index == done + empty:
+                        step.after_first()
+                    waits = True
+                if end:
+                    self.note(index + 1)  # before anybody acts at the batch's end
+                if not waits or (index + 1) % group:
+                    continue
+                waits = False
+                if end:
+                    logs = LazyLogs(logbook.results, logbook.loss.last)
+                    for hook in end:
+                        hook(index, logs)
+                if self._any_stops() if asks_ranks else model.stop_training:
+                    break
+            if waits:
+                logs = LazyLogs(logbook.results, logbook.loss.last)
+                for hook in end:
+                    hook(index, logs)
+            learn.finish()
+            self.note(index + 1)
+            if empty and empty == index + 1:
+                raise ConfigurationError(
+                    f"x is empty: none of the epoch's {empty} batches has rows."
+                )
+            logbook.steps = index + 1 - done - empty
+            if self._ran_out(epoch, index + 1):
                 return last
-            if steps == done:
+            if index + 1 == done:
                 self._look_at_a_batch()
-            self.step.finish()
+            step.finish()
+
         if self.arguments.weights_by_class is not None:
             self.arguments.weights_by_class.look_back(self.collectives)
         self.strategy.settle()
-        self.model._fitkit.fit_state.eval()
-        logs, _ = reduced(self.step.logbook, self.strategy.shares, self.carried)
+        state.eval()
+        values, _ = reduced(logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0
-        self.model._fitkit.log_names = list(logs)
+        model._fitkit.log_names = list(values)
         if self.held_out is not None and self.arguments.validates_after(epoch):
-            values = self._validate(callbacks)
-            named = {validation_name(name): value for name, value in values.items()}
+            found = self._validate(callbacks)
+            named = {validation_name(name): value for name, value in found.items()}
             # Where a step logs both "x" and "val_x", the latter is meant.
-            logs.update({**named, **{n: v for n, v in values.items() if validation_name(n) == n}})
-        self._warn_of_non_finite(epoch, logs)
-        self._schedule(epoch, logs)
-        self.logs = logs
-        callbacks.call("on_epoch_end", epoch, logs)
+            values.update({**named, **{n: v for n, v in found.items() if validation_name(n) == n}})
+        self._warn_of_non_finite(epoch, values)
+        if self.warm_up is None or self.warm_up.is_over:
+            for plan, move in self.at_epochs:
+                if not plan.watches:
+                    move()
+                elif (epoch + 1) % plan.frequency == 0:
+                    self._watch(plan, epoch, values)
+        self.logs = values
+        callbacks.call("on_epoch_end", epoch, values)
         if self.arguments.callback_list.callbacks:
-            self.model.stop_training = self._any_stops()
-        return logs
+            model.stop_training = self._any_stops()
+        return values
+
+    def note(self, steps: int) -> None:
+        """Take note of how many of the epoch's steps are made."""
+        self.steps_done = steps
+        self.stream.note(steps)
 
     def _warn_of_non_finite(self, epoch: int, logs: dict[str, Any]) -> None:
         """Say once that a loss is no number, on rank 0."""
@@ -365,20 +394,17 @@ class Fit:
         """Whether some rank's callbacks ask to stop."""
         return any(self.collectives.gather(self.model.stop_training))
 
-    def _stops_now(self) -> Callable[[], bool] | None:
-        """What tells after a batch whether to stop.
+    def _asks_ranks(self) -> bool:
+        """Whether ranks ask each other after each batch if one wants to stop.
 
-        On several ranks that takes an exchange, made only where a callback acts at batches that
-        doesn't say it stops alike: nobody else stops one rank's epoch.
+        That takes an exchange, made only where a callback acts at batches that doesn't say it
+        stops alike: nobody else stops one rank's epoch.
         """
-        if self.collectives.world_size == 1:
-            return lambda: self.model.stop_training
-        acts = any(
+        return self.collectives.world_size > 1 and any(
             not callback.stops_alike and overrides(callback, hook)
             for callback in self.arguments.callback_list.callbacks
             for hook in BATCH_HOOKS
         )
-        return self._any_stops if acts else lambda: self.model.stop_training
 
     def _ran_out(self, epoch: int, batches: int) -> bool:
         """Whether an epoch got no batches; fewer than asked end the training, with a warning."""
@@ -393,52 +419,38 @@ class Fit:
         return batches == 0
 
     def _validate(self, callbacks: CallbackList) -> dict[str, Any]:
-        """The values of a pass over the validation data."""
+        """Pass over the validation data; its values."""
         assert self.held_out is not None
         if self.validation is None:
             self.validation = step_for(
                 self.model,
-                self.compilation,
                 "validation",
                 all_targets=[self.held_out.target],
                 source=self.held_out,
                 name="validation_data",
             )
             self.validation[1].mover.keep(self.held_out)
-        stage, step = self.validation
+        context, step = self.validation
         with modes_restored(self.model):
             return evaluate_source(
                 self.model,
-                self.compilation,
                 self.held_out,
                 self.arguments.validation_steps,
-                stage,
+                context,
                 step,
                 callbacks,
                 name="validation_data",
             )
 
-    def _schedule(self, epoch: int, logs: dict[str, Any]) -> None:
-        """The schedulers' steps at an epoch's end."""
-        if self.warm_up is not None and not self.warm_up.is_over:
-            return
-        for plan, move in self.at_epochs:
-            if not plan.watches:
-                move()
-            elif (epoch + 1) % plan.frequency == 0:
-                self._watch(plan, epoch, logs)
-
     def _watch(self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any]) -> None:
-        """Give a scheduler the value that it watches."""
+        """Give a scheduler the value that it watches; refuse an epoch without, or say it once."""
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
-        waits = self.held_out is not None and not self.arguments.validates_after(epoch)
         if watched in logs:
             plan.scheduler.step(logs[watched])
-        elif not (waits and VALIDATION_NAME.match(watched)):
-            self._tell_of_missing(plan, watched, logs)
-
-    def _tell_of_missing(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
-        """Refuse an epoch without the value that a scheduler watches, or say it once."""
+            return
+        waits = self.held_out is not None and not self.arguments.validates_after(epoch)
+        if waits and VALIDATION_NAME.match(watched):
+            return
         names = ", ".join(logs)
         if plan.monitor is not None:
             problem = f"lr_scheduler monitors {watched!r}, but the logs have {names}."
@@ -453,7 +465,103 @@ class Fit:
             self.told.append(plan)
             warn(f"{problem} The scheduler waits until there is one.")
 
-    def _params(self) -> dict[str, Any]:
+    def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
+        """The warm-up, from its beginning or from where it was."""
+        before = None if self.resumed is None else self.resumed.warm_up
+        begins = self.arguments.initial_epoch == 0 if self.resumed is None else before is not None
+        epochs = self.compilation.warmup_epochs if begins else None
+        found = warm_up(self.model._fitkit.fit_state.groups, epochs, steps, factor)
+        if found is not None and before is not None:
+            found.go_on(before)
+        return found
+
+    @property
+    def is_between_groups(self) -> bool:
+        """Whether no batch waits for others to make an update with it, so that a save is whole."""
+        return self.learn.is_between_groups
+
+    def contents(self, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
+
+        Args:
+            spread: whether what is spread over ranks stays so, for a folder.
+
+        Ranks:
+            Collective.
+        """
+        return contents(self.model, spread=spread)
+
+    def weights(self, *, spread: bool = False) -> dict[str, Any]:
+        """The weights in a checkpoint, as `contents` gives them."""
+        return weights_of(self.model, spread=spread)
+
+    def _take_place(self, progress: Progress) -> None:
+        """Go on in the data where a training was cut."""
+        rank = self.collectives.rank
+        warn_of_other_ranks(progress, self.collectives.world_size)
+        check_data(self.source, progress)
+        place = self.stream.place
+        place.number, place.batches = progress.number, progress.batches
+        # Where there are more ranks than before, rank 0's has all that an order follows from.
+        place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
+        set_seed_of(self.source, progress.seed)
+        self.stream.take_loader_state(progress.loader)
+        ranks = progress.shares or len(progress.random)
+        self.steps_before = -(-progress.steps * ranks // self.shares)
+        self.carried = progress.noted if progress.steps else []
+
+    def progress(self) -> Progress:
+        """Where the training is.
+
+        Ranks:
+            Collective.
+        """
+        if not self.is_between_groups:
+            every = self.model._fitkit.fit_state.accumulate
+            raise ConfigurationError(
+                f"A checkpoint can't be saved while batches wait for others to make an update: "
+                f"{every} make one. Save after a batch for which (batch + 1) % {every} == 0, or by "
+                "fitkit.callbacks.ModelCheckpoint, which waits."
+            )
+        ended = self.logs is not None
+        is_between = ended or self.steps_done == 0
+        noted: dict[str, Any] = {}
+        if not is_between:
+            steps = self.steps_done - self.steps_before
+            noted = noted_by(self.step.logbook, steps, self.collectives.rank)
+        place = self.stream.place
+        drawn = random_state(self.stream.generators)
+        everyones = self.collectives.gather((place.began, drawn))
+        # Ranks of one share have noted the same.
+        noted_by_share = self.strategy.shares.gather(noted)
+        new_pass = ended and self.arguments.steps_per_epoch is None
+        epochs, values = list(self.history.epoch), copy_lists(self.history.history)
+        if self.logs is not None and self.epoch not in epochs:
+            # The history comes after the callbacks, one of which may be asking.
+            epochs.append(self.epoch)
+            for name, value in self.logs.items():
+                values.setdefault(name, []).append(value)
+        # A warm-up that is over would set the rates anew, which a scheduler has changed since.
+        warms_up = self.warm_up is not None and not self.warm_up.is_over
+        return Progress(
+            epoch=self.epoch + ended,
+            steps=0 if is_between else self.steps_done,
+            number=place.number + new_pass,
+            batches=0 if new_pass else place.batches,
+            began=[began for began, _ in everyones],
+            random=[random for _, random in everyones],
+            seed=seed_of(self.source),
+            loader=self.stream.loader_state(ends_pass=new_pass),
+            noted=[] if is_between else [*self.carried, *noted_by_share],
+            history={"epoch": epochs, "history": values},
+            warm_up=self.warm_up.state() if warms_up and self.warm_up is not None else None,
+            callbacks=states_of(self.arguments.callback_list.callbacks),
+            data=kind_of_data(self.source),
+            shares=self.shares,
+        )
+
+    def params(self) -> dict[str, Any]:
+        """What callbacks are told of this call."""
         arguments = self.arguments
         validation = self.held_out.steps if self.held_out is not None else None
         return {
@@ -473,82 +581,3 @@ class Fit:
 def validation_name(name: str) -> str:
     """A validation's value among an epoch's; what a step logs as `val_loss` or `valid/f1` stays."""
     return name if VALIDATION_NAME.match(name) else f"val_{name}"
-
-
-def run_fit(model: Module, compilation: Compilation, arguments: FitArguments) -> History:
-    """`fit` on this rank."""
-    size = None if arguments.source is None else arguments.source.batch_size
-    explained = memory_explained(model, compilation, "fit", size)
-    with unchanged_on_error(model), net_prepared(model, compilation), explained:
-        return Fit(model, compilation, arguments).run()
-
-
-def train_batches(
-    batches: Iterator[Any],
-    stage: StepContext,
-    step: Step,
-    learn: Learning,
-    callbacks: CallbackList,
-    stops: Callable[[], bool] | None,
-    note: Callable[[int], None],
-    done: int = 0,
-    group: int = 1,
-) -> int:
-    """Train on an epoch's batches.
-
-    Args:
-        stage: takes what hooks log.
-        step: keeps the running values.
-        learn: makes the updates.
-        stops: whether some rank wants to stop; asked after each group. None where nobody can.
-        note: takes the number of steps made, before anybody acts at a batch's end.
-        done: how many of the epoch's steps were made before it was cut.
-        group: batches between two calls of the batch hooks, counted from the epoch's begin: a
-            training that was cut within a group goes on with its rest.
-
-    Returns:
-        How many batches of the epoch were read.
-
-    Raises:
-        ConfigurationError: no batch of the epoch had rows.
-    """
-    begin = callbacks.hooks("on_train_batch_begin")
-    end = callbacks.hooks("on_train_batch_end")
-    logbook = step.logbook
-    results = logbook.results
-    index = done - 1
-    empty = 0
-    waits = False  # the group's batches so far, for the hooks at its end
-    for index, batch in enumerate(learn.watch(batches), done):
-        if batch is NoRows:
-            empty += 1
-        else:
-            if begin and not waits:
-                stage.open(begin, index, {})
-            learn(batch, index)
-            if stage.waiting:
-                stage.take_waiting()
-            if index == done + empty:
-                step.after_first()
-            waits = True
-        if end:
-            note(index + 1)
-        if not waits or (index + 1) % group:
-            continue
-        waits = False
-        if end:
-            logs = LazyLogs(results, logbook.loss.last)
-            for hook in end:
-                hook(index, logs)
-        if stops is not None and stops():
-            break
-    if waits:
-        logs = LazyLogs(results, logbook.loss.last)
-        for hook in end:
-            hook(index, logs)
-    learn.finish()
-    note(index + 1)
-    if empty and empty == index + 1:
-        raise ConfigurationError(f"x is empty: none of the epoch's {empty} batches has rows.")
-    logbook.steps = index + 1 - done - empty
-    return index + 1

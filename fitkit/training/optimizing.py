@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 from fitkit.hooks import overridden
+from fitkit.module import Module
 from fitkit.optimizers import (
     OptimizerChoice,
     check_trainable,
@@ -29,10 +30,6 @@ from fitkit.schedulers import SchedulerChoice, own_interval
 from fitkit.training.check_state import check_scheduler_state
 from fitkit.training.resume import Progress
 from fitkit.training.settings import Compilation
-
-if TYPE_CHECKING:
-    from fitkit.training.fit import Fit
-
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -270,7 +267,7 @@ class FitState:
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
     stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    run: Fit | None = None
+    run: Any = None
     progress: Progress | None = None
     stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -281,7 +278,7 @@ class FitState:
         """What a copy gets: all but the run."""
         return {**self.__dict__, "run": None}
 
-    def optimizers_for(self, model: Any, compilation: Compilation) -> list[Optimizer]:
+    def optimizers_for(self, model: Module) -> list[Optimizer]:
         """The optimizers over the model's parameters.
 
         One that was made from a name is made anew where parameters have been replaced since;
@@ -291,6 +288,7 @@ class FitState:
             ConfigurationError: it can't be made, nothing can learn, or an instance holds
                 parameters that are no longer the model's.
         """
+        compilation = model._fitkit.compilation
         choice = compilation.optimizer
         own = {id(parameter) for parameter in compilation.trainable(model)}
         held = [parameter for optimizer in self.optimizers for parameter in held_by(optimizer)]
@@ -303,8 +301,8 @@ class FitState:
             )
             self.drop_optimizers()
         if not self.optimizers:
-            if configures_its_own(model, compilation):
-                self._configure(model, compilation)
+            if configures_its_own(model):
+                self._configure(model)
             else:
                 self.optimizers = [choice.build(compilation.trainable(model))]
                 if choice.is_name:
@@ -313,8 +311,9 @@ class FitState:
             _warn_of_idle_loss(compilation, self.optimizers)
         return self.optimizers
 
-    def _configure(self, model: Any, compilation: Compilation) -> None:
+    def _configure(self, model: Module) -> None:
         """Take what the model's own `configure_optimizers` gives."""
+        compilation = model._fitkit.compilation
         check_trainable(list(model.parameters()))
         for name in ("learning_rate", "lr_scheduler"):
             if compilation.given[name] is not None:
@@ -330,8 +329,7 @@ class FitState:
 
     def schedulers_for(
         self,
-        model: torch.nn.Module,
-        compilation: Compilation,
+        model: Module,
         *,
         epochs: int,
         initial_epoch: int,
@@ -350,8 +348,8 @@ class FitState:
             steps: updates in an epoch; None where unknown.
             resumes: whether a fit goes on that was cut.
         """
-        optimizers = self.optimizers_for(model, compilation)
-        choice = compilation.scheduler
+        optimizers = self.optimizers_for(model)
+        choice = model._fitkit.compilation.scheduler
         begins_anew = choice is not None and choice.follows_fit and not resumes
         if choice is not None and (choice.follows_fit or not self.schedulers):
             self._make_scheduler(choice, optimizers[0], epochs, steps, begins_anew)
@@ -595,9 +593,11 @@ KEPT = (
 """What `snapshot` keeps."""
 
 
-def configures_its_own(model: Any, compilation: Compilation) -> bool:
+def configures_its_own(model: Module) -> bool:
     """Whether the model's `configure_optimizers` makes the optimizers."""
-    return not compilation.names_optimizer and overridden(model, "configure_optimizers")
+    return not model._fitkit.compilation.names_optimizer and overridden(
+        model, "configure_optimizers"
+    )
 
 
 def warn_of_flags(model: torch.nn.Module) -> None:

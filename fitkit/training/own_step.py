@@ -7,7 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,11 +26,8 @@ from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.logging_options import LogOptions, is_metric
 from fitkit.losses import Count, Term, checked_count
 from fitkit.module import Module
-from fitkit.training.log import Logbook, Logged
-from fitkit.training.step import CompiledStep, Mover, PredictStep, caller_of, moved_by, mover_of
-
-if TYPE_CHECKING:
-    from fitkit.training.settings import Compilation
+from fitkit.training.log import Logged
+from fitkit.training.step import CompiledStep, PredictStep, moved_by
 
 
 @dataclasses.dataclass
@@ -117,10 +114,10 @@ class StepContext:
 
 
 class StepContexts:
-    """The stages that run on a model: one a thread. A copy of a model gets none of them.
+    """What runs on a model: a context a thread. A copy of a model gets none of them.
 
     Attributes:
-        by_thread: the stages, by their threads' numbers.
+        by_thread: the contexts, by their threads' numbers.
         placing: held while the model is brought to its device, which one thread does at a time.
     """
 
@@ -133,27 +130,27 @@ class StepContexts:
 
     @property
     def current(self) -> StepContext | None:
-        """This thread's stage; in a thread that only helps (a replica's, or autograd's) that of
+        """This thread's context; in a thread that only helps (a replica's, or autograd's) that of
         the thread that it helps, where one alone can be meant."""
         found = self.by_thread.get(threading.get_ident())
-        if found is None and len(stages := list(self.by_thread.values())) == 1:
-            return stages[0]
+        if found is None and len(contexts := list(self.by_thread.values())) == 1:
+            return contexts[0]
         return found
 
 
 @contextlib.contextmanager
-def running(model: Module, stage: StepContext) -> Iterator[StepContext]:
-    """Make a stage the model's current one in this thread; calls of verbs may nest."""
-    stages, thread = model._fitkit.contexts.by_thread, threading.get_ident()
-    before = stages.get(thread)
-    stages[thread] = stage
+def running(model: Module, context: StepContext) -> Iterator[StepContext]:
+    """Make a context the model's current one in this thread; calls of verbs may nest."""
+    contexts, thread = model._fitkit.contexts.by_thread, threading.get_ident()
+    before = contexts.get(thread)
+    contexts[thread] = context
     try:
-        yield stage
+        yield context
     finally:
         if before is None:
-            del stages[thread]
+            del contexts[thread]
         else:
-            stages[thread] = before
+            contexts[thread] = before
 
 
 class OwnStep:
@@ -161,13 +158,8 @@ class OwnStep:
 
     Args:
         model: whose hooks they are.
-        stage: what the hooks need to know.
+        context: what the hooks need to know.
         door: the way into them.
-        mover: brings a batch to the device.
-        logbook: where losses and logged values are noted.
-        collectives: what the ranks exchange logged values by.
-        around: surrounds each step (the precision's autocast).
-        optional_loss: whether a training step may return anything (manual optimization).
 
     Attributes:
         samples: of the last batch on this rank; 0 where it only filled a place.
@@ -177,46 +169,40 @@ class OwnStep:
         outputs: what the steps returned; None where nobody wants it.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        stage: StepContext,
-        door: Door,
-        mover: Mover,
-        logbook: Logbook,
-        collectives: Collectives,
-        around: Any = contextlib.nullcontext,
-        *,
-        optional_loss: bool = False,
-    ) -> None:
+    def __init__(self, model: Module, context: StepContext, door: Door) -> None:
+        assert context.compiled is not None
+        stage, strategy = context.name, model._fitkit.compilation.strategy
         self.model = model
-        self.stage = stage
+        self.context = context
         self.door = door
-        self.mover = mover
-        self.logbook = logbook
+        self.mover = context.compiled.mover
+        self.logbook = context.compiled.logbook
         self.samples = 0
         self.total = 0
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.may_count, self.is_part = True, False
         self.outputs: list[Any] | None = None
-        self._collectives = collectives
-        self._around = around
-        self._method = f"{stage.name}_step"
-        self._arguments = step_arguments(model, self._method)
-        self._end = getattr(model, f"{stage.name}_step_end")
-        self._has_end = overridden(model, f"{stage.name}_step_end")
-        self._moves = overridden(model, "transfer_batch_to_device")
-        self._needs_loss = stage.name == "training" and not optional_loss
         self.synchronization: Synchronization | None = None
+        self._ranks: Collectives = strategy.shares
+        self._around = partial(strategy.precision.forward, strategy.device.type)
+        self._method = f"{stage}_step"
+        self._arguments = step_arguments(model, self._method)
+        self._enter = entry_of(model, door, self._method)
+        self._end = getattr(model, f"{stage}_step_end")
+        self._has_end = overridden(model, f"{stage}_step_end")
+        # A transfer of the model's own is part of what enters through the door: under dp each
+        # replica brings its part to its own device.
+        self._moves = overridden(model, "transfer_batch_to_device")
+        self._needs_loss = stage == "training" and model.automatic_optimization
         self._is_first = True
-        self._keeps = overridden(model, f"{stage.name}_epoch_end")
+        self._keeps = overridden(model, f"{stage}_epoch_end")
         self.begin()
 
     def begin(self) -> None:
         """Begin a new pass."""
         self.logbook.reset()
-        self.stage.seen = 0
+        self.context.seen = 0
         self.outputs = [] if self._keeps else None
 
     def finish(self) -> None:
@@ -225,17 +211,17 @@ class OwnStep:
         if self.outputs is None:
             return
         outputs, self.outputs = self.outputs, []
-        stage = self.stage
-        stage.is_filler, stage.is_over = False, True
+        context = self.context
+        context.is_filler, context.is_over = False, True
         try:
-            getattr(self.model, f"{stage.name}_epoch_end")(outputs)
+            getattr(self.model, f"{context.name}_epoch_end")(outputs)
         finally:
-            stage.is_over = False
+            context.is_over = False
 
     def _warn_of_silence(self) -> None:
         """Say what an epoch shows of things that went nowhere."""
-        compiled = self.stage.compiled
-        if self._needs_loss and self.stage.seen and self.logbook.loss.last is None:
+        compiled = self.context.compiled
+        if self._needs_loss and self.context.seen and self.logbook.loss.last is None:
             warn(
                 "training_step returned None for every batch, so nothing was learned. Return the "
                 "loss."
@@ -246,74 +232,69 @@ class OwnStep:
                 "weights count only in super().training_step."
             )
 
-    def __call__(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor | None:
+    def __call__(
+        self, batch: Any, index: int, optimizer_idx: int = 0, *, notes: bool = True
+    ) -> torch.Tensor | None:
         """The batch's loss, if it has one, noted in the logbook.
+
+        Args:
+            notes: whether the batch counts; else it leaves no trace but its gradients.
 
         Raises:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
-        stage = self.stage
+        context = self.context
         share = batch if type(batch) is Share else None
         batch = batch if share is None else share.batch
         self.samples = self.total = samples_of(batch)
         if share is not None:
             self.samples, self.total = share.count, share.total
-        stage.samples, stage.is_filler = self.samples, share is not None and share.count == 0
+        context.samples, is_filler = self.samples, share is not None and share.count == 0
+        context.is_filler = is_filler or not notes
         if self.synchronization is not None:
-            self.synchronization.counts = not stage.is_filler
-        if stage.waiting:
-            stage.take_waiting()  # before the ranks exchange the step's values
-        keeping = _metrics_kept(self.model) if stage.is_filler else contextlib.nullcontext()
-        with keeping:
-            outputs = self._run(batch, index, optimizer_idx)
+            self.synchronization.counts = not is_filler
+        if context.waiting and notes:
+            context.take_waiting()  # before the ranks exchange the step's values
+        values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
+        arguments = [values[name] for name in self._arguments]
+        with _metrics_kept(self.model) if context.is_filler else contextlib.nullcontext():
+            with self._around():
+                outputs = self._enter(
+                    batch if self._moves else self.mover.transfer(batch), *arguments
+                )
+                if self._has_end:
+                    outputs = self._end(outputs)
+                elif self.door.weights is not None:
+                    outputs = with_mean_loss(outputs, self.door.weights)
+            if self._is_first:
+                self.mover.transfer.settle()
             loss = self._loss(outputs)
-        if stage.is_filler:
+        context.is_filler = is_filler
+        if not notes:
+            return loss
+        if is_filler:
             self.count = None if self.count is None else 0
             self.logbook.fillers += 1
         else:
-            stage.seen += self.samples
+            context.seen += self.samples
             if loss is not None:
                 weight = self.samples if self.count is None else self.count
                 self.logbook.loss.add(loss.detach(), weight)
             if self.outputs is not None:
-                self.outputs.append(_kept(outputs, training=stage.name == "training"))
-        if stage.name == "training":  # elsewhere ranks may make unequal numbers of steps
-            stage.logged.exchange(self._collectives, is_filler=stage.is_filler)
+                self.outputs.append(_kept(outputs, training=context.name == "training"))
+        if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
+            context.logged.exchange(self._ranks, is_filler=is_filler)
         return loss
 
     def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        stage, is_filler = self.stage, self.stage.is_filler
-        stage.is_filler = True
-        try:
-            with _metrics_kept(self.model):
-                batch = batch.batch if type(batch) is Share else batch
-                loss = self._loss(self._run(batch, index, optimizer_idx))
-        finally:
-            stage.is_filler = is_filler
+        loss = self(batch, index, optimizer_idx, notes=False)
         assert loss is not None
         return loss
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
         self.mover.transfer.put_back()
-
-    def _run(self, batch: Any, index: int, optimizer_idx: int) -> Any:
-        values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
-        arguments = [values[name] for name in self._arguments]
-        door = self.door
-        with self._around():
-            if self._moves:
-                outputs = door("_step_on_device", batch, self._method, *arguments)
-            else:
-                outputs = door(self._method, self.mover.transfer(batch), *arguments)
-            if self._has_end:
-                outputs = self._end(outputs)
-            elif door.weights is not None:
-                outputs = with_mean_loss(outputs, door.weights)
-        if self._is_first:
-            self.mover.transfer.settle()
-        return outputs
 
     def _loss(self, outputs: Any) -> torch.Tensor | None:
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -322,7 +303,7 @@ class OwnStep:
         self.count = self._count(outputs, found)
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             loss = found.reshape(())
-        elif self.stage.name != "training" and isinstance(found, float):
+        elif self.context.name != "training" and isinstance(found, float):
             loss = torch.tensor(found)
         if self._needs_loss and outputs is not None and (self._is_first or loss is None):
             self._check(loss, found, outputs)
@@ -334,7 +315,7 @@ class OwnStep:
         if isinstance(outputs, Mapping) and outputs.get("count") is not None:
             return checked_count(outputs["count"], f"{self._method} returned 'count'")
         self.terms = None
-        compiled = self.stage.compiled
+        compiled = self.context.compiled
         if compiled is None or loss is None or compiled.inside_loss is not loss:
             return None
         self.terms = compiled.terms
@@ -342,8 +323,8 @@ class OwnStep:
 
     def counts_of(self, batch: Any) -> list[float]:
         """As `CompiledStep.counts_of`, where the compiled loss is what the step returns."""
-        assert self.stage.compiled is not None
-        return self.stage.compiled.counts_of(batch)
+        assert self.context.compiled is not None
+        return self.context.compiled.counts_of(batch)
 
     def _check(self, loss: torch.Tensor | None, found: Any, outputs: Any) -> None:
         """Refuse what can't be learned from."""
@@ -414,23 +395,17 @@ class OwnPredictStep:
     """Calls `predict_step` and `predict_step_end`.
 
     Args:
-        model, stage, door, mover, around: as in `OwnStep`.
+        model, context, door: as in `OwnStep`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        stage: StepContext,
-        door: Door,
-        mover: Mover,
-        around: Any = contextlib.nullcontext,
-    ) -> None:
-        self.stage = stage
-        self._door = door
-        self.mover = mover
-        self._transfer = mover.transfer
-        self._around = around
+    def __init__(self, model: Module, context: StepContext, door: Door) -> None:
+        assert context.predicting is not None
+        strategy = model._fitkit.compilation.strategy
+        self.context = context
+        self.mover = context.predicting.mover
+        self._around = partial(strategy.precision.forward, strategy.device.type)
         self._takes_index = "batch_idx" in step_arguments(model, "predict_step")
+        self._enter = entry_of(model, door, "predict_step")
         self._end = model.predict_step_end
         self._moves = overridden(model, "transfer_batch_to_device")
         self._is_first = True
@@ -438,16 +413,13 @@ class OwnPredictStep:
     def __call__(self, batch: Any, index: int = 0) -> Any:
         """The outputs for a batch."""
         arguments = (index,) if self._takes_index else ()
-        self.stage.samples = samples_of(batch)
+        self.context.samples = samples_of(batch)
         with self._around():
-            if self._moves:
-                outputs = self._door("_step_on_device", batch, "predict_step", *arguments)
-            else:
-                outputs = self._door("predict_step", self._transfer(batch), *arguments)
-            outputs = self._end(outputs)
+            moved = batch if self._moves else self.mover.transfer(batch)
+            outputs = self._end(self._enter(moved, *arguments))
         if self._is_first:
-            self._transfer.settle()
-            self._transfer.put_back()
+            self.mover.transfer.settle()
+            self.mover.transfer.put_back()
             self._is_first = False
         return outputs
 
@@ -456,38 +428,23 @@ Step = CompiledStep | OwnStep
 """A batch's step: as `compile` describes it, or by the model's own hooks."""
 
 
-def compiled_step(
-    model: Module,
-    compilation: Compilation,
-    door: Door,
-    class_weights: ClassWeights | None = None,
-    all_targets: list[Any] | None = None,
-    name: str = "x",
-    ranks: Collectives | None = None,
-    *,
-    may_count: bool = True,
-) -> CompiledStep:
-    """A step with its own logbook and meters, so that calls can nest."""
-    strategy = compilation.strategy
-    compilation.loss.to(strategy.device)
-    return CompiledStep(
-        door,
-        caller_of(model),
-        mover_of(model, strategy),
-        strategy.precision,
-        compilation.loss.begin(),
-        Logbook(compilation.metrics.meters()),
-        class_weights,
-        all_targets,
-        name,
-        ranks,
-        may_count=may_count,
-    )
+def entry_of(model: Module, door: Door, method: str) -> Callable[..., Any]:
+    """How to call a step of the model's through a door: the step itself where nothing stands
+    between."""
+    if overridden(model, "transfer_batch_to_device"):
+
+        def enter(batch: Any, *arguments: Any) -> Any:
+            return door("_step_on_device", batch, method, *arguments)
+
+        return enter
+    if type(door) is Door:
+        step: Callable[..., Any] = getattr(model, method)
+        return step
+    return partial(door, method)
 
 
 def step_for(
     model: Module,
-    compilation: Compilation,
     stage: str,
     *,
     class_weights: ClassWeights | None = None,
@@ -496,6 +453,7 @@ def step_for(
     source: Source | None = None,
 ) -> tuple[StepContext, Step]:
     """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
+    compilation = model._fitkit.compilation
     strategy = compilation.strategy
     known = None if source is None else [drawn_from(source)]
     may_count = compilation.loss.may_count(known)
@@ -506,27 +464,22 @@ def step_for(
         door = strategy.door(model)
     else:
         door = strategy.plain_door(model)
-    ranks = strategy.shares if stage == "training" else None
-    compiled = compiled_step(
-        model, compilation, door, class_weights, all_targets, name, ranks, may_count=may_count
+    compiled = CompiledStep(
+        model,
+        door,
+        class_weights=class_weights,
+        all_targets=all_targets,
+        name=name,
+        ranks=strategy.shares if stage == "training" else None,
+        may_count=may_count,
     )
-    running = StepContext(stage, compiled.logbook.logged, compiled)
-    running.transferred = compiled.mover.transfer
+    context = StepContext(stage, compiled.logbook.logged, compiled)
+    context.transferred = compiled.mover.transfer
     by_turns = stage == "training" and not learns_alone(model)
     moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
-        return running, compiled
-    own = OwnStep(
-        model,
-        running,
-        door,
-        compiled.mover,
-        compiled.logbook,
-        strategy.shares,
-        partial(strategy.precision.forward, strategy.device.type),
-        optional_loss=not model.automatic_optimization,
-    )
-    return running, own
+        return context, compiled
+    return context, OwnStep(model, context, door)
 
 
 def learns_alone(model: Module) -> bool:
@@ -534,13 +487,11 @@ def learns_alone(model: Module) -> bool:
     return model.automatic_optimization and len(model._fitkit.fit_state.optimizers) <= 1
 
 
-def predict_step_for(model: Module, compilation: Compilation) -> tuple[StepContext, Any]:
+def predict_step_for(model: Module) -> tuple[StepContext, Any]:
     """The step of `predict`."""
-    strategy = compilation.strategy
-    door, mover = strategy.evaluation_door(model), mover_of(model, strategy)
-    compiled = PredictStep(door, caller_of(model), mover, strategy.precision)
-    stage = StepContext("predict", predicting=compiled, transferred=mover.transfer)
+    door = model._fitkit.compilation.strategy.evaluation_door(model)
+    compiled = PredictStep(model, door)
+    context = StepContext("predict", predicting=compiled, transferred=compiled.mover.transfer)
     if has_own_steps(model, "predict"):
-        around = partial(strategy.precision.forward, strategy.device.type)
-        return stage, OwnPredictStep(model, stage, door, mover, around)
-    return stage, compiled
+        return context, OwnPredictStep(model, context, door)
+    return context, compiled

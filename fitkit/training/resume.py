@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fitkit.arguments import describe
+from fitkit.callbacks import Callback
 from fitkit.data.sharding import whole_of
 from fitkit.errors import CheckpointError, ConfigurationError, warn
-from fitkit.random_states import random_state
-from fitkit.training.log import noted_by
-
-if TYPE_CHECKING:
-    from fitkit.callbacks import Callback
-    from fitkit.training.fit import Fit
 
 
 @dataclasses.dataclass
@@ -130,80 +125,13 @@ def check_data(source: Any, progress: Progress) -> None:
     Raises:
         ConfigurationError: they have another size or order.
     """
-    now = _kind_of_data(source)
+    now = kind_of_data(source)
     if progress.batches and progress.data is not None and progress.data != now:
         raise ConfigurationError(
             f"The training was cut within the data, which had {_words(progress.data)}, but now "
             f"they have {_words(now)}. Give the data as before, or go on from a checkpoint of an "
             "epoch's end."
         )
-
-
-def take_place(run: Fit, progress: Progress) -> None:
-    """Go on in the data where a training was cut."""
-    rank = run.collectives.rank
-    warn_of_other_ranks(progress, run.collectives.world_size)
-    check_data(run.source, progress)
-    place = run.stream.place
-    place.number, place.batches = progress.number, progress.batches
-    # Where there are more ranks than before, rank 0's has all that an order follows from.
-    place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
-    set_seed_of(run.source, progress.seed)
-    run.stream.take_loader_state(progress.loader)
-    run.steps_before = -(-progress.steps * (progress.shares or len(progress.random)) // run.shares)
-    run.carried = progress.noted if progress.steps else []
-
-
-def progress_of(run: Fit) -> Progress:
-    """Where the training is.
-
-    Ranks:
-        Collective.
-    """
-    if not run.is_between_groups:
-        every = run.model._fitkit.fit_state.accumulate
-        raise ConfigurationError(
-            f"A checkpoint can't be saved while batches wait for others to make an update: {every} "
-            f"make one. Save after a batch for which (batch + 1) % {every} == 0, or by "
-            "fitkit.callbacks.ModelCheckpoint, which waits."
-        )
-    is_between = run.logs is not None or run.steps_done == 0
-    book, place = run.step.logbook, run.stream.place
-    noted = (
-        {}
-        if is_between
-        else noted_by(book, run.steps_done - run.steps_before, run.collectives.rank)
-    )
-    told = run.collectives.gather((place.began, random_state(run.stream.generators)))
-    # Ranks of one share have noted the same.
-    noted_by_share = run.strategy.shares.gather(noted)
-    new_pass = run.logs is not None and run.arguments.steps_per_epoch is None
-    epochs, values = list(run.history.epoch), copy_lists(run.history.history)
-    if run.logs is not None and run.epoch not in epochs:
-        # The history comes after the callbacks, one of which may be asking.
-        epochs.append(run.epoch)
-        for name, value in run.logs.items():
-            values.setdefault(name, []).append(value)
-    return Progress(
-        epoch=run.epoch + (run.logs is not None),
-        steps=0 if is_between else run.steps_done,
-        number=place.number + new_pass,
-        batches=0 if new_pass else place.batches,
-        began=[began for began, _ in told],
-        random=[random for _, random in told],
-        seed=seed_of(run.source),
-        loader=run.stream.loader_state(ends_pass=new_pass),
-        noted=[] if is_between else [*run.carried, *noted_by_share],
-        history={"epoch": epochs, "history": values},
-        # One that is over would set the rates anew, which a scheduler has changed since.
-        warm_up=None if run.warm_up is None or run.warm_up.is_over else run.warm_up.state(),
-        callbacks=[
-            {**_kind(callback), "state": callback.state_dict()}
-            for callback in run.arguments.callback_list.callbacks
-        ],
-        data=_kind_of_data(run.source),
-        shares=run.shares,
-    )
 
 
 def _kind(callback: Callback) -> dict[str, Any]:
@@ -213,7 +141,7 @@ def _kind(callback: Callback) -> dict[str, Any]:
     return {"class": type(callback).__name__, "monitor": watched}
 
 
-def _kind_of_data(source: Any) -> dict[str, Any]:
+def kind_of_data(source: Any) -> dict[str, Any]:
     """What the place in the data depends on."""
     whole = whole_of(source)
     return {
@@ -223,18 +151,18 @@ def _kind_of_data(source: Any) -> dict[str, Any]:
     }
 
 
-def restore(run: Fit) -> None:
-    """Give history and callbacks what they had, after their beginning."""
-    progress = run.resumed
-    if progress is None:
-        return
-    run.history.epoch = list(progress.history["epoch"])
-    run.history.history = copy_lists(progress.history["history"])
-    states = list(progress.callbacks)
-    for callback in run.arguments.callback_list.callbacks:
-        kept = next((s for s in states if _kind(callback).items() <= s.items()), None)
+def states_of(callbacks: list[Callback]) -> list[dict[str, Any]]:
+    """Each callback's class, what it watches, and its state."""
+    return [{**_kind(callback), "state": callback.state_dict()} for callback in callbacks]
+
+
+def give_states(callbacks: list[Callback], states: list[dict[str, Any]]) -> None:
+    """Give callbacks the states that `states_of` gave for ones of their kind."""
+    left = list(states)
+    for callback in callbacks:
+        kept = next((state for state in left if _kind(callback).items() <= state.items()), None)
         if kept is not None:
-            states.remove(kept)
+            left.remove(kept)
             _give_state(callback, kept["state"])
 
 

@@ -351,7 +351,7 @@ class FitArguments:
             None if self.class_weight is None else ClassWeights(self.class_weight)
         )
         self.callback_list = CallbackList(self.callbacks)
-        self.source: Source | None = None
+        self.source: Any = None  # a Source, once it is prepared
         self.held_out: Source | None = None
         self.resumed: Progress | None = None
 
@@ -428,10 +428,8 @@ class FitArguments:
     def for_other_ranks(self) -> FitArguments:
         """These as other processes get it: with sources in place of what the user passed."""
         arguments = copy.copy(self)
-        arguments.x = arguments.y = arguments.sample_weight = arguments.validation_data = (
-            arguments.callbacks
-        ) = None
-        assert self.source is not None
+        for name in ("x", "y", "sample_weight", "validation_data", "callbacks"):
+            setattr(arguments, name, None)
         arguments.source = for_other_ranks(self.source)
         arguments.held_out = for_other_ranks(self.held_out)
         return arguments
@@ -442,12 +440,12 @@ class EvaluateArguments:
     """One call of `evaluate` or `predict`: a single pass over data."""
 
     x: Any
-    y: Any
     batch_size: int
     verbose: int | str
-    sample_weight: Any
     steps: int | None
     callbacks: Any
+    y: Any = None
+    sample_weight: Any = None
 
     def __post_init__(self) -> None:
         check_data_type(self.x)
@@ -455,10 +453,10 @@ class EvaluateArguments:
         check_count("steps", self.steps, optional=True)
         chosen_verbose(self.verbose)
         self.callback_list = CallbackList(self.callbacks)
-        self.source: Source | None = None
+        self.source: Any = None  # a Source, once it is prepared
 
     def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
-        """Make the source, before anything runs; as in `FitArguments`, but for any number of samples."""
+        """Make the source, before anything runs; any number of samples will do."""
         self.source = make_source(
             self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
         )

@@ -328,7 +328,7 @@ def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
         return begin_anew
     before = state.snapshot()
     try:
-        optimizers = state.optimizers_for(model, model._fitkit.compilation)
+        optimizers = state.optimizers_for(model)
         classes = [type(optimizer).__name__ for optimizer in optimizers]
         wanted = [entry["class"] for entry in stored]
         if classes != wanted:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
@@ -19,7 +20,6 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import Share
 from fitkit.data.to_device import LABEL_KEYS, CudaStreams, Transfer, fed, keep_on_device
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Door, Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.errors import ConfigurationError
@@ -40,12 +40,8 @@ class CompiledStep:
     batch, so that a step does no more than a hand-written loop does.
 
     Args:
+        model: whose net it is, and what it was compiled with.
         door: the way into the net's forward.
-        caller: how inputs enter it.
-        mover: brings a batch to the device.
-        precision: in which number types the net computes.
-        loss: the compiled loss.
-        logbook: where losses and metrics are noted.
         class_weights: weights by label; training only.
         all_targets: all targets of in-memory data (several data sets': a list), whose labels
             are checked at the first batch, and decide whether an evaluation's losses are joined.
@@ -65,32 +61,30 @@ class CompiledStep:
 
     def __init__(
         self,
+        model: Module,
         door: Door,
-        caller: Caller,
-        mover: Mover,
-        precision: Precision,
-        loss: CompiledLoss,
-        logbook: Logbook,
+        *,
         class_weights: ClassWeights | None = None,
         all_targets: list[Any] | None = None,
         name: str = "x",
         ranks: Collectives | None = None,
-        *,
         may_count: bool = True,
     ) -> None:
+        compilation = model._fitkit.compilation
+        strategy: Strategy = compilation.strategy
         self.door = door
         self.forward = forward_of(door)
-        self.caller = caller
-        self.mover = mover
+        self.caller = caller_of(model)
+        self.mover = mover_of(model)
         self._ranks = ranks
-        self._move = mover.move
-        self._around, self._wide = precision.forward, precision.predictions
-        self._is_plain = precision.is_plain
-        self._kind = mover.transfer.device.type
+        self._move = self.mover.move
+        self._around, self._wide = strategy.precision.forward, strategy.precision.predictions
+        self._kind = strategy.device.type
         self.synchronization: Synchronization | None = None
-        self.loss = loss
-        self.logbook = logbook
-        self.meters = logbook.meters or None
+        compilation.loss.to(strategy.device)
+        self.loss: CompiledLoss = compilation.loss.begin()
+        self.logbook = Logbook(compilation.metrics.meters())
+        self.meters = self.logbook.meters if self.logbook.meters.has_metrics else None
         self.class_weights = class_weights
         self.all_targets = all_targets or []
         self.name = name
@@ -98,19 +92,13 @@ class CompiledStep:
         self.samples = 0
         self.total = 0
         self.may_count = may_count
-        if (own := loss.own) is not None:
+        if (own := self.loss.own) is not None:
             door.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
         self.is_part = False
         self._replicas = threading.Lock()
-
-    @property
-    def is_private(self) -> bool:
-        """Whether the user has no code that a step calls, but the net's; after the first batch."""
-        loss, meters = self.loss, self.meters
-        return not (loss.has_user_code or (meters is not None and meters.has_user_code))
 
     def begin(self) -> None:
         """Begin a new pass."""
@@ -119,7 +107,7 @@ class CompiledStep:
     def finish(self) -> None:
         """End the pass: the metrics count the batches that wait."""
         if self.meters is not None:
-            self.meters.flush()
+            self.meters.settle()
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
@@ -136,7 +124,20 @@ class CompiledStep:
         x, y, weight = self.opened(batch if share is None else share.batch)
         if self.synchronization is not None:
             self.synchronization.counts = share is None or share.count > 0
-        prediction, loss, parts = self.compute(self.forward, x, y, weight)
+        if not self.checked:
+            self._check_batch(x, y, weight)
+        try:
+            with self._around(self._kind):
+                if isinstance(x, torch.Tensor):
+                    prediction = self.forward(x)
+                else:
+                    given, named = self.caller.arguments(x)
+                    prediction = self.forward(*given, **named)
+            prediction = self._wide(prediction)
+            loss, parts = self._losses(prediction, x, y, weight)
+        except Exception as error:
+            self.explain(error, x, y)
+            raise
         self.samples = self.total = samples_in(x, y)
         if share is not None:
             self.samples, self.total = share.count, share.total
@@ -154,57 +155,6 @@ class CompiledStep:
         if self.meters is not None:
             self.meters.update(prediction, y, weight)
         return loss
-
-    def settled(self, first: Any, *, alone: bool) -> Callable[..., Any]:
-        """What notes the same as a call, from an evaluation's second batch on: without what can't
-        change where all batches are rows of the same tensors. It gives nothing; the loss may be
-        computed later, of many batches (`OutputGroup.join_loss`).
-
-        Args:
-            first: the first batch.
-            alone: whether only torch's layers and fitkit's own code run: `may_infer`, `is_private`.
-        """
-        loss = self.loss.direct
-        meters = None if self.meters is None else self.meters.only
-        is_pair = type(first) is tuple and len(first) == 2
-        if not is_pair or loss is None or not self._is_plain or not self.mover.leaves(first):
-            return self
-        if self.class_weights is not None or (self.meters is not None and meters is None):
-            return self
-        forward, add = bare(self.door) if alone else self.forward, self.logbook.loss.add
-        counted = self.loss.counted if self.may_count else None
-        update = of_each = shape = None
-        if meters is not None:
-            update = meters.update
-            of_each = self.loss.of_each(self.all_targets)
-            if of_each is not None:
-                meters.join_loss(of_each, self.mover.transfer.device)
-
-        def step(batch: Any, index: int = 0) -> None:
-            nonlocal shape
-            x, y = batch
-            try:
-                prediction = forward(x)
-                # A prediction of another shape: what doesn't fit shall fail by itself, before
-                # it is joined with others.
-                count: Count = None
-                if counted is not None:
-                    value, count = counted(prediction, y, None, is_part=False)
-                elif of_each is None or prediction.shape != shape:
-                    value, shape = loss(prediction, y), prediction.shape
-            except Exception as error:
-                self._explain(error, x, y)
-                raise
-            self.samples = self.total = samples = y.shape[0]
-            if of_each is None:
-                add(
-                    value.detach() if value.requires_grad else value,
-                    samples if count is None else count,
-                )
-            if update is not None:
-                update(prediction, y, None)
-
-        return step
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
@@ -255,31 +205,38 @@ class CompiledStep:
     def compute(
         self, forward: Callable[..., Any], x: Any, y: Any, weight: Any
     ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
-        """The prediction, the loss and its parts by output; the first batch's checks are made."""
-        is_first = not self.checked
-        if is_first:
-            check_batch(x, weight, self.name)
-            if (
-                self.all_targets and self.all_targets[0] is None
-            ):  # not named by the user, as arrays'
-                warn_of_second_target(y, weight)
+        """The prediction, the loss and its parts by output, by another way into the net."""
+        if not self.checked:
+            self._check_batch(x, y, weight)
         try:
             with self._around(self._kind):
                 prediction = self.caller(forward, x)
             prediction = self._wide(prediction)
-            if is_first:
-                self._ask_for_sum(x, y)
-                self._check(prediction, x, y)
-            if self.may_count:
-                loss, parts = self._counted(prediction, y, weight)
-            else:
-                loss, parts = self.loss(prediction, y, weight)
-            if is_first:
-                self.loss.check_learns(loss)
+            loss, parts = self._losses(prediction, x, y, weight)
         except Exception as error:
-            self._explain(error, x, y)
+            self.explain(error, x, y)
             raise
         return prediction, loss, parts
+
+    def _losses(
+        self, prediction: Any, x: Any, y: Any, weight: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss and its parts by output; the first batch's checks are made."""
+        if self.checked:
+            if self.may_count:
+                return self._counted(prediction, y, weight)
+            return self.loss(prediction, y, weight)
+        self._ask_for_sum(x, y)
+        self._check(prediction, x, y)
+        found = self._losses(prediction, x, y, weight)
+        self.loss.check_learns(found[0])
+        return found
+
+    def _check_batch(self, x: Any, y: Any, weight: Any) -> None:
+        """Refuse a first batch that is none, before the net gets it."""
+        check_batch(x, weight, self.name)
+        if self.all_targets and self.all_targets[0] is None:  # not named by the user, as arrays'
+            warn_of_second_target(y, weight)
 
     def _counted(
         self, prediction: Any, y: Any, weight: Any
@@ -296,7 +253,7 @@ class CompiledStep:
             self.terms = None
             return total_of(terms), {term.name: term.value.detach() for term in terms}
         own, ranks = self.loss.own, self._ranks
-        if own is not None and ranks is not None and not own.is_decided:
+        if own is not None and ranks is not None and not own.is_settled:
             own.count(prediction, y)
             own.agree(ranks)
         loss, count = self.loss.counted(prediction, y, weight, is_part=self.is_part)
@@ -306,12 +263,12 @@ class CompiledStep:
     def _ask_for_sum(self, x: Any, y: Any) -> None:
         """Find out what a net's own loss is the mean over, where it can give its sum, too."""
         own, net = self.loss.own, self.door.net
-        if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
+        if own is None or own.is_settled or not self.caller.takes(x, "num_items_in_batch"):
             return
         with modes_restored(net), torch.no_grad(), self._around(self._kind):
             net.eval()
             mean = self.caller(net, x)
-            own.decide_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
+            own.settle_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
@@ -321,7 +278,8 @@ class CompiledStep:
         counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
         return [float(samples if c is None or not samples else c) for c in counts]
 
-    def _explain(self, error: Exception, x: Any, y: Any) -> None:
+    def explain(self, error: Exception, x: Any, y: Any) -> None:
+        """Raise a clearer error in place of one that a batch caused, where there is one."""
         if y is None and self._had_target:
             raise ConfigurationError(
                 f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
@@ -385,19 +343,17 @@ class PredictStep:
     """Computes the net's outputs for batches.
 
     Args:
-        door, caller, mover, precision: as in `CompiledStep`.
+        model, door: as in `CompiledStep`.
     """
 
-    is_private = True
-
-    def __init__(self, door: Door, caller: Caller, mover: Mover, precision: Precision) -> None:
+    def __init__(self, model: Module, door: Door) -> None:
+        strategy: Strategy = model._fitkit.compilation.strategy
         self.door = door
         self.forward = forward_of(door)
-        self.caller = caller
-        self.mover = mover
-        self._around, self._wide = precision.forward, precision.predictions
-        self._is_plain = precision.is_plain
-        self._kind = mover.transfer.device.type
+        self.caller = caller_of(model)
+        self.mover = mover_of(model)
+        self._around, self._wide = strategy.precision.forward, strategy.precision.predictions
+        self._kind = strategy.device.type
         self.checked = False
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
@@ -417,23 +373,6 @@ class PredictStep:
             self.checked = True
         return outputs
 
-    def settled(self, first: Any, *, alone: bool) -> Callable[..., Any]:
-        """As `CompiledStep.settled`."""
-        is_tensor = type(first) is tuple and isinstance(first[0], torch.Tensor)
-        if not is_tensor or not self._is_plain or not self.mover.leaves(first):
-            return self
-        forward, net = bare(self.door) if alone else self.forward, self.door.net
-
-        def step(batch: Any, index: int = 0) -> Any:
-            x = batch[0]
-            try:
-                return forward(x)
-            except Exception as error:
-                raise_explained(error, net, x, None)
-                raise
-
-        return step
-
     def inside(self, model: Callable[..., Any], batch: Any) -> Any:
         """The outputs of a batch that is on the device, inside a `predict_step`."""
         return self._wide(self.caller(model, unpack(batch)[0]))
@@ -444,7 +383,7 @@ def forward_of(door: Door) -> Callable[..., Any]:
     if type(door) is not Door:
         return partial(door, "")
     model = door.net
-    if not getattr(model, "_is_plain_wrapper", False):
+    if not is_plain_wrapper(model):
         return model
     parts = model._modules
     before, after = model._forward_pre_hooks, model._forward_hooks
@@ -459,11 +398,12 @@ def forward_of(door: Door) -> Callable[..., Any]:
     return forward
 
 
-def bare(door: Door) -> Callable[..., Any]:
-    """The net of a model that hands on to it, where only fitkit's own code would act before."""
-    model: Any = door.net
-    net: Callable[..., Any] = model.net
-    return net
+def is_plain_wrapper(model: nn.Module) -> bool:
+    """Whether a call of a model gives what its net gives, and does nothing else."""
+    kind = type(model)
+    is_ours = getattr(kind, "forward", None) is Module.forward
+    is_ours = is_ours and kind.__call__ is nn.Module.__call__ and "forward" not in vars(model)
+    return is_ours and isinstance(model.net, nn.Module)
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -516,13 +456,16 @@ class Caller:
 
     def __call__(self, net: Callable[..., Any], x: Any) -> Any:
         """What `net` gives for the inputs `x`."""
-        if isinstance(x, torch.Tensor):
-            return net(x)
-        if isinstance(x, Mapping):
-            return net(**x) if self.by_keyword(x) else net(x)
+        given, named = self.arguments(x)
+        return net(*given, **named)
+
+    def arguments(self, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """What the net gets for the inputs `x`: by position, and by keyword."""
+        if isinstance(x, Mapping) and self.by_keyword(x):
+            return (), x
         if isinstance(x, (tuple, list)) and self.by_position(x):
-            return net(*x)
-        return net(x)
+            return x, {}
+        return (x,), {}
 
     def by_keyword(self, x: Mapping[Any, Any]) -> bool:
         """Whether a dict's entries are arguments of their own."""
@@ -566,9 +509,10 @@ def _spreads(forward: Any) -> bool:
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def mover_of(model: Module, strategy: Strategy) -> Mover:
+def mover_of(model: Module) -> Mover:
     """What brings batches to the model's device in the model's dtype."""
-    word = model._fitkit.compilation.memory_format
+    compilation = model._fitkit.compilation
+    strategy, word = compilation.strategy, compilation.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]
     transfer = Transfer(strategy.device, strategy.precision.input_dtype(model), format_of_images)
     own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None

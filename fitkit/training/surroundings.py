@@ -18,18 +18,63 @@ from fitkit.data.sharding import sharded
 from fitkit.data.sources import Source
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
+from fitkit.modes import in_use
 from fitkit.module import Module
-from fitkit.training.settings import MEMORY_FORMATS, Compilation
+from fitkit.training.explain import memory_explained
+from fitkit.training.own_step import StepContext, running
+from fitkit.training.settings import MEMORY_FORMATS
 
-
-def place(model: Module, strategy: Strategy) -> None:
-    """Bring a model to its device, before a call that only computes."""
-    with model._fitkit.contexts.placing:
-        strategy.place(model)
+LEARNING = ("fit", "train_on_batch")
+"""The verbs that change the weights."""
 
 
 @contextlib.contextmanager
-def net_prepared(model: Module, compilation: Compilation) -> Iterator[None]:
+def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Iterator[None]:
+    """Surround a verb's call on a rank, from its first line to its last.
+
+    Torch's flags are as `compile` was told, and the net is compiled and laid out so; an error for
+    lack of memory says what took it. Where the verb learns and fails before its first update, the
+    model is as it was. A verb that only computes finds the model on its device.
+
+    Args:
+        batch_size: samples in a batch; None where the data have their own.
+    """
+    compilation = model._fitkit.compilation
+    with contextlib.ExitStack() as stack:
+        if verb in LEARNING:
+            stack.enter_context(unchanged_on_error(model))
+        stack.enter_context(memory_explained(model, verb, batch_size))
+        stack.enter_context(BENCHMARK.held(compilation.benchmark))
+        stack.enter_context(DETERMINISTIC.held(compilation.deterministic))
+        stack.enter_context(MATMUL_PRECISION.held(compilation.matmul_precision))
+        if verb not in LEARNING:
+            with model._fitkit.contexts.placing:
+                compilation.strategy.place(model)
+        stack.enter_context(net_prepared(model))
+        yield
+
+
+@contextlib.contextmanager
+def evaluating(model: Module, context: StepContext) -> Iterator[None]:
+    """Have a model evaluate meanwhile: its mode, its losses' modes, the weights that evaluate.
+
+    The model's mode stays; whoever began the call puts it back.
+    """
+    with (
+        running(model, context),
+        model._fitkit.fit_state.evaluated(),
+        contextlib.ExitStack() as losses,
+    ):
+        model.eval()
+        if context.name != "predict":
+            for loss in model._fitkit.compilation.loss_modules():
+                losses.enter_context(in_use(loss, "evaluate", alone=False))
+                loss.eval()
+        yield
+
+
+@contextlib.contextmanager
+def net_prepared(model: Module) -> Iterator[None]:
     """Have the net compiled, and the weights of convolutions laid out, as `compile` was told.
 
     The layout is for the length of a call.
@@ -37,6 +82,7 @@ def net_prepared(model: Module, compilation: Compilation) -> Iterator[None]:
     Where an engine decides how weights lie in memory, they stay as they are: the batches' layout
     alone decides there.
     """
+    compilation = model._fitkit.compilation
     compile_on_this_rank(model, compilation.jit_compile)
     word = None if compilation.strategy.has_engine else compilation.memory_format
     try:
@@ -171,18 +217,6 @@ DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_kept)
 MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_kept)
 
 
-@contextlib.contextmanager
-def backend_flags(compilation: Compilation) -> Iterator[None]:
-    """Set torch's flags that `compile` was given: cuDNN's benchmark mode, deterministic algorithms,
-    the precision of matrix products. What it wasn't given stays as it is."""
-    with (
-        BENCHMARK.held(compilation.benchmark),
-        DETERMINISTIC.held(compilation.deterministic),
-        MATMUL_PRECISION.held(compilation.matmul_precision),
-    ):
-        yield
-
-
 def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
     """Compile a model's net with its next call, or let it be as it was.
 
@@ -304,20 +338,19 @@ def match_strides(optimizers: Iterable[Optimizer]) -> None:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def share_of(source: Source | None, compilation: Compilation, *, training: bool) -> Source:
+def share_of(model: Module, source: Source, *, training: bool) -> Source:
     """This rank's part of a source.
 
     Ranks:
         Collective.
     """
-    assert source is not None, "the data were prepared before the launch"
-    strategy: Strategy = compilation.strategy
+    compilation = model._fitkit.compilation
     return sharded(
         source,
-        strategy.shares,
+        compilation.strategy.shares,
         training=training,
         replace_sampler=compilation.replace_sampler,
-        scatter=strategy.reads_on_rank_zero,
+        scatter=compilation.strategy.reads_on_rank_zero,
     )
 
 
@@ -339,15 +372,11 @@ def with_own(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackL
     return CallbackList(sorted(together, key=place))
 
 
-@contextlib.contextmanager
-def closing(callbacks: CallbackList) -> Iterator[None]:
-    """Give the terminal back whatever happens."""
-    try:
-        yield
-    finally:
-        for callback in callbacks.callbacks:
-            if isinstance(callback, ProgressBar):
-                callback.close()
+def close_bars(callbacks: CallbackList) -> None:
+    """Give the terminal back, whatever has happened."""
+    for callback in callbacks.callbacks:
+        if isinstance(callback, ProgressBar):
+            callback.close()
 
 
 def tell_of(error: BaseException, callbacks: CallbackList) -> None:

@@ -7,10 +7,10 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -24,30 +24,86 @@ from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count, Term
 from fitkit.losses.compiled import total_of
 from fitkit.module import Module
-from fitkit.optimizers import check_trainable, fuse, held_by, needs_closure, unfuse_if_unreadable
+from fitkit.optimizers import (
+    check_trainable,
+    fuse,
+    held_by,
+    needs_closure,
+    unfuse_if_unreadable,
+)
 from fitkit.training.optimizing import FitState, configures_its_own
-from fitkit.training.own_step import StepContext
-from fitkit.training.settings import DEFAULTS, Compilation
+from fitkit.training.own_step import Step, StepContext
+from fitkit.training.settings import DEFAULTS
 from fitkit.training.surroundings import match_strides
 
-if TYPE_CHECKING:
-    from fitkit.training.settings import Compilation
+TINY = torch.finfo(torch.float64).tiny
 
 
-class Learning(Protocol):
-    """Learns from one batch after another."""
+def updates_for(
+    model: Module,
+    context: StepContext,
+    step: Step,
+    *,
+    accumulate: int | None = None,
+    after_update: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
+) -> Update | ByTurns | Manual:
+    """What a training batch leads to: one update, one by each optimizer, or what the model does.
 
-    def __call__(self, batch: Any, index: int) -> None: ...
+    Args:
+        context: the training's; manual optimization computes gradients by it.
+        step: computes losses.
+        accumulate: batches of an update, instead of what `compile` was given.
+        after_update: gives for an optimizer what to call after each of its updates.
+    """
+    state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
+    optimizers = ready_optimizers(model)
+    several = len(optimizers) > 1
+    scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
+    state.accumulate = accumulate or model._fitkit.compilation.accumulate_grad_batches
+    updates = [
+        Update(model, step, optimizer, scaling, after_update(optimizer), is_one_of_several=several)
+        for optimizer, scaling in zip_longest(optimizers, scalings)
+    ]
+    if not model.automatic_optimization:
+        check_manual(model)
+        parameters = model._fitkit.compilation.trainable(model)
+        context.backward = partial(_manual_backward, model, step, parameters)
+        return Manual(model, step)
+    takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
+    if several and overridden(model, "training_step") and not takes_turns:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(updates)} optimizers, but training_step doesn't "
+            "ask whose turn it is. Write def training_step(self, batch, batch_idx, optimizer_idx), "
+            "or set automatic_optimization = False and step in it."
+        )
+    return ByTurns(updates, state) if several else updates[0]
 
-    @property
-    def is_between_groups(self) -> bool:
-        """Whether no batch waits for others to make an update with it."""
 
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """An epoch's batches, of which the learning may look at the next ones."""
+def ready_optimizers(model: Module) -> list[Optimizer]:
+    """The model's optimizers, with their states as the parameters are now: about to step."""
+    trainable = model._fitkit.compilation.trainable(model)
+    check_trainable(trainable)
+    optimizers: list[Optimizer] = model._fitkit.fit_state.optimizers_for(model)
+    if _is_named(model):
+        fuse(optimizers[0], model)
+    for optimizer in optimizers:
+        check_fused_state(optimizer)
+        match_state(optimizer)
+        match_strides([optimizer])
+        model._fitkit.compilation.strategy.precision.check_optimizer(optimizer)
+    return optimizers
 
-    def finish(self) -> None:
-        """Make the update of a group of batches that the epoch's end cuts short."""
+
+def _is_named(model: Module) -> bool:
+    """Whether fitkit chose the optimizer's way to compute."""
+    return model._fitkit.compilation.optimizer.is_name and not configures_its_own(model)
+
+
+def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+    """A part's loss; 0 where it is the mean over nothing, which is NaN."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(count > 0, loss, torch.zeros_like(loss))
+    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 class Upcoming:
@@ -72,42 +128,97 @@ class Upcoming:
         return found[:count]
 
 
-class Automatic:
-    """One optimizer's update from each batch (or group of batches).
+class Update:
+    """One optimizer's updates: one from each batch, or from each group of batches.
 
     Args:
-        step: computes the loss.
-        updater: makes the update.
-        alone: whether this is the only rank: a step may leave out a batch then.
+        model: whose parameters learn.
+        step: computes a batch's loss.
+        optimizer: makes the update.
+        scaling: scales losses, where half precision needs that; None elsewhere.
+        after_update: called after each update (a scheduler that counts steps).
+        is_one_of_several: whether other optimizers take turns with this one. Their steps go past
+            the wrapper that averages gradients over the ranks, so that is done here.
+
+    An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
+    what its loss is the mean over (its samples, or the labels that count in it), also where
+    batches differ in length or the last group is short. How much counts on the other ranks is
+    known after the exchange of gradients only: it travels with them where the strategy has a
+    `count_carrier`, else it costs an exchange an update.
+
+    How many batches make an update stands in `FitState.accumulate`, which callbacks change; it
+    holds from the next group on.
+
+    Attributes:
+        backward: computes the gradients of a loss.
     """
 
-    def __init__(self, step: Any, updater: Updater, *, alone: bool) -> None:
+    def __init__(
+        self,
+        model: Module,
+        step: Step,
+        optimizer: Optimizer,
+        scaling: Scaling | None,
+        after_update: Callable[[], Any] | None,
+        *,
+        is_one_of_several: bool,
+    ) -> None:
+        compilation = model._fitkit.compilation
+        strategy: Strategy = compilation.strategy
+        self.optimizer = optimizer
         self._step = step
-        self._updater = updater
-        self._alone = alone
         self._upcoming = Upcoming(iter(()))
-        self.finish = updater.finish
+        self._looks_at_gradients = _is_named(model)
+        # An engine's own update; torch's is called directly.
+        self._engine_update = (
+            strategy.update if type(strategy).update is not Strategy.update else None
+        )
+        acts = type(strategy).after_update is not Strategy.after_update
+        self._after_weights = strategy.after_update if acts else None
+        self._after_update = after_update
+        self._fit_state: FitState = model._fitkit.fit_state
+        self._strategy = strategy
+        self._is_alone = strategy.collectives.world_size == 1
+        self._ranks = strategy.shares.world_size
+        self._scaling = scaling
+        self.backward: Callable[[torch.Tensor], None] = strategy.backward
+        if scaling is not None:
+            self.backward = partial(scaling.backward, through=strategy.backward)
+        self._clip_value = compilation.gradient_clip_val
+        self._clip_algorithm = compilation.gradient_clip_algorithm
+        self._exchanges = is_one_of_several
+        self._parameters = held_by(optimizer) if is_one_of_several else compilation.trainable(model)
+        # A loss's own parameters: their gradients are averaged here, since no strategy knows them.
+        has_outside = self._ranks > 1 and not is_one_of_several
+        self._outside = compilation.loss_parameters() if has_outside else []
+        # What takes a count along with the gradients; those that go past the wrapper have none.
+        self._carrier = None if is_one_of_several else strategy.count_carrier
+        self._batches = 0  # of the group so far
+        self._samples = 0  # of the group so far, on all ranks
+        self._counted: Any = None  # of the group so far, on this rank; None where samples count
+        self._per_sample: float | None = None  # what counts in a sample, roughly: a power of 2
+        self._totals: list[float] | None = None  # of the group and each output, on all ranks
+        self._first = 1  # samples of the group's first step, on all ranks
+        self._takes_closure = needs_closure(optimizer)
+        if self._takes_closure and scaling is not None:
+            raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Take the number of batches for an update that holds now; between two groups."""
+        accumulate = self._fit_state.accumulate
+        if self._takes_closure and accumulate > 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={accumulate} can't be combined with "
+                f"{type(self.optimizer).__name__}, which computes the loss several times a step."
+            )
+        self._accumulate = accumulate
+        self._exchanged = not self._exchanges
 
     @property
     def is_between_groups(self) -> bool:
-        return self._updater.is_between_groups
-
-    def __call__(self, batch: Any, index: int, **optimizer: int) -> None:
-        step, updater = self._step, self._updater
-        updater.clear()
-        step.is_part = updater.sees_parts
-        if updater.accumulates:
-            with updater.around_step():
-                self._learn(step(batch, index, **optimizer))
-        elif updater.takes_closure:
-            loss = step(batch, index, **optimizer)
-            if loss is None:
-                self._learn(None)
-                return
-            again = partial(step.again, batch, index, **optimizer)
-            updater.step_with_closure(loss, again, step.samples, step.total, step.count)
-        else:
-            self._learn(step(batch, index, **optimizer))
+        """Whether no batch waits for others to make an update with it."""
+        return self._batches == 0
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """An epoch's batches, of which the next ones can be looked at."""
@@ -116,368 +227,61 @@ class Automatic:
         self._upcoming = Upcoming(batches)
         return self._upcoming
 
-    def share(self, other: Automatic) -> None:
-        """Look at the same next batches as another learner."""
+    def share(self, other: Update) -> None:
+        """Look at the same next batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
-    def _ahead(self, batches: int) -> list[list[float]]:
-        return [self._step.counts_of(batch) for batch in self._upcoming.peek(batches)]
-
-    def _learn(self, loss: torch.Tensor | None) -> None:
+    def __call__(self, batch: Any, index: int, **optimizer: Any) -> None:
+        """Learn from a batch: compute its loss, and make the update where the group is complete."""
         step = self._step
-        if loss is not None:
-            if step.terms is None:
-                self._updater.step(loss, step.samples, step.total, step.count)
-            else:
-                self._updater.step_terms(step.terms, step.samples, step.total, self._ahead)
-        elif not self._alone:
-            raise ConfigurationError(
-                "training_step returned None, to leave out a batch. Several ranks make each step "
-                "together: return a loss of 0 * (the sum of the net's outputs) instead."
-            )
-
-
-class Alternating:
-    """Several optimizers: each batch is for each of them in turn, or for the one whose turn it is.
-
-    While an optimizer's step runs, only its own parameters need gradients.
-
-    Args:
-        step: computes the loss for an optimizer's number.
-        updaters: one an optimizer.
-        state: holds the optimizers, and for how many batches in a row each is used.
-        alone: as in `Automatic`.
-    """
-
-    def __init__(self, step: Any, updaters: list[Updater], state: FitState, *, alone: bool) -> None:
-        self._learners = [Automatic(step, updater, alone=alone) for updater in updaters]
-        self._optimizers = [updater.optimizer for updater in updaters]
-        self._state = state
-        turns = state.frequencies or []
-        self._turns = [number for number, count in enumerate(turns) for _ in range(count)]
-
-    def __call__(self, batch: Any, index: int) -> None:
-        numbers = range(len(self._learners))
-        if self._turns:
-            turn = self._turns[index % len(self._turns)]
-            numbers = range(turn, turn + 1)
-        for number in numbers:
-            with only_for(self._optimizers[number], self._state):
-                self._learners[number](batch, index, optimizer_idx=number)
-
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        first, *others = self._learners
-        batches = first.watch(batches)
-        for learner in others:
-            learner.share(first)
-        return batches
-
-    @property
-    def is_between_groups(self) -> bool:
-        return all(learner.is_between_groups for learner in self._learners)
-
-    def finish(self) -> None:
-        for learner in self._learners:
-            learner.finish()
-
-
-class Manual:
-    """The step makes the updates itself (`automatic_optimization = False`); they are counted.
-
-    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step`
-    and `second_step`) have made one in each batch after which the weights have changed.
-
-    Args:
-        step: calls the model's `training_step`.
-        state: holds the optimizers, and counts the updates.
-        after_update: called after each step.
-        parameters: all that may learn.
-    """
-
-    def __init__(
-        self,
-        step: Any,
-        state: FitState,
-        after_update: Callable[[], None],
-        parameters: list[torch.nn.Parameter],
-    ) -> None:
-        self._step = step
-        self._state = state
-        self._after_update = after_update
-        self._parameters = parameters
-        self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
-        self._updates_before: int | None = None  # of the epoch; None before its first batch
-        self._has_warned = False
-
-    def __call__(self, batch: Any, index: int) -> None:
-        state, updates = self._state, self._state.updates
-        if self._updates_before is None:
-            self._updates_before = updates
-        versions = None if self._steps_count else self._versions()
-        with state.counting_steps():
-            self._step(batch, index)
-        if state.updates != updates:
-            self._steps_count = True
-        elif versions is not None and versions != self._versions():
-            state.updates += 1
-        for scaling in self._state.scalings:
-            scaling.update()
-        self._after_update()
-
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches
-
-    @property
-    def is_between_groups(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        """Nothing is left over; an epoch without an update is told once."""
-        if self._state.updates == self._updates_before and not self._has_warned:
-            self._has_warned = True
-            warn(
-                "No update was seen in this epoch, so global_step, EMA and what else follows "
-                "updates stand still. One is counted for each optimizer.step() in training_step, "
-                "or for a batch that changes the parameters in place; p.data hides a change."
-            )
-        self._updates_before = None
-
-    def _versions(self) -> list[int]:
-        """What torch counts up with each change in place."""
-        return [parameter._version for parameter in self._parameters]
-
-
-@contextmanager
-def only_for(optimizer: Optimizer, state: FitState) -> Iterator[None]:
-    """Let only an optimizer's own parameters need gradients."""
-    frozen = state.freeze_others(optimizer)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-
-
-def learning_for(
-    model: Module,
-    compilation: Compilation,
-    stage: StepContext,
-    step: Any,
-    updaters: list[Updater],
-) -> Learning:
-    """What a batch leads to, by the model's optimizers.
-
-    Args:
-        stage: the training; manual optimization computes gradients by it.
-        step: computes losses.
-        updaters: one an optimizer.
-    """
-    strategy, state = compilation.strategy, model._fitkit.fit_state
-    if not model.automatic_optimization:
-        check_manual(model, compilation)
-        parameters = compilation.trainable(model)
-
-        def backward(loss: torch.Tensor, count: Count = None, **options: Any) -> None:
-            mine, whole = step.samples, step.total
-            if count is not None and strategy.shares.world_size > 1:
-                mine = float(count)
-                (whole,) = strategy.shares.sums([mine])
-            share = mine * strategy.shares.world_size
-            scaled = loss if share == whole else nothing_if(loss, mine) * (share / whole)
-            if state.scalings:
-                scaled = state.scalings[0].scaler.scale(scaled)
-            scaled.backward(**options)
-            strategy.exchange_gradients(parameters)
-
-        stage.backward = backward
-        return Manual(step, state, strategy.after_update, parameters)
-    alone = strategy.collectives.world_size == 1
-    takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
-    if len(updaters) > 1 and overridden(model, "training_step") and not takes_turns:
-        raise ConfigurationError(
-            f"configure_optimizers returned {len(updaters)} optimizers, but training_step doesn't "
-            "ask whose turn it is. Write def training_step(self, batch, batch_idx, optimizer_idx), "
-            "or set automatic_optimization = False and step in it."
-        )
-    if len(updaters) == 1:
-        return Automatic(step, updaters[0], alone=alone)
-    return Alternating(step, updaters, state, alone=alone)
-
-
-def check_manual(model: Module, compilation: Compilation) -> None:
-    """Refuse what a model that makes its own updates can't be asked for.
-
-    Raises:
-        ConfigurationError: no `training_step`, or options that belong to automatic optimization.
-    """
-    if not overridden(model, "training_step"):
-        raise ConfigurationError(
-            f"{type(model).__name__} has automatic_optimization = False, but no training_step, so "
-            "nobody makes the updates. Define it, or leave automatic_optimization out."
-        )
-    strategy = compilation.strategy
-    if strategy.replicates:
-        raise ConfigurationError(
-            f"automatic_optimization = False can't be kept under strategy={strategy.name!r}: "
-            "training_step runs once for each part of a batch, and each would make an update. "
-            "Write strategy='ddp', or let fit make the updates."
-        )
-    for name in ("gradient_clip_val", "accumulate_grad_batches", "warmup_epochs"):
-        if compilation.given[name] not in (None, 0, DEFAULTS[name]):
-            raise ConfigurationError(
-                f"{name}={compilation.given[name]!r} can't be kept with automatic_optimization = "
-                "False: the updates are made in training_step. Do it there."
-            )
-
-
-TINY = torch.finfo(torch.float64).tiny
-
-
-Ahead = Callable[[int], list[list[float]]]
-"""Gives what each output's loss will be the mean over in so many batches that come next."""
-
-
-def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """A part's loss; 0 where it is the mean over nothing, which is NaN."""
-    if isinstance(count, torch.Tensor):
-        return torch.where(count > 0, loss, torch.zeros_like(loss))
-    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
-
-
-class Updater:
-    """Turns losses into updates of the weights.
-
-    Args:
-        strategy: computes the gradients.
-        fit_state: counts the updates.
-        optimizer: makes the update.
-        parameters: all that may learn; their gradients are cleared before an update's first
-            batch.
-        accumulate: batches whose gradients make one update, to begin with; callbacks change it
-            in `fit_state.accumulate`, from the next group on.
-        clip_value: limit of the gradients' norm or values; None for none.
-        clip_algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
-        after_update: called after each update (a scheduler that counts steps).
-        scaling: scales losses, where half precision needs that; None elsewhere.
-        is_named: whether fitkit chose the optimizer's way to compute.
-        exchanges: whether gradients are averaged over the ranks here, because the steps go past
-            the wrapper that does it otherwise.
-        outside: those of the parameters that aren't the module's but a loss's: their gradients are
-            averaged here, since no strategy knows of them.
-
-    An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
-    what its loss is the mean over (its samples, or the labels that count in it), also where
-    batches differ in length or the last group is short. How much counts on the other ranks is
-    known after the exchange of gradients only: it travels with them where the strategy has a
-    `count_carrier`, else it costs an exchange an update.
-
-    Attributes:
-        backward: computes the gradients of a loss.
-        takes_closure: whether the optimizer computes the loss itself.
-        accumulates: whether several batches make an update.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        fit_state: FitState,
-        optimizer: Optimizer,
-        parameters: list[torch.nn.Parameter],
-        *,
-        accumulate: int = 1,
-        clip_value: float | None = None,
-        clip_algorithm: str = "norm",
-        after_update: Callable[[], Any] | None = None,
-        exchanges: bool = False,
-        scaling: Scaling | None = None,
-        is_named: bool = False,
-        outside: list[torch.nn.Parameter] | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self._looks_at_gradients = is_named
-        # An engine's own update; torch's is called directly.
-        self._engine_update = (
-            strategy.update if type(strategy).update is not Strategy.update else None
-        )
-        self._fit_state = fit_state
-        self._strategy = strategy
-        self._ranks = strategy.shares.world_size
-        self.backward = strategy.backward
-        self._scaling = scaling
-        if scaling is not None:
-            self.backward = partial(scaling.backward, through=strategy.backward)
-        self._parameters = parameters
-        fit_state.accumulate = accumulate
-        self._clip_value = clip_value
-        self._clip_algorithm = clip_algorithm
-        self._after_update = after_update
-        acts = type(strategy).after_update is not Strategy.after_update
-        self._after_weights = strategy.after_update if acts else None
-        self._batches = 0  # of the group so far
-        self._samples = 0  # of the group so far, on all ranks
-        self._counted: Any = None  # of the group so far, on this rank; None where samples count
-        self._per_sample: float | None = None  # what counts in a sample, roughly: a power of 2
-        self._totals: list[float] | None = None  # of the group and each output, on all ranks
-        self._first = 1  # samples of the group's first step, on all ranks
-        self._exchanges = exchanges
-        # What takes a count along with the gradients; those that go past the wrapper have none.
-        self._carrier = None if exchanges else strategy.count_carrier
-        self._outside = [] if self._ranks == 1 else outside or []
-        self.takes_closure = needs_closure(optimizer)
-        if self.takes_closure and scaling is not None:
-            raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        self._regroup(accumulate)
-
-    def _regroup(self, accumulate: int) -> None:
-        """Take another number of batches for an update; between two groups."""
-        if self.takes_closure and accumulate > 1:
-            raise ConfigurationError(
-                f"accumulate_grad_batches={accumulate} can't be combined with "
-                f"{type(self.optimizer).__name__}, which computes the loss several times a step."
-            )
-        self._accumulate = accumulate
-        self._exchanged = not self._exchanges
-        self.accumulates = accumulate > 1
-
-    @property
-    def is_between_groups(self) -> bool:
-        """Whether no batch waits for others to make an update with it."""
-        return self._batches == 0
-
-    def clear(self) -> None:
-        """Drop the gradients, unless a group of batches is being accumulated."""
         if self._batches == 0:
             if self._accumulate != self._fit_state.accumulate:
-                self._regroup(self._fit_state.accumulate)
+                self._regroup()
             for parameter in self._parameters:
                 parameter.grad = None
             if self._carrier is not None:
                 self._carrier.grad = None
+        # Whether a batch is only a part of what an update sees.
+        step.is_part = self._ranks > 1 or self._accumulate > 1
+        if self._accumulate > 1:
+            with self._around_step():
+                self._learn(step(batch, index, **optimizer))
+        elif self._takes_closure:
+            loss = step(batch, index, **optimizer)
+            if loss is None:
+                self._learn(None)
+            else:
+                self._step_with_closure(loss, partial(step.again, batch, index, **optimizer))
+        else:
+            self._learn(step(batch, index, **optimizer))
 
-    def around_step(self) -> AbstractContextManager[Any]:
-        """Surrounds a step: within a group gradients aren't exchanged before its last batch."""
+    def _around_step(self) -> AbstractContextManager[Any]:
+        """Surround a step: within a group gradients aren't exchanged before its last batch."""
         if self._batches + 1 < self._accumulate:
             self._exchanged = False
             return self._strategy.accumulating()
         self._exchanged = not self._exchanges
         return contextlib.nullcontext()
 
-    @property
-    def sees_parts(self) -> bool:
-        """Whether a batch is only a part of what an update sees."""
-        return self._ranks > 1 or self._accumulate > 1
+    def _learn(self, loss: torch.Tensor | None) -> None:
+        """Take the step's loss: the mean over what counts of this rank's batch.
 
-    def step(self, loss: torch.Tensor, samples: int, total: int, count: Count = None) -> None:
-        """Take a batch's loss.
-
-        Args:
-            loss: the mean over what counts on this rank.
-            samples: of this rank's batch; 0 for one that counts for nothing.
-            total: of all ranks' batches. Each sample weighs the same, on whichever rank.
-            count: what the loss is the mean over; None for the samples.
+        Each sample weighs the same, on whichever rank; a batch of 0 samples counts for nothing.
         """
-        if count is not None or self._carrier is not None:
-            self._step_counted(loss, samples if count is None else count, total)
+        step = self._step
+        if loss is None:
+            if not self._is_alone:
+                raise ConfigurationError(
+                    "training_step returned None, to leave out a batch. Several ranks make each "
+                    "step together: return a loss of 0 * (the sum of the net's outputs) instead."
+                )
+            return
+        samples, total = step.samples, step.total
+        if step.terms is not None:
+            self._learn_terms(step.terms, samples, total)
+            return
+        if step.count is not None or self._carrier is not None:
+            self._learn_counted(loss, samples if step.count is None else step.count, total)
             return
         if self._accumulate == 1:
             share = samples * self._ranks
@@ -496,7 +300,7 @@ class Updater:
         if self._batches == self._accumulate:
             self.finish()
 
-    def _step_counted(self, loss: torch.Tensor, count: float | torch.Tensor, total: int) -> None:
+    def _learn_counted(self, loss: torch.Tensor, count: float | torch.Tensor, total: int) -> None:
         """Take a batch's loss that is the mean over `count`, which differs between batches."""
         if self._accumulate == 1 and self._ranks == 1:
             self.backward(loss)
@@ -525,15 +329,10 @@ class Updater:
         (whole,) = self._strategy.shares.sums([float(count)])
         return 2.0 ** round(math.log2(whole / total)) if whole > 0 and total else 1.0
 
-    def step_terms(self, terms: list[Term], samples: int, total: int, ahead: Ahead) -> None:
+    def _learn_terms(self, terms: list[Term], samples: int, total: int) -> None:
         """Take the losses of a batch's several outputs, each the mean over something else.
 
         One factor can't put these right afterwards, so what counts is found out before.
-
-        Args:
-            terms: the outputs' losses.
-            samples, total: as for `step`.
-            ahead: gives what counts in the group's batches that are still to come.
         """
         counts = [samples if term.count is None or not samples else term.count for term in terms]
         if self._accumulate == 1 and self._ranks == 1:
@@ -541,7 +340,8 @@ class Updater:
             self._update()
             return
         if self._totals is None:
-            rest = ahead(self._accumulate - 1) if self._accumulate > 1 else []
+            coming = self._upcoming.peek(self._accumulate - 1) if self._accumulate > 1 else []
+            rest = [self._step.counts_of(batch) for batch in coming]
             sums = [sum(map(float, column)) for column in zip(counts, *rest, strict=True)]
             self._totals = self._strategy.shares.sums(sums)
         weighed = [
@@ -606,24 +406,17 @@ class Updater:
         rounded = whole.round()
         return torch.where((whole - rounded).abs() < 1e-6 * rounded, rounded, whole)
 
-    def step_with_closure(
-        self,
-        loss: torch.Tensor,
-        again: Callable[[], torch.Tensor],
-        samples: int,
-        total: int,
-        count: Count = None,
-    ) -> None:
-        """An update by an optimizer that computes the loss itself, as often as it likes.
+    def _step_with_closure(self, loss: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+        """Make an update by an optimizer that computes the loss itself, as often as it likes.
 
         Args:
             loss: the first evaluation.
             again: gives the loss once more, at changed weights.
-            samples, total, count: as for `step`.
         """
-        mine, whole = float(samples), float(max(total, 1))
-        if count is not None and self._ranks > 1:
-            mine = float(count)
+        step = self._step
+        mine, whole = float(step.samples), float(max(step.total, 1))
+        if step.count is not None and self._ranks > 1:
+            mine = float(step.count)
             whole = max(*self._strategy.shares.sums([mine]), TINY)
         waiting, share = [loss], mine * self._ranks / whole
 
@@ -692,47 +485,155 @@ class Updater:
             self._strategy.clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
 
 
-def updaters_of(
-    model: Module,
-    compilation: Compilation,
-    *,
-    accumulate: int | None = None,
-    after_update: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
-) -> list[Updater]:
-    """What turns the model's losses into updates: one for each optimizer.
+class ByTurns:
+    """Several optimizers: each batch is for each of them in turn, or for the one whose turn it is.
+
+    While an optimizer's step runs, only its own parameters need gradients.
 
     Args:
-        accumulate: instead of what `compile` was given.
-        after_update: gives for an optimizer what to call after each of its updates.
+        updates: one an optimizer; the step computes the loss for an optimizer's number.
+        state: holds the optimizers, and for how many batches in a row each is used.
     """
-    state, strategy = model._fitkit.fit_state, compilation.strategy
-    trainable = compilation.trainable(model)
-    check_trainable(trainable)
-    optimizers = state.optimizers_for(model, compilation)
-    is_named = compilation.optimizer.is_name and not configures_its_own(model, compilation)
-    if is_named:
-        fuse(optimizers[0], model)
-    for optimizer in optimizers:
-        check_fused_state(optimizer)
-        match_state(optimizer)
-        match_strides([optimizer])
-        strategy.precision.check_optimizer(optimizer)
-    several = len(optimizers) > 1
-    scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
-    return [
-        Updater(
-            strategy,
-            state,
-            optimizer,
-            held_by(optimizer) if several else trainable,
-            accumulate=compilation.accumulate_grad_batches if accumulate is None else accumulate,
-            clip_value=compilation.gradient_clip_val,
-            clip_algorithm=compilation.gradient_clip_algorithm,
-            after_update=after_update(optimizer),
-            exchanges=several,
-            scaling=scaling,
-            is_named=is_named,
-            outside=[] if several else compilation.loss_parameters(),
+
+    def __init__(self, updates: list[Update], state: FitState) -> None:
+        self.updates = updates
+        self._state = state
+        turns = state.frequencies or []
+        self._turns = [number for number, count in enumerate(turns) for _ in range(count)]
+
+    def __call__(self, batch: Any, index: int) -> None:
+        numbers = range(len(self.updates))
+        if self._turns:
+            turn = self._turns[index % len(self._turns)]
+            numbers = range(turn, turn + 1)
+        for number in numbers:
+            frozen = self._state.freeze_others(self.updates[number].optimizer)
+            try:
+                self.updates[number](batch, index, optimizer_idx=number)
+            finally:
+                for parameter in frozen:
+                    parameter.requires_grad_(True)
+
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        first, *others = self.updates
+        batches = first.watch(batches)
+        for other in others:
+            other.share(first)
+        return batches
+
+    @property
+    def is_between_groups(self) -> bool:
+        return all(update.is_between_groups for update in self.updates)
+
+    def finish(self) -> None:
+        for update in self.updates:
+            update.finish()
+
+
+class Manual:
+    """The step makes the updates itself (`automatic_optimization = False`); they are counted.
+
+    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step`
+    and `second_step`) have made one in each batch after which the weights have changed.
+
+    Args:
+        model: whose optimizers make them.
+        step: calls its `training_step`.
+    """
+
+    def __init__(self, model: Module, step: Step) -> None:
+        compilation = model._fitkit.compilation
+        self._step = step
+        self._state: FitState = model._fitkit.fit_state
+        self._after_update = compilation.strategy.after_update
+        self._parameters = compilation.trainable(model)
+        self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
+        self._updates_before: int | None = None  # of the epoch; None before its first batch
+        self._has_warned = False
+
+    def __call__(self, batch: Any, index: int) -> None:
+        state, updates = self._state, self._state.updates
+        if self._updates_before is None:
+            self._updates_before = updates
+        versions = None if self._steps_count else self._versions()
+        with state.counting_steps():
+            self._step(batch, index)
+        if state.updates != updates:
+            self._steps_count = True
+        elif versions is not None and versions != self._versions():
+            state.updates += 1
+        for scaling in self._state.scalings:
+            scaling.update()
+        self._after_update()
+
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+    @property
+    def is_between_groups(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Nothing is left over; an epoch without an update is told once."""
+        if self._state.updates == self._updates_before and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "No update was seen in this epoch, so global_step, EMA and what else follows "
+                "updates stand still. One is counted for each optimizer.step() in training_step, "
+                "or for a batch that changes the parameters in place; p.data hides a change."
+            )
+        self._updates_before = None
+
+    def _versions(self) -> list[int]:
+        """What torch counts up with each change in place."""
+        return [parameter._version for parameter in self._parameters]
+
+
+def _manual_backward(
+    model: Module,
+    step: Step,
+    parameters: list[torch.nn.Parameter],
+    loss: torch.Tensor,
+    count: Count = None,
+    **options: Any,
+) -> None:
+    """Compute the gradients of a loss that the model's own step gave, averaged over the ranks."""
+    strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
+    mine: float = step.samples
+    whole: float = step.total
+    if count is not None and strategy.shares.world_size > 1:
+        mine = float(count)
+        (whole,) = strategy.shares.sums([mine])
+    share = mine * strategy.shares.world_size
+    scaled = loss if share == whole else nothing_if(loss, mine) * (share / whole)
+    if state.scalings:
+        scaled = state.scalings[0].scaler.scale(scaled)
+    scaled.backward(**options)
+    strategy.exchange_gradients(parameters)
+
+
+def check_manual(model: Module) -> None:
+    """Refuse what a model that makes its own updates can't be asked for.
+
+    Raises:
+        ConfigurationError: no `training_step`, or options that belong to automatic optimization.
+    """
+    if not overridden(model, "training_step"):
+        raise ConfigurationError(
+            f"{type(model).__name__} has automatic_optimization = False, but no training_step, so "
+            "nobody makes the updates. Define it, or leave automatic_optimization out."
         )
-        for optimizer, scaling in zip_longest(optimizers, scalings)
-    ]
+    compilation = model._fitkit.compilation
+    strategy = compilation.strategy
+    if strategy.replicates:
+        raise ConfigurationError(
+            f"automatic_optimization = False can't be kept under strategy={strategy.name!r}: "
+            "training_step runs once for each part of a batch, and each would make an update. "
+            "Write strategy='ddp', or let fit make the updates."
+        )
+    for name in ("gradient_clip_val", "accumulate_grad_batches", "warmup_epochs"):
+        if compilation.given[name] not in (None, 0, DEFAULTS[name]):
+            raise ConfigurationError(
+                f"{name}={compilation.given[name]!r} can't be kept with automatic_optimization = "
+                "False: the updates are made in training_step. Do it there."
+            )

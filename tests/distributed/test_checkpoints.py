@@ -260,7 +260,8 @@ def test_two_ranks_choose_alike_write_once_and_share_an_error(tmp_path):
 
         def on_train_end(self, logs=None):
             run = self.model._fitkit.fit_state.run
-            own = next(c for c in run.arguments.callback_list.callbacks if isinstance(c, ModelCheckpoint))
+            callbacks = run.arguments.callback_list.callbacks
+            own = next(c for c in callbacks if isinstance(c, ModelCheckpoint))
             told = run.collectives.gather([own.best, own.best_model_path, own._kept, own._last])
             assert told[0] == told[1]
 

@@ -647,7 +647,7 @@ def test_the_reason_why_something_cannot_be_trained_so_is_told(case):
     make, options, message = UNTRAINABLE[case]
     model = make()
     model.compile(**{"loss": "cross_entropy", "accelerator": "cpu", "devices": 1, **options})
-    optimizers = model._fitkit.fit_state.optimizers_for(model, model._fitkit.compilation)
+    optimizers = model._fitkit.fit_state.optimizers_for(model)
     with pytest.raises(fitkit.ConfigurationError, match=message):
         check_trains(model, optimizers, "fsdp")
 

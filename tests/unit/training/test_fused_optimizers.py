@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fitkit
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import OPTIMIZERS
-from fitkit.training.update import updaters_of
+from fitkit.training.update import ready_optimizers
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(2))
@@ -97,7 +97,7 @@ def test_the_users_word_in_the_groups_counts():
         model = compiled("adam")
         assert is_fused(model)
         model.optimizer.param_groups[0][name] = value
-        updaters_of(model, model._fitkit.compilation)
+        ready_optimizers(model)
         assert not is_fused(model)
         assert not model.optimizer._step_supports_amp_scaling  # a GradScaler's question
 
