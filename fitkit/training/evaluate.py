@@ -186,7 +186,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                                 _tell_outputs(end, copies, index, group)
                     if end and waits:
                         _tell_outputs(end, copies, index, group)
-                copies.settle()
+                copies.wait()
                 callbacks.call("on_predict_end", {})
         finally:
             close_bars(callbacks)
@@ -215,7 +215,7 @@ def _tell_outputs(hooks: Any, copies: HostCopies, index: int, group: int) -> Non
 
     def outputs() -> dict[str, Any]:
         if len(copies.outputs) < index + 1:
-            copies.settle()
+            copies.wait()
         found = copies.outputs[index - index % group : index + 1]
         found = [output for output in found if output is not NoRows]
         if len(found) == 1:
@@ -233,7 +233,7 @@ def _tell_outputs(hooks: Any, copies: HostCopies, index: int, group: int) -> Non
 def _params(
     model: Module, stage: str, source: Source, arguments: EvaluateArguments
 ) -> dict[str, Any]:
-    """What callbacks are told of a call of `evaluate` or `predict`."""
+    """What callbacks know of a call of `evaluate` or `predict`."""
     return {
         "stage": stage,
         "epochs": 1,
@@ -273,8 +273,8 @@ class InStep:
     Args:
         batches: this rank's.
         strategy: says whether its ranks go in step; where they don't, the batches are as given.
-        muted: whether the step mutes a `Share` without samples. Else fillers come as they are,
-            and `own` leaves out what became of them.
+        muted: whether the step mutes a `Share` without samples. Else padding comes as it is,
+            and `own` leaves out what became of it.
     """
 
     def __init__(self, batches: Iterator[Any], strategy: Strategy, *, muted: bool = True) -> None:
@@ -283,7 +283,7 @@ class InStep:
         self._together = strategy.evaluates_in_step
         self._muted = muted
         self._count = 0
-        self._fillers: set[int] = set()
+        self._padding: set[int] = set()
 
     def __iter__(self) -> Iterator[Any]:
         """The batches.
@@ -295,7 +295,7 @@ class InStep:
 
     def own(self, outputs: list[Any]) -> list[Any]:
         """The outputs of this rank's own batches; `NoRows` in place of the others'."""
-        return [NoRows if i in self._fillers else output for i, output in enumerate(outputs)]
+        return [NoRows if i in self._padding else output for i, output in enumerate(outputs)]
 
     def _in_step(self) -> Iterator[Any]:
         last: Any = NOTHING
@@ -312,13 +312,13 @@ class InStep:
                 yield NoRows
                 continue
             if ranks_ready < self._collectives.world_size:  # a rank has had none to repeat
-                told = self._collectives.gather(batch if able else None)
-                last = last if last is not NOTHING else next(b for b in told if b is not None)
+                gathered = self._collectives.gather(batch if able else None)
+                last = last if last is not NOTHING else next(b for b in gathered if b is not None)
             if able:
                 last = batch
                 yield batch
             else:
-                self._fillers.add(self._count - 1)
+                self._padding.add(self._count - 1)
                 yield Share(last, 0, 1) if self._muted else last
 
 
@@ -509,7 +509,7 @@ class HostCopies:
         streams: makes the GPU's streams, given its device.
 
     Attributes:
-        outputs: the batches' outputs in their order; the last one is there after `settle`.
+        outputs: the batches' outputs in their order; the last one is there after `wait`.
     """
 
     def __init__(self, streams: Callable[[torch.device], Any] = CudaStreams) -> None:
@@ -525,7 +525,7 @@ class HostCopies:
             return
         device = _gpu_of(output)
         if device is None:
-            self.settle()
+            self.wait()
             self.outputs.append(on_host(output))
             return
         if self._streams is None:
@@ -536,10 +536,10 @@ class HostCopies:
             copied = streams.mark()
             for tensor in tensors_in(output):
                 streams.used_here(tensor)
-        self.settle()
+        self.wait()
         self._flying = copies, copied
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the copies that are on their way."""
         if self._flying is None:
             return

@@ -45,9 +45,9 @@ from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import (
     close_bars,
+    report_error,
     share_of,
     surroundings,
-    tell_of,
     with_own,
 )
 from fitkit.training.update import updates_for
@@ -91,7 +91,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                 state.progress = run.progress()
                 run.strategy.end_training()
         except BaseException as error:
-            tell_of(error, callbacks)
+            report_error(error, callbacks)
             raise
         finally:
             close_bars(callbacks)
@@ -194,9 +194,9 @@ class Fit:
         self.learning = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
-        self.told: list[PlannedScheduler] = []  # of which it was said that their value is missing
+        self.warned_of: list[PlannedScheduler] = []  # schedulers whose value is missing
         self.history = History()
-        self.told_non_finite = False
+        self.has_warned_of_non_finite = False
 
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         """Make what moves the rates after each of an optimizer's updates."""
@@ -357,11 +357,11 @@ class Fit:
 
     def _warn_of_non_finite(self, epoch: int, logs: dict[str, Any]) -> None:
         """Say once that a loss is no number, on rank 0."""
-        if self.told_non_finite or self.collectives.rank:
+        if self.has_warned_of_non_finite or self.collectives.rank:
             return
         sentence = non_finite_losses(logs, self.arguments.callback_list.callbacks)
         if sentence is not None:
-            self.told_non_finite = True
+            self.has_warned_of_non_finite = True
             warn(f"In epoch {epoch + 1} {sentence}")
 
     def _look_at_a_batch(self) -> None:
@@ -461,8 +461,8 @@ class Fit:
             )
         if plan.strict:
             raise ConfigurationError(problem)
-        if plan not in self.told:
-            self.told.append(plan)
+        if plan not in self.warned_of:
+            self.warned_of.append(plan)
             warn(f"{problem} The scheduler waits until there is one.")
 
     def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
@@ -561,7 +561,7 @@ class Fit:
         )
 
     def params(self) -> dict[str, Any]:
-        """What callbacks are told of this call."""
+        """What callbacks know of this call."""
         arguments = self.arguments
         validation = self.held_out.steps if self.held_out is not None else None
         return {

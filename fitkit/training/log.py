@@ -139,7 +139,7 @@ class Entry:
     """All that was logged under one name.
 
     Attributes:
-        options: what `self.log` was told; the same at each call.
+        options: what `self.log` was given; the same at each call.
         latest: the last value.
         running: the values of the pass.
         metric: the torchmetrics object, where it is one.
@@ -229,7 +229,7 @@ class Logged:
             weight = samples if options.reduce_fx == "mean" else 1
             self._pending[name] = (value.item() * weight, samples)
 
-    def exchange(self, collectives: Collectives, *, is_filler: bool = False) -> None:
+    def exchange(self, collectives: Collectives, *, is_padding: bool = False) -> None:
         """Make the last step's values with `sync_dist` those of all ranks.
 
         Ranks:
@@ -242,10 +242,10 @@ class Logged:
             return
         pending, self._pending = self._pending, {}
         if self._synced is None:
-            everyone = collectives.gather(None if is_filler else tuple(pending))
-            told = [names for names in everyone if names is not None]
-            check_names(told)
-            self._synced = told[0]
+            everyone = collectives.gather(None if is_padding else tuple(pending))
+            gathered = [names for names in everyone if names is not None]
+            check_names(gathered)
+            self._synced = gathered[0]
         if any(name not in self._synced for name in pending):
             raise ConfigurationError(
                 f"self.log({next(iter(pending))!r}, sync_dist=True, on_step=True) came first in a "
@@ -289,12 +289,12 @@ class Logged:
                 entry.metric.reset()
 
     def merge(
-        self, told: list[dict[str, Any]], steps: list[int], ranks: list[int]
+        self, gathered: list[dict[str, Any]], steps: list[int], ranks: list[int]
     ) -> dict[str, float]:
         """The values of all ranks together, as far as this rank can tell them.
 
         Args:
-            told: each rank's `state`.
+            gathered: each rank's `state`.
             steps: each rank's number of steps that count; one without any logs nothing.
             ranks: whose state each one is; a rank may have several.
 
@@ -303,14 +303,14 @@ class Logged:
         """
         synced = [
             tuple(name for name, state in states.items() if state["options"]["sync_dist"])
-            for states, count in zip(told, steps, strict=True)
+            for states, count in zip(gathered, steps, strict=True)
             if count
         ]
         check_names(synced)
         found: dict[str, float] = {}
-        for name in dict.fromkeys(name for states in told for name in states):
-            held = [states[name] for states in told if name in states]
-            pairs = zip(ranks, told, strict=True)
+        for name in dict.fromkeys(name for states in gathered for name in states):
+            held = [states[name] for states in gathered if name in states]
+            pairs = zip(ranks, gathered, strict=True)
             first = [s[name] for rank, s in pairs if rank == 0 and name in s] or held[:1]
             options = LogOptions(**held[0]["options"])
             step, epoch = options.names(name)
@@ -333,23 +333,24 @@ class Logged:
         return found
 
 
-def check_names(told: list[tuple[str, ...]]) -> None:
+def check_names(gathered: list[tuple[str, ...]]) -> None:
     """Refuse ranks that logged different names with `sync_dist=True`.
 
     Raises:
         ConfigurationError: with the names, by rank.
     """
-    everywhere = set.intersection(*map(set, told)) if told else set()
-    odd = {name for names in told for name in names if name not in everywhere}
+    everywhere = set.intersection(*map(set, gathered)) if gathered else set()
+    odd = {name for names in gathered for name in names if name not in everywhere}
     if not odd:
         return
     by_rank = "; ".join(
-        f"{name!r} on rank {', '.join(str(r) for r, names in enumerate(told) if name in names)}"
+        f"{name!r} on rank "
+        + ", ".join(str(rank) for rank, names in enumerate(gathered) if name in names)
         for name in sorted(odd)
     )
     raise ConfigurationError(
-        f"The {len(told)} ranks logged different names with sync_dist=True: {by_rank} only. Log "
-        "the same names on every rank, or give rank_zero_only=True."
+        f"The {len(gathered)} ranks logged different names with sync_dist=True: {by_rank} only. "
+        "Log the same names on every rank, or give rank_zero_only=True."
     )
 
 
@@ -377,7 +378,7 @@ class Logbook:
         scales: the loss weights of the parts, where these are means over different things: the
             loss is their sum then, not a mean of batches' losses.
         steps: how many steps this rank has made.
-        fillers: how many of them only filled a place.
+        padding: how many of them were padding, which counts for nothing.
     """
 
     def __init__(self, meters: Any) -> None:
@@ -386,7 +387,7 @@ class Logbook:
         self.scales: dict[str, float] = {}
         self.meters = meters
         self.logged = Logged()
-        self.steps = self.fillers = 0
+        self.steps = self.padding = 0
 
     def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
         """Take the losses of a batch's several outputs."""
@@ -407,7 +408,7 @@ class Logbook:
             part.reset()
         self.meters.reset()
         self.logged.reset()
-        self.steps = self.fillers = 0
+        self.steps = self.padding = 0
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """The sum of the loss and of each of its parts, and over what it was taken."""
@@ -505,12 +506,12 @@ def reduced(
         values = logbook.results()
         logbook.logged.finish()
         return values, logbook.steps
-    told = [
+    gathered = [
         *(carried or ()),
         *collectives.gather(noted_by(logbook, logbook.steps, collectives.rank)),
     ]
     try:
-        return _merged(logbook, collectives, told)
+        return _merged(logbook, collectives, gathered)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if not carried or isinstance(error, FitkitError):
             raise
@@ -522,32 +523,32 @@ def reduced(
 
 
 def _merged(
-    logbook: Logbook, collectives: Collectives, told: list[dict[str, Any]]
+    logbook: Logbook, collectives: Collectives, gathered: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], int]:
     """The values and the number of steps, from what each rank has noted."""
-    values = _means([notes["sums"] for notes in told])
-    scales = {name: scale for notes in told for name, scale in notes.get("scales", {}).items()}
+    values = _means([notes["sums"] for notes in gathered])
+    scales = {name: scale for notes in gathered for name, scale in notes.get("scales", {}).items()}
     loss = whole_loss(values, scales, values.get("loss"))
     if loss is not None:
         values = {"loss": loss, **{n: v for n, v in values.items() if n != "loss"}}
     metrics: dict[str, Any] = {}
-    states = [notes["metrics"] for notes in told if notes["metrics"] is not None]
+    states = [notes["metrics"] for notes in gathered if notes["metrics"] is not None]
     if logbook.meters.state() is not None:
         logbook.meters.merge(states)
         metrics = logbook.meters.results()
-    all_logged = [notes["logged"] for notes in told]
+    all_logged = [notes["logged"] for notes in gathered]
     logged = logbook.logged.merge(
         all_logged,
-        [notes["steps"] - notes.get("fillers", 0) for notes in told],
-        [notes.get("rank", 0) for notes in told],
+        [notes["steps"] - notes.get("fillers", 0) for notes in gathered],
+        [notes.get("rank", 0) for notes in gathered],
     )
     logbook.logged.finish()
-    if len(states) not in (0, len(told)) or _lacks_metrics(all_logged):
+    if len(states) not in (0, len(gathered)) or _lacks_metrics(all_logged):
         # A rank without batches never learned which metrics there are.
         everyone = collectives.gather((metrics, logged))
         metrics = next((found for found, _ in everyone if found), {})
         logged = max((found for _, found in everyone), key=len)
-    return {**values, **metrics, **logged}, sum(notes["steps"] for notes in told)
+    return {**values, **metrics, **logged}, sum(notes["steps"] for notes in gathered)
 
 
 def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
@@ -558,7 +559,7 @@ def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
         "metrics": logbook.meters.state(),
         "logged": logbook.logged.state(),
         "steps": steps,
-        "fillers": logbook.fillers,
+        "fillers": logbook.padding,
         "rank": rank,
     }
 

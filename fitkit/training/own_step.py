@@ -42,7 +42,7 @@ class StepContext:
         samples: of the current batch, on this rank.
         seen: samples of the pass so far, on this rank.
         is_over: whether the hook at the pass's end runs.
-        is_filler: whether the current batch only fills a place and counts for nothing.
+        is_padding: whether the current batch is padding, which counts for nothing.
         is_opening: whether hooks run before a batch whose samples aren't known yet.
         waiting: what they have logged, until `take_waiting`.
         backward: computes a loss's gradients and averages them over the ranks; training only.
@@ -56,7 +56,7 @@ class StepContext:
     samples: int = 0
     seen: int = 0
     is_over: bool = False
-    is_filler: bool = False
+    is_padding: bool = False
     is_opening: bool = False
     waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
     backward: Callable[..., None] | None = None
@@ -69,7 +69,7 @@ class StepContext:
     def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
         """The compiled loss of a batch that is on the device; compiled metrics count it."""
         assert self.compiled is not None
-        return self.compiled.inside(model, batch, counts=not self.is_filler)
+        return self.compiled.inside(model, batch, counts=not self.is_padding)
 
     def compiled_outputs(self, model: Any, batch: Any) -> Any:
         """The net's outputs for a batch that is on the device."""
@@ -99,7 +99,7 @@ class StepContext:
             return
         own_steps = self.samples or self.seen
         batch = self.samples if own_steps or self.compiled is None else self.compiled.samples
-        if self.is_filler or (batch == 0 and not self.is_over):
+        if self.is_padding or (batch == 0 and not self.is_over):
             return
         if samples is None:
             # What is logged at a pass's end stands for all samples of this rank.
@@ -162,10 +162,10 @@ class OwnStep:
         door: the way into them.
 
     Attributes:
-        samples: of the last batch on this rank; 0 where it only filled a place.
+        samples: of the last batch on this rank; 0 where it was padding.
         total: of the last batches on all ranks.
         count, terms, may_count, is_part: as in `CompiledStep`.
-        synchronization: what synchronised batch normalisations are told; None where there are none.
+        synchronization: what synchronised batch normalisations go by; None where there are none.
         outputs: what the steps returned; None where nobody wants it.
     """
 
@@ -212,7 +212,7 @@ class OwnStep:
             return
         outputs, self.outputs = self.outputs, []
         context = self.context
-        context.is_filler, context.is_over = False, True
+        context.is_padding, context.is_over = False, True
         try:
             getattr(self.model, f"{context.name}_epoch_end")(outputs)
         finally:
@@ -249,15 +249,15 @@ class OwnStep:
         self.samples = self.total = samples_of(batch)
         if share is not None:
             self.samples, self.total = share.count, share.total
-        context.samples, is_filler = self.samples, share is not None and share.count == 0
-        context.is_filler = is_filler or not notes
+        context.samples, is_padding = self.samples, share is not None and share.count == 0
+        context.is_padding = is_padding or not notes
         if self.synchronization is not None:
-            self.synchronization.counts = not is_filler
+            self.synchronization.counts = not is_padding
         if context.waiting and notes:
             context.take_waiting()  # before the ranks exchange the step's values
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         arguments = [values[name] for name in self._arguments]
-        with _metrics_kept(self.model) if context.is_filler else contextlib.nullcontext():
+        with _metrics_kept(self.model) if context.is_padding else contextlib.nullcontext():
             with self._around():
                 outputs = self._enter(
                     batch if self._moves else self.mover.transfer(batch), *arguments
@@ -269,12 +269,12 @@ class OwnStep:
             if self._is_first:
                 self.mover.transfer.settle()
             loss = self._loss(outputs)
-        context.is_filler = is_filler
+        context.is_padding = is_padding
         if not notes:
             return loss
-        if is_filler:
+        if is_padding:
             self.count = None if self.count is None else 0
-            self.logbook.fillers += 1
+            self.logbook.padding += 1
         else:
             context.seen += self.samples
             if loss is not None:
@@ -283,7 +283,7 @@ class OwnStep:
             if self.outputs is not None:
                 self.outputs.append(_kept(outputs, training=context.name == "training"))
         if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
-            context.logged.exchange(self._ranks, is_filler=is_filler)
+            context.logged.exchange(self._ranks, is_padding=is_padding)
         return loss
 
     def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:
@@ -459,7 +459,7 @@ def step_for(
     may_count = compilation.loss.may_count(known)
     if stage != "training":
         door = strategy.evaluation_door(model)
-    elif learns_alone(model):
+    elif makes_one_update(model):
         strategy.may_count = may_count or has_own_steps(model, stage)
         door = strategy.door(model)
     else:
@@ -475,14 +475,14 @@ def step_for(
     )
     context = StepContext(stage, compiled.logbook.logged, compiled)
     context.transferred = compiled.mover.transfer
-    by_turns = stage == "training" and not learns_alone(model)
+    by_turns = stage == "training" and not makes_one_update(model)
     moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
         return context, compiled
     return context, OwnStep(model, context, door)
 
 
-def learns_alone(model: Module) -> bool:
+def makes_one_update(model: Module) -> bool:
     """Whether one optimizer makes one update a step, as wrappers like DDP's want it."""
     return model.automatic_optimization and len(model._fitkit.fit_state.optimizers) <= 1
 

@@ -50,13 +50,13 @@ class CompiledStep:
         may_count: whether losses may be means over something else than samples.
 
     Attributes:
-        samples: of the last batch on this rank; 0 where it only filled a place.
+        samples: of the last batch on this rank; 0 where it was padding.
         total: of the last batches on all ranks.
         count: what the last batch's loss was the mean over; None for its samples.
         may_count: as given.
         terms: the last batch's losses, where several outputs may count differently.
         is_part: whether the next batch is only a part of what an update sees.
-        synchronization: what synchronised batch normalisations are told; None where there are none.
+        synchronization: what synchronised batch normalisations go by; None where there are none.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ LEARNING = ("fit", "train_on_batch")
 def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Iterator[None]:
     """Surround a verb's call on a rank, from its first line to its last.
 
-    Torch's flags are as `compile` was told, and the net is compiled and laid out so; an error for
+    Torch's flags are as `compile` was given, and the net is compiled and laid out so; an error for
     lack of memory says what took it. Where the verb learns and fails before its first update, the
     model is as it was. A verb that only computes finds the model on its device.
 
@@ -75,7 +75,7 @@ def evaluating(model: Module, context: StepContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def net_prepared(model: Module) -> Iterator[None]:
-    """Have the net compiled, and the weights of convolutions laid out, as `compile` was told.
+    """Have the net compiled, and the weights of convolutions laid out, as `compile` was given.
 
     The layout is for the length of a call.
 
@@ -379,7 +379,7 @@ def close_bars(callbacks: CallbackList) -> None:
             callback.close()
 
 
-def tell_of(error: BaseException, callbacks: CallbackList) -> None:
+def report_error(error: BaseException, callbacks: CallbackList) -> None:
     """Call `on_exception`; what fails in it is a warning, and hides neither error nor others."""
     for hook in callbacks.hooks("on_exception"):
         try:

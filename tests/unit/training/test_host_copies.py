@@ -56,7 +56,7 @@ def test_outputs_come_one_batch_later_in_their_order_and_in_memory_of_their_own(
     for number in range(3):
         copies.add(output(number))
         assert len(copies.outputs) == number
-    copies.settle()
+    copies.wait()
     assert [found["a"].tolist() for found in copies.outputs] == [[0, 0], [1, 1], [2, 2]]
     assert [sorted(found) for found in copies.outputs] == [["a", "b"]] * 3
 
@@ -74,6 +74,6 @@ def test_an_output_on_the_cpu_needs_no_stream():
     copies = HostCopies(lambda device: pytest.fail("asked for streams"))
     copies.add(torch.ones(2))
     copies.add((torch.zeros(1), {"n": 3}))
-    copies.settle()
+    copies.wait()
     assert torch.equal(copies.outputs[0], torch.ones(2))
     assert copies.outputs[1][1] == {"n": 3}
