@@ -183,9 +183,9 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                         if waits and (index + 1) % group == 0:
                             waits = False
                             if end:
-                                _tell_outputs(end, copies, index, group)
+                                _act_on_outputs(end, copies, index, group)
                     if end and waits:
-                        _tell_outputs(end, copies, index, group)
+                        _act_on_outputs(end, copies, index, group)
                 copies.wait()
                 callbacks.call("on_predict_end", {})
         finally:
@@ -206,7 +206,7 @@ def predict_batch(model: Module, batch: Any) -> Any:
         return joined([on_host(step(batch, 0))])
 
 
-def _tell_outputs(hooks: Any, copies: HostCopies, index: int, group: int) -> None:
+def _act_on_outputs(hooks: Any, copies: HostCopies, index: int, group: int) -> None:
     """Call the hooks after a group of batches; its outputs are made where one looks at them.
 
     They may be on their way still. Several batches' outputs are one, or a list where they can't

@@ -38,7 +38,6 @@ class StepContext:
         name: `"training"`, `"validation"`, `"test"` or `"predict"`.
         logged: what `self.log` was given.
         compiled: what `compile` described, for the hooks that call `super()`.
-        transferred: brings a batch to the device as fitkit itself does.
         samples: of the current batch, on this rank.
         seen: samples of the pass so far, on this rank.
         is_over: whether the hook at the pass's end runs.
@@ -52,7 +51,6 @@ class StepContext:
     logged: Logged = dataclasses.field(default_factory=Logged)
     compiled: CompiledStep | None = None
     predicting: PredictStep | None = None
-    transferred: Callable[[Any], Any] = lambda batch: batch
     samples: int = 0
     seen: int = 0
     is_over: bool = False
@@ -65,6 +63,12 @@ class StepContext:
     def moved(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
         """A batch moved by a model's own hook."""
         return moved_by(own, batch, device)
+
+    def transferred(self, batch: Any) -> Any:
+        """A batch brought to the device as fitkit itself does."""
+        step = self.compiled or self.predicting
+        assert step is not None
+        return step.mover.transfer(batch)
 
     def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
         """The compiled loss of a batch that is on the device; compiled metrics count it."""
@@ -474,7 +478,6 @@ def step_for(
         may_count=may_count,
     )
     context = StepContext(stage, compiled.logbook.logged, compiled)
-    context.transferred = compiled.mover.transfer
     by_turns = stage == "training" and not makes_one_update(model)
     moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
@@ -491,7 +494,7 @@ def predict_step_for(model: Module) -> tuple[StepContext, Any]:
     """The step of `predict`."""
     door = model._fitkit.compilation.strategy.evaluation_door(model)
     compiled = PredictStep(model, door)
-    context = StepContext("predict", predicting=compiled, transferred=compiled.mover.transfer)
+    context = StepContext("predict", predicting=compiled)
     if has_own_steps(model, "predict"):
         return context, OwnPredictStep(model, context, door)
     return context, compiled

@@ -47,7 +47,7 @@ class Unset:
     """Stands for an argument that a call to `compile` leaves out."""
 
     def __repr__(self) -> str:
-        return "unset"
+        return "..."
 
     def __reduce__(self) -> str:
         return "UNSET"  # the one object, on other ranks too
