@@ -574,6 +574,7 @@ class Fit:
             "steps_per_execution": self.compilation.steps_per_execution,
             "validation": self.held_out is not None,
             "validation_steps": arguments.validation_steps or validation,
+            "validation_freq": arguments.validation_freq,
             "verbose": arguments.verbose,
         }
 

@@ -18,7 +18,7 @@ from fitkit.arguments import (
     check_number,
     describe,
 )
-from fitkit.callbacks.collection import CallbackList
+from fitkit.callbacks.base import CallbackList
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.arrays import check_alike
 from fitkit.data.class_weights import ClassWeights
