@@ -25,7 +25,7 @@ from fitkit.logging_options import is_metric
 from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
-from fitkit.pictures.results import Results
+from fitkit.pictures.html import Results
 from fitkit.training.evaluate import evaluate_batch, predict_batch, run_evaluate, run_predict
 from fitkit.training.fit import fit_batch, run_fit
 from fitkit.training.optimizing import FitState

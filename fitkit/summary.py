@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from fitkit import trees
 from fitkit.arguments import check_count, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.modes import modes_restored
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -220,7 +221,6 @@ def _call(
 @contextlib.contextmanager
 def _untouched(net: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards modes, buffers and random state are back."""
-    modes = [(module, module.training) for module in net.modules()]
     buffers = [
         (module, name, buffer, buffer.detach().clone(), buffer._version)
         for module in net.modules()
@@ -231,6 +231,7 @@ def _untouched(net: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=sorted(gpus)))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(modes_restored(net))
         # A compiled net would be compiled again. (The stance imports dynamo, which takes seconds;
         # without it nothing is compiled.)
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
@@ -239,13 +240,11 @@ def _untouched(net: nn.Module) -> Iterator[None]:
         # One fused operation would pass by the modules inside.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            for module, _ in modes:
+            for module in net.modules():
                 module.training = False
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            for module, mode in modes:
-                module.training = mode
             for module, name, buffer, value, version in buffers:
                 module._buffers[name] = buffer
                 if buffer._version != version:

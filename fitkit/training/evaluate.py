@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.callables import is_torchs
+from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.arrays import ArraySource
@@ -384,8 +384,8 @@ class EvaluationPlan:
         step = self._step
         if isinstance(step, CompiledStep):
             # Whether the user has no code that a step calls, but the net's.
-            known = step.meters is None or step.meters.are_known
-            self._may_infer = self._may_infer and step.loss.is_private and known
+            users = step.loss.has_user_code or (step.meters or step.loss).has_user_code
+            self._may_infer = self._may_infer and not users
         elif not isinstance(step, PredictStep):
             return step
         if not self._in_memory:
@@ -438,20 +438,20 @@ def _short_evaluation(
 ) -> Callable[..., Any]:
     """What notes the same as a step and gives nothing, for pairs `(x, y)` of one tensor each.
 
-    The loss may be computed later, of many batches (`Logbook.join_loss`).
+    The loss may be computed later, of many batches (`OutputGroup.join_loss`).
     """
     loss, add = compiled.loss.direct, compiled.logbook.loss.add
-    meters = None if compiled.meters is None else compiled.meters.of_one
+    meters = None if compiled.meters is None else compiled.meters.only
     has_several = compiled.meters is not None and meters is None
     if len(first) != 2 or loss is None or has_several or compiled.class_weights is not None:
         return compiled
     counted = compiled.loss.counted if compiled.may_count else None
     update = of_each = shape = None
     if meters is not None:
-        update = meters.update_more
+        update = meters.update
         of_each = compiled.loss.of_each(compiled.all_targets)
         if of_each is not None:
-            compiled.logbook.join_loss(of_each, meters, compiled.mover.transfer.device)
+            meters.join_loss(of_each, compiled.mover.transfer.device)
 
     def step(batch: Any, index: int = 0) -> None:
         nonlocal shape

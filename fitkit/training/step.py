@@ -83,8 +83,8 @@ class CompiledStep:
         self.synchronization: Synchronization | None = None
         compilation.loss.to(strategy.device)
         self.loss: CompiledLoss = compilation.loss.begin()
-        self.logbook = Logbook(compilation.metrics.meters())
-        self.meters = self.logbook.meters if self.logbook.meters.has_metrics else None
+        self.logbook = Logbook(compilation.metrics.begin())
+        self.meters = self.logbook.meters or None
         self.class_weights = class_weights
         self.all_targets = all_targets or []
         self.name = name
@@ -107,7 +107,7 @@ class CompiledStep:
     def finish(self) -> None:
         """End the pass: the metrics count the batches that wait."""
         if self.meters is not None:
-            self.meters.settle()
+            self.meters.flush()
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
@@ -253,7 +253,7 @@ class CompiledStep:
             self.terms = None
             return total_of(terms), {term.name: term.value.detach() for term in terms}
         own, ranks = self.loss.own, self._ranks
-        if own is not None and ranks is not None and not own.is_settled:
+        if own is not None and ranks is not None and not own.is_decided:
             own.count(prediction, y)
             own.agree(ranks)
         loss, count = self.loss.counted(prediction, y, weight, is_part=self.is_part)
@@ -263,12 +263,12 @@ class CompiledStep:
     def _ask_for_sum(self, x: Any, y: Any) -> None:
         """Find out what a net's own loss is the mean over, where it can give its sum, too."""
         own, net = self.loss.own, self.door.net
-        if own is None or own.is_settled or not self.caller.takes(x, "num_items_in_batch"):
+        if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
         with modes_restored(net), torch.no_grad(), self._around(self._kind):
             net.eval()
             mean = self.caller(net, x)
-            own.settle_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
+            own.decide_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
