@@ -14,9 +14,8 @@ from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows
-from fitkit.data.sharding import Share, whole_of
-from fitkit.data.sources import Source
+from fitkit.data.batches import NoRows, Source
+from fitkit.data.sharding import RankBatch
 from fitkit.data.stream import limited
 from fitkit.data.to_device import CudaStreams, tensors_in
 from fitkit.distributed.collectives import Collectives
@@ -273,7 +272,7 @@ class InStep:
     Args:
         batches: this rank's.
         strategy: says whether its ranks go in step; where they don't, the batches are as given.
-        muted: whether the step mutes a `Share` without samples. Else padding comes as it is,
+        muted: whether the step mutes a `RankBatch` without samples. Else padding comes as it is,
             and `own` leaves out what became of it.
     """
 
@@ -319,7 +318,7 @@ class InStep:
                 yield batch
             else:
                 self._padding.add(self._count - 1)
-                yield Share(last, 0, 1) if self._muted else last
+                yield RankBatch(last, 0, 1) if self._muted else last
 
 
 class EvaluationPlan:
@@ -353,7 +352,7 @@ class EvaluationPlan:
         # since whoever makes them may keep them. Ranks in step may repeat a batch, marked as one
         # that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
-        self._in_memory = alike and isinstance(whole_of(source), ArraySource)
+        self._in_memory = alike and isinstance(source.whole, ArraySource)
         self._is_plain = model._fitkit.compilation.strategy.precision.is_plain
         self._mode: torch.inference_mode | None = None
         self._no_grad = torch.no_grad()

@@ -500,7 +500,7 @@ class Fit:
         rank = self.collectives.rank
         warn_of_other_ranks(progress, self.collectives.world_size)
         check_data(self.source, progress)
-        place = self.stream.place
+        place = self.stream.position
         place.number, place.batches = progress.number, progress.batches
         # Where there are more ranks than before, rank 0's has all that an order follows from.
         place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
@@ -529,7 +529,7 @@ class Fit:
         if not is_between:
             steps = self.steps_done - self.steps_before
             noted = noted_by(self.step.logbook, steps, self.collectives.rank)
-        place = self.stream.place
+        place = self.stream.position
         drawn = random_state(self.stream.generators)
         everyones = self.collectives.gather((place.began, drawn))
         # Ranks of one share have noted the same.

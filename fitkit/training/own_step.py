@@ -13,10 +13,11 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import describe
-from fitkit.data.batches import samples_of
+from fitkit.data.batches import Source, samples_of
 from fitkit.data.class_weights import ClassWeights
-from fitkit.data.sharding import Share
-from fitkit.data.sources import Source, drawn_from
+from fitkit.data.sharding import RankBatch
+from fitkit.data.sources import drawn_from
+from fitkit.data.to_device import moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.strategies import Door
@@ -27,7 +28,7 @@ from fitkit.logging_options import LogOptions, is_metric
 from fitkit.losses import Count, Term, checked_count
 from fitkit.module import Module
 from fitkit.training.log import Logged
-from fitkit.training.step import CompiledStep, PredictStep, moved_by
+from fitkit.training.step import CompiledStep, PredictStep
 
 
 @dataclasses.dataclass
@@ -248,7 +249,7 @@ class OwnStep:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
         context = self.context
-        share = batch if type(batch) is Share else None
+        share = batch if type(batch) is RankBatch else None
         batch = batch if share is None else share.batch
         self.samples = self.total = samples_of(batch)
         if share is not None:
@@ -271,7 +272,7 @@ class OwnStep:
                 elif self.door.weights is not None:
                     outputs = with_mean_loss(outputs, self.door.weights)
             if self._is_first:
-                self.mover.transfer.settle()
+                self.mover.transfer.note_writes()
             loss = self._loss(outputs)
         context.is_padding = is_padding
         if not notes:
@@ -298,7 +299,7 @@ class OwnStep:
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
-        self.mover.transfer.put_back()
+        self.mover.transfer.undo_writes()
 
     def _loss(self, outputs: Any) -> torch.Tensor | None:
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -422,8 +423,8 @@ class OwnPredictStep:
             moved = batch if self._moves else self.mover.transfer(batch)
             outputs = self._end(self._enter(moved, *arguments))
         if self._is_first:
-            self.mover.transfer.settle()
-            self.mover.transfer.put_back()
+            self.mover.transfer.note_writes()
+            self.mover.transfer.undo_writes()
             self._is_first = False
         return outputs
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.callbacks import Callback
-from fitkit.data.sharding import whole_of
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 
 
@@ -95,13 +94,13 @@ def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def seed_of(source: Any) -> int | None:
     """The seed of in-memory data's order, from a source or the one that it is a share of."""
-    found: int | None = getattr(whole_of(source), "seed", None)
+    found: int | None = getattr(source.whole, "seed", None)
     return found
 
 
 def set_seed_of(source: Any, seed: int | None) -> None:
     """Give in-memory data the seed that `seed_of` found."""
-    whole = whole_of(source)
+    whole = source.whole
     if seed is not None and hasattr(whole, "seed"):
         whole.seed = seed
 
@@ -143,7 +142,7 @@ def _kind(callback: Callback) -> dict[str, Any]:
 
 def kind_of_data(source: Any) -> dict[str, Any]:
     """What the place in the data depends on."""
-    whole = whole_of(source)
+    whole = source.whole
     return {
         "batch_size": whole.batch_size,
         "samples": whole.samples,

@@ -21,9 +21,9 @@ from fitkit.arguments import (
 from fitkit.callbacks.base import CallbackList
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.arrays import check_alike
+from fitkit.data.batches import Source
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import (
-    Source,
     check_data_type,
     for_other_ranks,
     make_source,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit import trees
 from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_second_target
 from fitkit.data.class_weights import ClassWeights
-from fitkit.data.sharding import Share
-from fitkit.data.to_device import LABEL_KEYS, CudaStreams, Transfer, fed, keep_on_device
+from fitkit.data.sharding import RankBatch
+from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Door, Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
@@ -111,7 +111,7 @@ class CompiledStep:
 
     def after_first(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
-        self.mover.transfer.put_back()
+        self.mover.transfer.undo_writes()
 
     def __call__(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss, noted in the logbook with the metrics.
@@ -120,7 +120,7 @@ class CompiledStep:
             ConfigurationError: a batch that the net, loss or metrics can't take, in the terms
                 of what the user passed; torch's own error is its cause.
         """
-        share = batch if type(batch) is Share else None
+        share = batch if type(batch) is RankBatch else None
         x, y, weight = self.opened(batch if share is None else share.batch)
         if self.synchronization is not None:
             self.synchronization.counts = share is None or share.count > 0
@@ -158,12 +158,12 @@ class CompiledStep:
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        opened = self.opened(batch.batch if type(batch) is Share else batch)
+        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
         return self.compute(self.forward, *opened)[1]
 
     def look(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
-        opened = self.opened(batch.batch if type(batch) is Share else batch)
+        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
         self.compute(self.door.net, *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
@@ -272,7 +272,7 @@ class CompiledStep:
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
-        share = batch if type(batch) is Share else None
+        share = batch if type(batch) is RankBatch else None
         x, y, _ = unpack(batch if share is None else share.batch)
         samples = samples_in(x, y) if share is None else share.count
         counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
@@ -289,7 +289,7 @@ class CompiledStep:
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
-        self.mover.transfer.settle()
+        self.mover.transfer.note_writes()
         with torch.no_grad():
             self.loss.check(prediction, y)
             for targets in self.all_targets:
@@ -368,8 +368,8 @@ class PredictStep:
             raise_explained(error, self.door.net, x, None)
             raise
         if not self.checked:
-            self.mover.transfer.settle()
-            self.mover.transfer.put_back()
+            self.mover.transfer.note_writes()
+            self.mover.transfer.undo_writes()
             self.checked = True
         return outputs
 
@@ -517,65 +517,3 @@ def mover_of(model: Module) -> Mover:
     transfer = Transfer(strategy.device, strategy.precision.input_dtype(model), format_of_images)
     own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
     return Mover(transfer, own)
-
-
-def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
-    """A batch moved by a hook, which may also ask for Lightning's number of the loader: 0."""
-    return own(batch, device, *([0] if len(inspect.signature(own).parameters) > 2 else []))
-
-
-class Mover:
-    """Brings batches to the device.
-
-    Args:
-        transfer: fitkit's way.
-        own: the model's `transfer_batch_to_device`, where it has its own; it is called in the step,
-            on the stream that computes.
-        streams: makes the device's streams, where batches are copied beside what is computed.
-            Default: CUDA's, on a CUDA device.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        own: Callable[..., Any] | None = None,
-        streams: Callable[[torch.device], Any] | None = None,
-    ) -> None:
-        self.transfer = transfer
-        self._own = own
-        self.move: Callable[[Any], Any] = transfer if own is None else self._moved
-        if streams is None and transfer.device.type == "cuda":
-            streams = CudaStreams
-        self._make_streams = streams if own is None else None
-        self._streams: Any = None
-
-    def __call__(self, batch: Any) -> Any:
-        """The batch on the device."""
-        return self.move(batch)
-
-    def leaves(self, batch: Any) -> bool:
-        """Whether nothing is done to a batch, nor to others of the same tensors."""
-        return self._own is None and self.transfer(batch) is batch
-
-    def fed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """A pass's batches; on a GPU copied there while it computes those before them."""
-        streams = self._own_streams()
-        return batches if streams is None else fed(batches, self.transfer, streams)
-
-    def keep(self, source: Any) -> None:
-        """Bring in-memory data that are read more than once to a GPU whole, if they fit there."""
-        streams = self._own_streams()
-        if streams is not None:
-            move = Transfer(self.transfer.device, self.transfer.float_dtype)
-            keep_on_device(source, move, streams.free_bytes)
-
-    def _own_streams(self) -> Any:
-        """The device's streams; None where batches aren't copied beside what is computed."""
-        if self._streams is None and self._make_streams is not None:
-            self._streams = self._make_streams(self.transfer.device)
-            self.transfer.pin = self._streams.pinned
-        return self._streams
-
-    def _moved(self, batch: Any) -> Any:
-        assert self._own is not None
-        return moved_by(self._own, batch, self.transfer.device)

@@ -14,7 +14,7 @@ from fitkit.data.arrays import ArraySource
 from fitkit.data.sharding import RankBatch
 from fitkit.data.sources import IterableSource
 from fitkit.data.to_device import LEAD, Mover, Transfer, goes_aside
-from fitkit.training import session
+from fitkit.training import step as step_module
 
 
 class Streams:
@@ -183,7 +183,7 @@ def with_streams(monkeypatch):
         def __init__(self, transfer, own=None):
             super().__init__(transfer, own, make)
 
-    monkeypatch.setattr(session, "Mover", Fed)
+    monkeypatch.setattr(step_module, "Mover", Fed)
     return made
 
 
