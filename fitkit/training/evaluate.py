@@ -19,7 +19,7 @@ from fitkit.data.sharding import RankBatch
 from fitkit.data.stream import limited
 from fitkit.data.to_device import CudaStreams, tensors_in
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.strategies import Door, Strategy
+from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage, overridden
 from fitkit.losses import Count
@@ -420,7 +420,7 @@ def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList, stage: s
     where something stands before the net (replicas, shards). A compiled net would be compiled a
     second time.
     """
-    if not isinstance(step, (CompiledStep, PredictStep)) or type(step.door) is not Door:
+    if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
         return False
     if not is_plain_wrapper(model) or overridden(model, "transfer_batch_to_device"):
         return False
@@ -485,7 +485,7 @@ def _short_prediction(
     """What gives the same as a step, for batches whose inputs are one tensor."""
     if not isinstance(first[0], torch.Tensor):
         return whole
-    net = whole.door.net
+    net = whole.wrapped.net
 
     def step(batch: Any, index: int = 0) -> Any:
         x = batch[0]

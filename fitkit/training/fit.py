@@ -139,7 +139,7 @@ class Fit:
         self.compilation = compilation = model._fitkit.compilation
         self.strategy: Strategy = compilation.strategy
         self.collectives: Collectives = self.strategy.collectives
-        self.strategy.place_for_training(model)
+        self.strategy.place(model, for_training=True)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
         self.source = share_of(model, arguments.source, training=True)
         self.held_out = None
@@ -327,7 +327,8 @@ class Fit:
 
         if self.arguments.weights_by_class is not None:
             self.arguments.weights_by_class.look_back(self.collectives)
-        self.strategy.settle()
+        if self.strategy.engine is not None:
+            self.strategy.engine.average_ranks()
         state.eval()
         values, _ = reduced(logbook, self.strategy.shares, self.carried)
         self.carried, self.steps_before = [], 0

@@ -20,8 +20,8 @@ from fitkit.data.sources import drawn_from
 from fitkit.data.to_device import moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
-from fitkit.distributed.strategies import Door
 from fitkit.distributed.sync_batchnorm import Synchronization
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.logging_options import LogOptions, is_metric
@@ -164,7 +164,7 @@ class OwnStep:
     Args:
         model: whose hooks they are.
         context: what the hooks need to know.
-        door: the way into them.
+        wrapped: calls them.
 
     Attributes:
         samples: of the last batch on this rank; 0 where it was padding.
@@ -174,12 +174,12 @@ class OwnStep:
         outputs: what the steps returned; None where nobody wants it.
     """
 
-    def __init__(self, model: Module, context: StepContext, door: Door) -> None:
+    def __init__(self, model: Module, context: StepContext, wrapped: WrappedModel) -> None:
         assert context.compiled is not None
         stage, strategy = context.name, model._fitkit.compilation.strategy
         self.model = model
         self.context = context
-        self.door = door
+        self.wrapped = wrapped
         self.mover = context.compiled.mover
         self.logbook = context.compiled.logbook
         self.samples = 0
@@ -193,10 +193,10 @@ class OwnStep:
         self._around = partial(strategy.precision.forward, strategy.device.type)
         self._method = f"{stage}_step"
         self._arguments = step_arguments(model, self._method)
-        self._enter = entry_of(model, door, self._method)
+        self._enter = entry_of(model, wrapped, self._method)
         self._end = getattr(model, f"{stage}_step_end")
         self._has_end = overridden(model, f"{stage}_step_end")
-        # A transfer of the model's own is part of what enters through the door: under dp each
+        # A transfer of the model's own is part of what is called through a wrapper: under dp each
         # replica brings its part to its own device.
         self._moves = overridden(model, "transfer_batch_to_device")
         self._needs_loss = stage == "training" and model.automatic_optimization
@@ -269,8 +269,8 @@ class OwnStep:
                 )
                 if self._has_end:
                     outputs = self._end(outputs)
-                elif self.door.weights is not None:
-                    outputs = with_mean_loss(outputs, self.door.weights)
+                elif self.wrapped.weights is not None:
+                    outputs = with_mean_loss(outputs, self.wrapped.weights)
             if self._is_first:
                 self.mover.transfer.note_writes()
             loss = self._loss(outputs)
@@ -400,17 +400,17 @@ class OwnPredictStep:
     """Calls `predict_step` and `predict_step_end`.
 
     Args:
-        model, context, door: as in `OwnStep`.
+        model, context, wrapped: as in `OwnStep`.
     """
 
-    def __init__(self, model: Module, context: StepContext, door: Door) -> None:
+    def __init__(self, model: Module, context: StepContext, wrapped: WrappedModel) -> None:
         assert context.predicting is not None
         strategy = model._fitkit.compilation.strategy
         self.context = context
         self.mover = context.predicting.mover
         self._around = partial(strategy.precision.forward, strategy.device.type)
         self._takes_index = "batch_idx" in step_arguments(model, "predict_step")
-        self._enter = entry_of(model, door, "predict_step")
+        self._enter = entry_of(model, wrapped, "predict_step")
         self._end = model.predict_step_end
         self._moves = overridden(model, "transfer_batch_to_device")
         self._is_first = True
@@ -433,19 +433,19 @@ Step = CompiledStep | OwnStep
 """A batch's step: as `compile` describes it, or by the model's own hooks."""
 
 
-def entry_of(model: Module, door: Door, method: str) -> Callable[..., Any]:
-    """How to call a step of the model's through a door: the step itself where nothing stands
+def entry_of(model: Module, wrapped: WrappedModel, method: str) -> Callable[..., Any]:
+    """How to call a step of a wrapped model: the step itself where nothing stands
     between."""
     if overridden(model, "transfer_batch_to_device"):
 
         def enter(batch: Any, *arguments: Any) -> Any:
-            return door("_step_on_device", batch, method, *arguments)
+            return wrapped("_step_on_device", batch, method, *arguments)
 
         return enter
-    if type(door) is Door:
+    if wrapped.is_bare:
         step: Callable[..., Any] = getattr(model, method)
         return step
-    return partial(door, method)
+    return partial(wrapped, method)
 
 
 def step_for(
@@ -463,15 +463,16 @@ def step_for(
     known = None if source is None else [drawn_from(source)]
     may_count = compilation.loss.may_count(known)
     if stage != "training":
-        door = strategy.evaluation_door(model)
-    elif makes_one_update(model):
-        strategy.may_count = may_count or has_own_steps(model, stage)
-        door = strategy.door(model)
+        wrapped = strategy.wrap_for_evaluation(model)
     else:
-        door = strategy.plain_door(model)
+        wrapped = strategy.wrap_for_training(
+            model,
+            averages=makes_one_update(model),
+            may_count=may_count or has_own_steps(model, stage),
+        )
     compiled = CompiledStep(
         model,
-        door,
+        wrapped,
         class_weights=class_weights,
         all_targets=all_targets,
         name=name,
@@ -483,7 +484,7 @@ def step_for(
     moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
         return context, compiled
-    return context, OwnStep(model, context, door)
+    return context, OwnStep(model, context, wrapped)
 
 
 def makes_one_update(model: Module) -> bool:
@@ -493,9 +494,9 @@ def makes_one_update(model: Module) -> bool:
 
 def predict_step_for(model: Module) -> tuple[StepContext, Any]:
     """The step of `predict`."""
-    door = model._fitkit.compilation.strategy.evaluation_door(model)
-    compiled = PredictStep(model, door)
+    wrapped = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
+    compiled = PredictStep(model, wrapped)
     context = StepContext("predict", predicting=compiled)
     if has_own_steps(model, "predict"):
-        return context, OwnPredictStep(model, context, door)
+        return context, OwnPredictStep(model, context, wrapped)
     return context, compiled

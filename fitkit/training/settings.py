@@ -31,8 +31,8 @@ from fitkit.data.sources import (
     validation_parts,
 )
 from fitkit.data.stream import check_readable
+from fitkit.distributed.devices import older_spelling
 from fitkit.distributed.free_devices import find_usable_cuda_devices
-from fitkit.distributed.placement import older_spelling
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError

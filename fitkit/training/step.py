@@ -20,8 +20,9 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.strategies import Door, Strategy
+from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
+from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.losses import CompiledLoss, Count, Term
@@ -41,7 +42,7 @@ class CompiledStep:
 
     Args:
         model: whose net it is, and what it was compiled with.
-        door: the way into the net's forward.
+        wrapped: calls the net's forward.
         class_weights: weights by label; training only.
         all_targets: all targets of in-memory data (several data sets': a list), whose labels
             are checked at the first batch, and decide whether an evaluation's losses are joined.
@@ -62,7 +63,7 @@ class CompiledStep:
     def __init__(
         self,
         model: Module,
-        door: Door,
+        wrapped: WrappedModel,
         *,
         class_weights: ClassWeights | None = None,
         all_targets: list[Any] | None = None,
@@ -72,8 +73,8 @@ class CompiledStep:
     ) -> None:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
-        self.door = door
-        self.forward = forward_of(door)
+        self.wrapped = wrapped
+        self.forward = forward_of(wrapped)
         self.caller = caller_of(model)
         self.mover = mover_of(model)
         self._ranks = ranks
@@ -93,7 +94,7 @@ class CompiledStep:
         self.total = 0
         self.may_count = may_count
         if (own := self.loss.own) is not None:
-            door.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
+            wrapped.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
@@ -164,7 +165,7 @@ class CompiledStep:
     def look(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
         opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
-        self.compute(self.door.net, *opened)
+        self.compute(self.wrapped.net, *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
         """The loss of a batch inside a step of the model's own; not noted, but for the metrics.
@@ -262,7 +263,7 @@ class CompiledStep:
 
     def _ask_for_sum(self, x: Any, y: Any) -> None:
         """Find out what a net's own loss is the mean over, where it can give its sum, too."""
-        own, net = self.loss.own, self.door.net
+        own, net = self.loss.own, self.wrapped.net
         if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
         with modes_restored(net), torch.no_grad(), self._around(self._kind):
@@ -285,7 +286,7 @@ class CompiledStep:
                 f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
                 "batch had targets, too. Give (x, y) in each batch."
             ) from error
-        raise_explained(error, self.door.net, x, y, self.name)
+        raise_explained(error, self.wrapped.net, x, y, self.name)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Look at the first batch: everything that can be said before an update is."""
@@ -343,13 +344,13 @@ class PredictStep:
     """Computes the net's outputs for batches.
 
     Args:
-        model, door: as in `CompiledStep`.
+        model, wrapped: as in `CompiledStep`.
     """
 
-    def __init__(self, model: Module, door: Door) -> None:
+    def __init__(self, model: Module, wrapped: WrappedModel) -> None:
         strategy: Strategy = model._fitkit.compilation.strategy
-        self.door = door
-        self.forward = forward_of(door)
+        self.wrapped = wrapped
+        self.forward = forward_of(wrapped)
         self.caller = caller_of(model)
         self.mover = mover_of(model)
         self._around, self._wide = strategy.precision.forward, strategy.precision.predictions
@@ -365,7 +366,7 @@ class PredictStep:
             with self._around(self._kind):
                 outputs = self._wide(self.caller(self.forward, x))
         except Exception as error:
-            raise_explained(error, self.door.net, x, None)
+            raise_explained(error, self.wrapped.net, x, None)
             raise
         if not self.checked:
             self.mover.transfer.note_writes()
@@ -378,11 +379,11 @@ class PredictStep:
         return self._wide(self.caller(model, unpack(batch)[0]))
 
 
-def forward_of(door: Door) -> Callable[..., Any]:
-    """How to call the net through a door; the net itself where nothing stands between."""
-    if type(door) is not Door:
-        return partial(door, "")
-    model = door.net
+def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
+    """How to call the net of a wrapped model; the net itself where nothing stands between."""
+    if not wrapped.is_bare:
+        return partial(wrapped, "")
+    model = wrapped.net
     if not is_plain_wrapper(model):
         return model
     parts = model._modules

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
-from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import in_use
 from fitkit.module import Module

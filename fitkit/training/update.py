@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
-from fitkit.distributed.strategies import Strategy
+from fitkit.distributed.strategies import Engine, Strategy
+from fitkit.distributed.strategies.engine import clip_gradients, scale_gradients
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count, Term
@@ -169,21 +170,20 @@ class Update:
         self._step = step
         self._upcoming = Upcoming(iter(()))
         self._looks_at_gradients = _is_named(model)
-        # An engine's own update; torch's is called directly.
-        self._engine_update = (
-            strategy.update if type(strategy).update is not Strategy.update else None
-        )
-        acts = type(strategy).after_update is not Strategy.after_update
-        self._after_weights = strategy.after_update if acts else None
+        engine = self._engine = strategy.engine
+        self._clip_gradients = clip_gradients if engine is None else engine.clip
+        self._scale_gradients = scale_gradients if engine is None else engine.scale
         self._after_update = after_update
         self._fit_state: FitState = model._fitkit.fit_state
         self._strategy = strategy
         self._is_alone = strategy.collectives.world_size == 1
         self._ranks = strategy.shares.world_size
         self._scaling = scaling
-        self.backward: Callable[[torch.Tensor], None] = strategy.backward
+        self.backward: Callable[..., None] = torch.Tensor.backward
+        if engine is not None:
+            self.backward = engine.backward
         if scaling is not None:
-            self.backward = partial(scaling.backward, through=strategy.backward)
+            self.backward = partial(scaling.backward, through=self.backward)
         self._clip_value = compilation.gradient_clip_val
         self._clip_algorithm = compilation.gradient_clip_algorithm
         self._exchanges = is_one_of_several
@@ -385,9 +385,9 @@ class Update:
         self._totals = self._counted = None
         if isinstance(found, torch.Tensor):
             factor = torch.where(found > 0, expected / found, 1.0)
-            self._strategy.scale_gradients(self._parameters, factor)
+            self._scale_gradients(self._parameters, factor)
         elif found != expected:
-            self._strategy.scale_gradients(self._parameters, expected / found if found else 1.0)
+            self._scale_gradients(self._parameters, expected / found if found else 1.0)
         self._update()
 
     def _counted_by_all(self) -> Any:
@@ -440,7 +440,8 @@ class Update:
             return value.detach().new_tensor(summed / whole)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        self._tell_strategy()
+        if self._engine is not None:
+            self._engine.after_update()
         self._count_update()
 
     def _update(self) -> None:
@@ -453,11 +454,11 @@ class Update:
             self._update_scaled(self._scaling)
             return
         self._clip()
-        if self._engine_update is None:
+        if self._engine is None:
             self.optimizer.step()
         else:
-            self._engine_update(self.optimizer)
-        self._tell_strategy()
+            self._engine.update(self.optimizer)
+            self._engine.after_update()
         self._count_update()
 
     def _update_scaled(self, scaling: Scaling) -> None:
@@ -467,13 +468,10 @@ class Update:
             self._clip()
         counts = scaling.step(self.optimizer)
         scaling.update()
-        self._tell_strategy()  # Also of an update left out: other ranks may have made theirs.
+        if self._engine is not None:  # also when left out: other ranks may have made theirs
+            self._engine.after_update()
         if counts:
             self._count_update()
-
-    def _tell_strategy(self) -> None:
-        if self._after_weights is not None:
-            self._after_weights()
 
     def _count_update(self) -> None:
         self._fit_state.updates += 1
@@ -482,7 +480,7 @@ class Update:
 
     def _clip(self) -> None:
         if self._clip_value is not None:
-            self._strategy.clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
+            self._clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
 
 
 class ByTurns:
@@ -545,7 +543,7 @@ class Manual:
         compilation = model._fitkit.compilation
         self._step = step
         self._state: FitState = model._fitkit.fit_state
-        self._after_update = compilation.strategy.after_update
+        self._engine: Engine | None = compilation.strategy.engine
         self._parameters = compilation.trainable(model)
         self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
         self._updates_before: int | None = None  # of the epoch; None before its first batch
@@ -564,7 +562,8 @@ class Manual:
             state.updates += 1
         for scaling in self._state.scalings:
             scaling.update()
-        self._after_update()
+        if self._engine is not None:
+            self._engine.after_update()
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches

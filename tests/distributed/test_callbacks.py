@@ -26,7 +26,7 @@ from fitkit.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from fitkit.training import fit_run
+from fitkit.training import fit as fit_module
 from fitkit.training.optimizing import FitState
 
 pytestmark = pytest.mark.timeout(60)
@@ -233,7 +233,7 @@ def test_rank_zeros_clock_stops_all(capsys):
 
 
 @pytest.mark.skipif(
-    "stops_alike" not in inspect.getsource(fit_run), reason="needs stops_alike in FitRun"
+    "stops_alike" not in inspect.getsource(fit_module), reason="needs stops_alike in Fit"
 )
 def test_callbacks_that_stop_alike_cost_no_exchange_a_step():
     counts = []
