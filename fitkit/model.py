@@ -442,7 +442,7 @@ class Model(Module):
         check_callbacks(arguments.callback_list.callbacks)
         if self.net is None and type(self).forward is Module.forward and not self._never_forwards():
             self.forward()  # says what is missing
-        arguments.prepare(strategy.precision.input_dtype(self), strategy.share_count)
+        arguments.prepare(strategy.precision.input_dtype(self), strategy.data_rank_count)
 
     def _never_forwards(self) -> bool:
         """Whether steps of its own may do without the model's forward."""
@@ -527,7 +527,7 @@ class Model(Module):
         """Samples in one step, over all devices and nodes; None before `fit` has seen data."""
         if self._fitkit.batch_size is None:
             return None
-        return self._fitkit.batch_size * self._fitkit.compilation.strategy.share_count
+        return self._fitkit.batch_size * self._fitkit.compilation.strategy.data_rank_count
 
     @property
     def device(self) -> torch.device:

@@ -299,7 +299,7 @@ def batch_size(
     check_count("init_val", init_val)
     check_count("max_trials", max_trials)
     check_count("max_val", max_val, optional=True)
-    bound = _samples(x, y) // model._fitkit.compilation.strategy.share_count
+    bound = _samples(x, y) // model._fitkit.compilation.strategy.data_rank_count
     bound = bound if max_val is None else min(bound, max_val)
     if init_val > bound:
         raise ConfigurationError(f"init_val={init_val} is more than the {bound} that can be tried.")

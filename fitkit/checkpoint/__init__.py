@@ -3,6 +3,13 @@
 # Each adds its suffix to FORMATS.
 from fitkit.checkpoint import safetensors_file, sharded_folder, torch_file
 from fitkit.checkpoint.atomic import remove_abandoned
+from fitkit.checkpoint.checkpoint_file import (
+    Checkpoint,
+    open_checkpoint,
+    read_state,
+    save_checkpoint,
+    write_state,
+)
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
 from fitkit.checkpoint.optimizer_state import check_fused_state, check_optimizer_state
@@ -13,13 +20,6 @@ from fitkit.checkpoint.weights import (
     fitting_weights,
     load_weights,
     save_weights,
-)
-from fitkit.checkpoint.whole import (
-    Checkpoint,
-    open_checkpoint,
-    read_state,
-    save_checkpoint,
-    write_state,
 )
 
 __all__ = [

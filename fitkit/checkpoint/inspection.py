@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import dtype_name
+from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_checkpoint
 from fitkit.checkpoint.formats import (
     SUFFIXES,
     Arrays,
@@ -19,7 +20,6 @@ from fitkit.checkpoint.formats import (
 )
 from fitkit.checkpoint.header import FORMAT_VERSION
 from fitkit.checkpoint.sharded_folder import is_folder_name
-from fitkit.checkpoint.whole import checkpoint_in, open_stored, save_checkpoint
 from fitkit.errors import ConfigurationError
 
 if TYPE_CHECKING:

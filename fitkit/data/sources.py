@@ -48,7 +48,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 DEFAULT_BATCH_SIZE = 32
 
 
-def drawn_from(source: Source) -> Any:
+def targets_of(source: Source) -> Any:
     """What the targets of all of a source's batches are drawn from; None where nobody knows."""
     source = source.whole
     if isinstance(source, LoaderSource) and reads_by_index(source.loader):

@@ -59,7 +59,7 @@ class StepRouter(nn.Module):
 
     Args:
         wrapped: the model that the wrapper's calls lead to.
-        carrier: a parameter more that the wrapper averages (`Strategy.count_carrier`).
+        carrier: a parameter more that the wrapper averages (`Strategy.count_parameter`).
     """
 
     def __init__(self, wrapped: WrappedModel, carrier: nn.Parameter | None = None) -> None:

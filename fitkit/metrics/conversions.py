@@ -146,7 +146,7 @@ class FirstBatch:
         prediction = self.prediction
         if self.hint.takes is not None:
             return self.hint.takes
-        may_be = not prediction.is_floating_point() or _within(prediction, 0, 1)
+        may_be = not prediction.is_floating_point() or _is_between_0_and(1, prediction)
         if may_be and scale_of(prediction) != "logits":
             return "probabilities"
         return "values" if self.hint.task == "regression" and kind != "multiclass" else "logits"
@@ -213,7 +213,7 @@ def _check_targets(task: Task, target: Tensor) -> None:
     values = target[target != IGNORED] if labelled else target
     highest = task.columns - 1 if labelled else 1
     fractions = labelled and values.is_floating_point() and bool((values != values.round()).any())
-    if fractions or not _within(values, 0, highest):
+    if fractions or not _is_between_0_and(highest, values):
         raise ConfigurationError(
             f"the target has values from {values.min().item():g} to {values.max().item():g}, but "
             f"for a {task.kind} task with a prediction of {task.columns} "
@@ -222,8 +222,8 @@ def _check_targets(task: Task, target: Tensor) -> None:
         )
 
 
-def _within(tensor: Tensor, lowest: float, highest: float) -> bool:
-    return bool(((tensor >= lowest) & (tensor <= highest)).all())
+def _is_between_0_and(highest: float, values: Tensor) -> bool:
+    return bool(((values >= 0) & (values <= highest)).all())
 
 
 def _sums_to_one(target: Tensor, axis: int) -> bool:

@@ -32,19 +32,19 @@ from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
 from fitkit.training.surroundings import (
     close_bars,
     evaluating,
-    share_of,
+    rank_source,
     surroundings,
-    with_own,
+    with_built_in,
 )
 
 
 def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
     """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
     with surroundings(model, "evaluate", arguments.source.batch_size):
-        source = share_of(model, arguments.source, training=False)
+        source = rank_source(model, arguments.source, training=False)
         stage = evaluation_stage(model) or "test"
         context, step = step_for(model, stage, all_targets=[source.target], source=source)
-        callbacks = with_own(arguments.callback_list, arguments.verbose)
+        callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         callbacks.begin(model, _params(model, "evaluate", source, arguments))
         try:
             values = evaluate_source(model, source, arguments.steps, context, step, callbacks)
@@ -74,12 +74,12 @@ def evaluate_source(
         ConfigurationError: there was no batch on any rank.
     """
     strategy: Strategy = model._fitkit.compilation.strategy
-    shares, group = strategy.shares, model._fitkit.compilation.steps_per_execution
+    data_ranks, group = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     logbook = step.logbook
     step.begin()
     with evaluating(model, context):
         strategy.before_evaluation(model)
-        context.open(callbacks.hooks("on_test_begin"), {})
+        context.call_before_batch(callbacks.hooks("on_test_begin"), {})
         begin, end = callbacks.hooks("on_test_batch_begin"), callbacks.hooks("on_test_batch_end")
         plan = EvaluationPlan(model, step, callbacks, "test", source)
         index, empty = -1, 0
@@ -87,19 +87,19 @@ def evaluate_source(
         try:
             with plan:
                 advance: Callable[..., Any] = step
-                together = InStep(_first(source, steps, shares), strategy)
+                together = InStep(_first(source, steps, data_ranks), strategy)
                 for index, batch in enumerate(plan.batches(step.mover.fed(iter(together)))):
                     if batch is NoRows:
                         empty += 1
                     else:
                         if begin and not waits:
-                            context.open(begin, index, {})
+                            context.call_before_batch(begin, index, {})
                         advance(batch, index)
                         if context.waiting:
                             context.take_waiting()
                         if index == empty:
-                            step.after_first()
-                            advance = plan.after_first(batch)
+                            step.undo_writes()
+                            advance = plan.step_after_first(batch)
                         waits = True
                     if waits and (index + 1) % group == 0:
                         waits = False
@@ -115,11 +115,11 @@ def evaluate_source(
             logbook.logged.finish()
             raise
         batches, logbook.steps = index + 1, index + 1 - empty
-        if steps is not None and batches and shares.world_size == 1 and batches < steps:
+        if steps is not None and batches and data_ranks.world_size == 1 and batches < steps:
             warn(f"{name} ended after {batches} batches of the {steps} that were asked for.")
         with torch.no_grad():
             step.finish()
-        values, everyones = reduced(logbook, shares)
+        values, everyones = reduced(logbook, data_ranks)
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no batches with rows.")
         model._fitkit.log_names = list(values)
@@ -133,7 +133,7 @@ def evaluate_batch(model: Module, batch: Any) -> dict[str, Any]:
     with evaluating(model, context), torch.no_grad():
         try:
             step(batch, 0)
-            step.after_first()
+            step.undo_writes()
             return step.logbook.results()
         finally:
             step.logbook.logged.finish()
@@ -149,14 +149,14 @@ def _first(source: Source, steps: int | None, collectives: Collectives) -> Itera
 def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
     strategy: Strategy = model._fitkit.compilation.strategy
-    shares, group = strategy.shares, model._fitkit.compilation.steps_per_execution
+    data_ranks, group = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     with surroundings(model, "predict", arguments.source.batch_size):
-        source = share_of(model, arguments.source, training=False)
+        source = rank_source(model, arguments.source, training=False)
         context, step = predict_step_for(model)
-        callbacks = with_own(arguments.callback_list, arguments.verbose)
+        callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         callbacks.begin(model, _params(model, "predict", source, arguments))
         copies = HostCopies()
-        together = InStep(_first(source, arguments.steps, shares), strategy, muted=False)
+        together = InStep(_first(source, arguments.steps, data_ranks), strategy, muted=False)
         try:
             with evaluating(model, context):
                 callbacks.call("on_predict_begin", {})
@@ -177,7 +177,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                                     hook(index, {})
                             copies.add(advance(batch, index))
                             if index == empty:
-                                advance = plan.after_first(batch)
+                                advance = plan.step_after_first(batch)
                             waits = True
                         if waits and (index + 1) % group == 0:
                             waits = False
@@ -189,7 +189,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                 callbacks.call("on_predict_end", {})
         finally:
             close_bars(callbacks)
-        everyone = shares.gather(together.own(copies.outputs))
+        everyone = data_ranks.gather(together.own(copies.outputs))
     # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
     whole = [output for output in dealt if output is not NoRows]
@@ -374,7 +374,7 @@ class EvaluationPlan:
             yield batch
             self._leave()
 
-    def after_first(self, first: Any) -> Callable[..., Any]:
+    def step_after_first(self, first: Any) -> Callable[..., Any]:
         """What makes the steps from the second on.
 
         Args:

@@ -45,10 +45,10 @@ from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import (
     close_bars,
+    rank_source,
     report_error,
-    share_of,
     surroundings,
-    with_own,
+    with_built_in,
 )
 from fitkit.training.update import updates_for
 
@@ -64,7 +64,9 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
     state = model._fitkit.fit_state
     with surroundings(model, "fit", arguments.source.batch_size):
         run = Fit(model, arguments)
-        callbacks = with_own(arguments.callback_list, arguments.verbose, *run.own_callbacks())
+        callbacks = with_built_in(
+            arguments.callback_list, arguments.verbose, *run.built_in_callbacks()
+        )
         model.history, model.stop_training = run.history, False
         model._fitkit.batch_size = run.source.batch_size
         run.announce()
@@ -117,7 +119,7 @@ def fit_batch(
     with running(model, context), state.training():
         try:
             updates_for(model, context, step, accumulate=1)(batch, 0)
-            step.after_first()
+            step.undo_writes()
             values: dict[str, Any] = step.logbook.results()
         finally:
             step.logbook.logged.finish()
@@ -141,14 +143,14 @@ class Fit:
         self.collectives: Collectives = self.strategy.collectives
         self.strategy.place(model, for_training=True)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
-        self.source = share_of(model, arguments.source, training=True)
+        self.source = rank_source(model, arguments.source, training=True)
         self.held_out = None
         if arguments.held_out is not None:
-            self.held_out = share_of(model, arguments.held_out, training=False)
+            self.held_out = rank_source(model, arguments.held_out, training=False)
         # Among how many the training's data are dealt out.
-        self.shares = self.strategy.shares.world_size
+        self.data_rank_count = self.strategy.data_ranks.world_size
         self.stream = Stream(
-            self.source, arguments.steps_per_epoch, arguments.initial_epoch, self.shares
+            self.source, arguments.steps_per_epoch, arguments.initial_epoch, self.data_rank_count
         )
         self.epoch = arguments.initial_epoch
         self.steps_done = self.steps_before = 0  # the latter before the epoch was cut
@@ -176,7 +178,7 @@ class Fit:
         if arguments.weights_by_class is not None:
             arguments.weights_by_class.look_at(self.source.target, self.collectives.rank)
         self.step.mover.keep(self.source)
-        factor = scale_rates(state, compilation.scale_lr, self.shares)
+        factor = scale_rates(state, compilation.scale_lr, self.data_rank_count)
         self.schedulers: list[PlannedScheduler] = state.schedulers_for(
             model,
             epochs=arguments.epochs,
@@ -186,12 +188,12 @@ class Fit:
         )
         self.warm_up = self._warm_up(updates, factor)
         self.at_epochs = [
-            (plan, plan.mover())
+            (plan, plan.stepper())
             for plan in self.schedulers
             if plan.interval == "epoch" and model.automatic_optimization
         ]
-        self.learn = updates_for(model, self.context, self.step, after_update=self._after_update)
-        self.learning = [p.requires_grad for p in compilation.trainable(model)]
+        self.update = updates_for(model, self.context, self.step, after_update=self._after_update)
+        self.requires_grad = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
         self.warned_of: list[PlannedScheduler] = []  # schedulers whose value is missing
@@ -201,13 +203,13 @@ class Fit:
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         """Make what moves the rates after each of an optimizer's updates."""
         moves = [
-            plan.mover()
+            plan.stepper()
             for plan in self.schedulers
             if plan.interval == "step" and plan.optimizer in (None, optimizer)
         ]
         return after_update(self.warm_up, moves, leads=optimizer is self.optimizers[0])
 
-    def own_callbacks(self) -> list[Callback]:
+    def built_in_callbacks(self) -> list[Callback]:
         """Give the history, after what `compile` has asked to be measured."""
         measured = self.compilation.log_gpu_memory
         watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
@@ -220,14 +222,15 @@ class Fit:
         alone = ranks * replicas == 1 and device.type == "cpu"
         if alone or self.collectives.rank or chosen_verbose(self.arguments.verbose) == 0:
             return
-        shares = self.strategy.shares.world_size
         what = f"{ranks} processes" if ranks > 1 else "1 process"
         what += f" of {replicas} replicas each" if replicas > 1 else ""
-        whole = f"{shares} x {size} = {shares * size}" if size and shares > 1 else f"{size}"
-        batch = f", batches of {whole} samples" if size else ""
-        every = self.compilation.accumulate_grad_batches
-        if size and every > 1:
-            batch += f", an update every {every} batches ({shares * size * every} samples)"
+        batch, parts = "", self.data_rank_count
+        if size:
+            sizes = f"{parts} x {size} = {parts * size}" if parts > 1 else f"{size}"
+            batch = f", batches of {sizes} samples"
+            every = self.compilation.accumulate_grad_batches
+            if every > 1:
+                batch += f", an update every {every} batches ({parts * size * every} samples)"
         where = device if ranks * replicas == 1 else device.type
         print(f"{what} on {where}{batch}", flush=True)
 
@@ -257,7 +260,7 @@ class Fit:
         Raises:
             ConfigurationError: no batch of the epoch had rows.
         """
-        model, context, step, learn = self.model, self.context, self.step, self.learn
+        model, context, step, update = self.model, self.context, self.step, self.update
         state, logbook = model._fitkit.fit_state, self.step.logbook
         self.kept = to_training(model, self.kept)
         model.current_epoch = epoch
@@ -284,18 +287,18 @@ class Fit:
         index, empty = done - 1, 0
         waits = False  # the group's batches so far, for the hooks at its end
         with running(model, context):
-            batches = learn.watch(step.mover.fed(self.stream.epoch(done)))
+            batches = update.peekable(step.mover.fed(self.stream.epoch(done)))
             for index, batch in enumerate(batches, done):
                 if batch is NoRows:  # it has its number, and no more: no step, no hook
                     empty += 1
                 else:
                     if begin and not waits:
-                        context.open(begin, index, {})
-                    learn(batch, index)
+                        context.call_before_batch(begin, index, {})
+                    update(batch, index)
                     if context.waiting:
                         context.take_waiting()
                     if index == done + empty:
-                        step.after_first()
+                        step.undo_writes()
                     waits = True
                 if end:
                     self.note(index + 1)  # before anybody acts at the batch's end
@@ -312,7 +315,7 @@ class Fit:
                 logs = LazyLogs(logbook.results, logbook.loss.last)
                 for hook in end:
                     hook(index, logs)
-            learn.finish()
+            update.finish()
             self.note(index + 1)
             if empty and empty == index + 1:
                 raise ConfigurationError(
@@ -322,7 +325,7 @@ class Fit:
             if self._ran_out(epoch, index + 1):
                 return last
             if index + 1 == done:
-                self._look_at_a_batch()
+                self._check_on_peeked_batch()
             step.finish()
 
         if self.arguments.weights_by_class is not None:
@@ -330,7 +333,7 @@ class Fit:
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()
-        values, _ = reduced(logbook, self.strategy.shares, self.carried)
+        values, _ = reduced(logbook, self.strategy.data_ranks, self.carried)
         self.carried, self.steps_before = [], 0
         model._fitkit.log_names = list(values)
         if self.held_out is not None and self.arguments.validates_after(epoch):
@@ -344,7 +347,7 @@ class Fit:
                 if not plan.watches:
                     move()
                 elif (epoch + 1) % plan.frequency == 0:
-                    self._watch(plan, epoch, values)
+                    self._step_plateau(plan, epoch, values)
         self.logs = values
         callbacks.call("on_epoch_end", epoch, values)
         if self.arguments.callback_list.callbacks:
@@ -365,7 +368,7 @@ class Fit:
             self.has_warned_of_non_finite = True
             warn(f"In epoch {epoch + 1} {sentence}")
 
-    def _look_at_a_batch(self) -> None:
+    def _check_on_peeked_batch(self) -> None:
         """Learn which metrics there are, where an epoch was cut after its last batch."""
         if not isinstance(self.step, CompiledStep) or self.step.checked:
             return
@@ -386,9 +389,9 @@ class Fit:
 
     def _follow_freezing(self) -> None:
         """Wrap the module anew where a callback has frozen or freed parameters."""
-        learning = [p.requires_grad for p in self.compilation.trainable(self.model)]
-        if learning != self.learning:
-            self.learning = learning
+        requires_grad = [p.requires_grad for p in self.compilation.trainable(self.model)]
+        if requires_grad != self.requires_grad:
+            self.requires_grad = requires_grad
             self.strategy.rewrap()
 
     def _any_stops(self) -> bool:
@@ -443,7 +446,7 @@ class Fit:
                 name="validation_data",
             )
 
-    def _watch(self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any]) -> None:
+    def _step_plateau(self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any]) -> None:
         """Give a scheduler the value that it watches; refuse an epoch without, or say it once."""
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
         if watched in logs:
@@ -479,7 +482,7 @@ class Fit:
     @property
     def is_between_groups(self) -> bool:
         """Whether no batch waits for others to make an update with it, so that a save is whole."""
-        return self.learn.is_between_groups
+        return self.update.is_between_groups
 
     def contents(self, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
@@ -508,7 +511,7 @@ class Fit:
         set_seed_of(self.source, progress.seed)
         self.stream.take_loader_state(progress.loader)
         ranks = progress.shares or len(progress.random)
-        self.steps_before = -(-progress.steps * ranks // self.shares)
+        self.steps_before = -(-progress.steps * ranks // self.data_rank_count)
         self.carried = progress.noted if progress.steps else []
 
     def progress(self) -> Progress:
@@ -533,8 +536,8 @@ class Fit:
         place = self.stream.position
         drawn = random_state(self.stream.generators)
         everyones = self.collectives.gather((place.began, drawn))
-        # Ranks of one share have noted the same.
-        noted_by_share = self.strategy.shares.gather(noted)
+        # Ranks that see the same data have noted the same.
+        noted_by_all = self.strategy.data_ranks.gather(noted)
         new_pass = ended and self.arguments.steps_per_epoch is None
         epochs, values = list(self.history.epoch), copy_lists(self.history.history)
         if self.logs is not None and self.epoch not in epochs:
@@ -553,12 +556,12 @@ class Fit:
             random=[random for _, random in everyones],
             seed=seed_of(self.source),
             loader=self.stream.loader_state(ends_pass=new_pass),
-            noted=[] if is_between else [*self.carried, *noted_by_share],
+            noted=[] if is_between else [*self.carried, *noted_by_all],
             history={"epoch": epochs, "history": values},
             warm_up=self.warm_up.state() if warms_up and self.warm_up is not None else None,
             callbacks=states_of(self.arguments.callback_list.callbacks),
             data=kind_of_data(self.source),
-            shares=self.shares,
+            shares=self.data_rank_count,
         )
 
     def params(self) -> dict[str, Any]:

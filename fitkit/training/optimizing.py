@@ -91,7 +91,7 @@ class PlannedScheduler:
         own = {name: value for name, value in state.items() if name not in lengths}
         self.scheduler.load_state_dict(own)
 
-    def mover(self) -> Callable[[], None]:
+    def stepper(self) -> Callable[[], None]:
         """What to call after each of its intervals; each call counts one."""
         scheduler = self.scheduler
         # One with a fixed length (OneCycleLR) keeps its last rate after it.

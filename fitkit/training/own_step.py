@@ -16,7 +16,7 @@ from fitkit.arguments import describe
 from fitkit.data.batches import Source, samples_of
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
-from fitkit.data.sources import drawn_from
+from fitkit.data.sources import targets_of
 from fitkit.data.to_device import moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
@@ -81,7 +81,7 @@ class StepContext:
         assert self.predicting is not None
         return self.predicting.inside(model, batch)
 
-    def open(self, hooks: Iterable[Callable[..., Any]], *arguments: Any) -> None:
+    def call_before_batch(self, hooks: Iterable[Callable[..., Any]], *arguments: Any) -> None:
         """Call hooks before a batch: what they log counts with that batch's samples."""
         self.is_opening = True
         for hook in hooks:
@@ -189,8 +189,8 @@ class OwnStep:
         self.may_count, self.is_part = True, False
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
-        self._ranks: Collectives = strategy.shares
-        self._around = partial(strategy.precision.forward, strategy.device.type)
+        self._ranks: Collectives = strategy.data_ranks
+        self._autocast = partial(strategy.precision.autocast, strategy.device.type)
         self._method = f"{stage}_step"
         self._arguments = step_arguments(model, self._method)
         self._enter = entry_of(model, wrapped, self._method)
@@ -249,12 +249,12 @@ class OwnStep:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
         context = self.context
-        share = batch if type(batch) is RankBatch else None
-        batch = batch if share is None else share.batch
+        rank_batch = batch if type(batch) is RankBatch else None
+        batch = batch if rank_batch is None else rank_batch.batch
         self.samples = self.total = samples_of(batch)
-        if share is not None:
-            self.samples, self.total = share.count, share.total
-        context.samples, is_padding = self.samples, share is not None and share.count == 0
+        if rank_batch is not None:
+            self.samples, self.total = rank_batch.count, rank_batch.total
+        context.samples, is_padding = self.samples, rank_batch is not None and rank_batch.count == 0
         context.is_padding = is_padding or not notes
         if self.synchronization is not None:
             self.synchronization.counts = not is_padding
@@ -263,7 +263,7 @@ class OwnStep:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         arguments = [values[name] for name in self._arguments]
         with _metrics_kept(self.model) if context.is_padding else contextlib.nullcontext():
-            with self._around():
+            with self._autocast():
                 outputs = self._enter(
                     batch if self._moves else self.mover.transfer(batch), *arguments
                 )
@@ -297,7 +297,7 @@ class OwnStep:
         assert loss is not None
         return loss
 
-    def after_first(self) -> None:
+    def undo_writes(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
         self.mover.transfer.undo_writes()
 
@@ -408,7 +408,7 @@ class OwnPredictStep:
         strategy = model._fitkit.compilation.strategy
         self.context = context
         self.mover = context.predicting.mover
-        self._around = partial(strategy.precision.forward, strategy.device.type)
+        self._autocast = partial(strategy.precision.autocast, strategy.device.type)
         self._takes_index = "batch_idx" in step_arguments(model, "predict_step")
         self._enter = entry_of(model, wrapped, "predict_step")
         self._end = model.predict_step_end
@@ -419,7 +419,7 @@ class OwnPredictStep:
         """The outputs for a batch."""
         arguments = (index,) if self._takes_index else ()
         self.context.samples = samples_of(batch)
-        with self._around():
+        with self._autocast():
             moved = batch if self._moves else self.mover.transfer(batch)
             outputs = self._end(self._enter(moved, *arguments))
         if self._is_first:
@@ -460,7 +460,7 @@ def step_for(
     """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
     compilation = model._fitkit.compilation
     strategy = compilation.strategy
-    known = None if source is None else [drawn_from(source)]
+    known = None if source is None else [targets_of(source)]
     may_count = compilation.loss.may_count(known)
     if stage != "training":
         wrapped = strategy.wrap_for_evaluation(model)
@@ -476,7 +476,7 @@ def step_for(
         class_weights=class_weights,
         all_targets=all_targets,
         name=name,
-        ranks=strategy.shares if stage == "training" else None,
+        ranks=strategy.data_ranks if stage == "training" else None,
         may_count=may_count,
     )
     context = StepContext(stage, compiled.logbook.logged, compiled)

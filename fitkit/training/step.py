@@ -79,7 +79,7 @@ class CompiledStep:
         self.mover = mover_of(model)
         self._ranks = ranks
         self._move = self.mover.move
-        self._around, self._wide = strategy.precision.forward, strategy.precision.predictions
+        self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
         self._kind = strategy.device.type
         self.synchronization: Synchronization | None = None
         compilation.loss.to(strategy.device)
@@ -110,7 +110,7 @@ class CompiledStep:
         if self.meters is not None:
             self.meters.flush()
 
-    def after_first(self) -> None:
+    def undo_writes(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
         self.mover.transfer.undo_writes()
 
@@ -121,28 +121,28 @@ class CompiledStep:
             ConfigurationError: a batch that the net, loss or metrics can't take, in the terms
                 of what the user passed; torch's own error is its cause.
         """
-        share = batch if type(batch) is RankBatch else None
-        x, y, weight = self.opened(batch if share is None else share.batch)
+        rank_batch = batch if type(batch) is RankBatch else None
+        x, y, weight = self.moved_parts(batch if rank_batch is None else rank_batch.batch)
         if self.synchronization is not None:
-            self.synchronization.counts = share is None or share.count > 0
+            self.synchronization.counts = rank_batch is None or rank_batch.count > 0
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
-            with self._around(self._kind):
+            with self._autocast(self._kind):
                 if isinstance(x, torch.Tensor):
                     prediction = self.forward(x)
                 else:
                     given, named = self.caller.arguments(x)
                     prediction = self.forward(*given, **named)
-            prediction = self._wide(prediction)
+            prediction = self._widen(prediction)
             loss, parts = self._losses(prediction, x, y, weight)
         except Exception as error:
             self.explain(error, x, y)
             raise
         self.samples = self.total = samples_in(x, y)
-        if share is not None:
-            self.samples, self.total = share.count, share.total
-            if share.count == 0:
+        if rank_batch is not None:
+            self.samples, self.total = rank_batch.count, rank_batch.total
+            if rank_batch.count == 0:
                 self.count = None if self.count is None else 0
                 return loss
         logbook, samples = self.logbook, self.samples
@@ -159,12 +159,12 @@ class CompiledStep:
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
+        opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
         return self.compute(self.forward, *opened)[1]
 
     def look(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
-        opened = self.opened(batch.batch if type(batch) is RankBatch else batch)
+        opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
         self.compute(self.wrapped.net, *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
@@ -191,7 +191,7 @@ class CompiledStep:
                 self.meters.update(prediction, y, weight)
         return loss
 
-    def opened(self, batch: Any) -> tuple[Any, Any, Any]:
+    def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
         """The batch's inputs, targets and weights, on the device."""
         return self._parts(self._move(batch))
 
@@ -210,9 +210,9 @@ class CompiledStep:
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
-            with self._around(self._kind):
+            with self._autocast(self._kind):
                 prediction = self.caller(forward, x)
-            prediction = self._wide(prediction)
+            prediction = self._widen(prediction)
             loss, parts = self._losses(prediction, x, y, weight)
         except Exception as error:
             self.explain(error, x, y)
@@ -266,16 +266,16 @@ class CompiledStep:
         own, net = self.loss.own, self.wrapped.net
         if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
-        with modes_restored(net), torch.no_grad(), self._around(self._kind):
+        with modes_restored(net), torch.no_grad(), self._autocast(self._kind):
             net.eval()
             mean = self.caller(net, x)
             own.decide_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
-        share = batch if type(batch) is RankBatch else None
-        x, y, _ = unpack(batch if share is None else share.batch)
-        samples = samples_in(x, y) if share is None else share.count
+        rank_batch = batch if type(batch) is RankBatch else None
+        x, y, _ = unpack(batch if rank_batch is None else rank_batch.batch)
+        samples = samples_in(x, y) if rank_batch is None else rank_batch.count
         counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
         return [float(samples if c is None or not samples else c) for c in counts]
 
@@ -353,7 +353,7 @@ class PredictStep:
         self.forward = forward_of(wrapped)
         self.caller = caller_of(model)
         self.mover = mover_of(model)
-        self._around, self._wide = strategy.precision.forward, strategy.precision.predictions
+        self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
         self._kind = strategy.device.type
         self.checked = False
 
@@ -363,8 +363,8 @@ class PredictStep:
         if not self.checked:
             check_batch(x, None, "x")
         try:
-            with self._around(self._kind):
-                outputs = self._wide(self.caller(self.forward, x))
+            with self._autocast(self._kind):
+                outputs = self._widen(self.caller(self.forward, x))
         except Exception as error:
             raise_explained(error, self.wrapped.net, x, None)
             raise
@@ -376,7 +376,7 @@ class PredictStep:
 
     def inside(self, model: Callable[..., Any], batch: Any) -> Any:
         """The outputs of a batch that is on the device, inside a `predict_step`."""
-        return self._wide(self.caller(model, unpack(batch)[0]))
+        return self._widen(self.caller(model, unpack(batch)[0]))
 
 
 def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:

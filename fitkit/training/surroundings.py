@@ -337,7 +337,7 @@ def match_strides(optimizers: Iterable[Optimizer]) -> None:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def share_of(model: Module, source: Source, *, training: bool) -> Source:
+def rank_source(model: Module, source: Source, *, training: bool) -> Source:
     """This rank's part of a source.
 
     Ranks:
@@ -346,14 +346,14 @@ def share_of(model: Module, source: Source, *, training: bool) -> Source:
     compilation = model._fitkit.compilation
     return sharded(
         source,
-        compilation.strategy.shares,
+        compilation.strategy.data_ranks,
         training=training,
         replace_sampler=compilation.replace_sampler,
         scatter=compilation.strategy.reads_on_rank_zero,
     )
 
 
-def with_own(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackList:
+def with_built_in(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackList:
     """The user's callbacks, then fitkit's, which see what the user's have added to the logs.
 
     At the end those that come last: what saves has to see what all others have done. A backup is

@@ -145,7 +145,7 @@ class Update:
     what its loss is the mean over (its samples, or the labels that count in it), also where
     batches differ in length or the last group is short. How much counts on the other ranks is
     known after the exchange of gradients only: it travels with them where the strategy has a
-    `count_carrier`, else it costs an exchange an update.
+    `count_parameter`, else it costs an exchange an update.
 
     How many batches make an update stands in `FitState.accumulate`, which callbacks change; it
     holds from the next group on.
@@ -177,7 +177,7 @@ class Update:
         self._fit_state: FitState = model._fitkit.fit_state
         self._strategy = strategy
         self._is_alone = strategy.collectives.world_size == 1
-        self._ranks = strategy.shares.world_size
+        self._ranks = strategy.data_ranks.world_size
         self._scaling = scaling
         self.backward: Callable[..., None] = torch.Tensor.backward
         if engine is not None:
@@ -192,7 +192,7 @@ class Update:
         has_outside = self._ranks > 1 and not is_one_of_several
         self._outside = compilation.loss_parameters() if has_outside else []
         # What takes a count along with the gradients; those that go past the wrapper have none.
-        self._carrier = None if is_one_of_several else strategy.count_carrier
+        self._carrier = None if is_one_of_several else strategy.count_parameter
         self._batches = 0  # of the group so far
         self._samples = 0  # of the group so far, on all ranks
         self._counted: Any = None  # of the group so far, on this rank; None where samples count
@@ -220,14 +220,14 @@ class Update:
         """Whether no batch waits for others to make an update with it."""
         return self._batches == 0
 
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
         """An epoch's batches, of which the next ones can be looked at."""
         if not self._step.may_count:
             return batches
         self._upcoming = Upcoming(batches)
         return self._upcoming
 
-    def share(self, other: Update) -> None:
+    def peek_with(self, other: Update) -> None:
         """Look at the same next batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
@@ -284,8 +284,8 @@ class Update:
             self._learn_counted(loss, samples if step.count is None else step.count, total)
             return
         if self._accumulate == 1:
-            share = samples * self._ranks
-            self.backward(loss if share == total else loss * (share / total))
+            weight = samples * self._ranks
+            self.backward(loss if weight == total else loss * (weight / total))
             if self._exchanges:
                 self._strategy.exchange_gradients(self._parameters)
             self._update()
@@ -326,7 +326,7 @@ class Update:
         Ranks:
             Collective: once a fit.
         """
-        (whole,) = self._strategy.shares.sums([float(count)])
+        (whole,) = self._strategy.data_ranks.sums([float(count)])
         return 2.0 ** round(math.log2(whole / total)) if whole > 0 and total else 1.0
 
     def _learn_terms(self, terms: list[Term], samples: int, total: int) -> None:
@@ -343,7 +343,7 @@ class Update:
             coming = self._upcoming.peek(self._accumulate - 1) if self._accumulate > 1 else []
             rest = [self._step.counts_of(batch) for batch in coming]
             sums = [sum(map(float, column)) for column in zip(counts, *rest, strict=True)]
-            self._totals = self._strategy.shares.sums(sums)
+            self._totals = self._strategy.data_ranks.sums(sums)
         weighed = [
             nothing_if(term.value, count) * (term.scale * count * self._ranks / max(whole, TINY))
             for term, count, whole in zip(terms, counts, self._totals, strict=True)
@@ -354,17 +354,17 @@ class Update:
             self.finish()
 
     def _backward_part(
-        self, loss: torch.Tensor, count: float | torch.Tensor, share: float | torch.Tensor
+        self, loss: torch.Tensor, count: float | torch.Tensor, weight: float | torch.Tensor
     ) -> None:
         """Compute the gradients of a part of a group, and let what counts in it go with them."""
         loss, carrier = nothing_if(loss, count), self._carrier
         if carrier is None:
-            self.backward(loss * share)
+            self.backward(loss * weight)
             return
         if self._scaling is not None:
             loss = self._scaling.scaler.scale(loss)
-        # The same as a backward of loss * share + carrier * count, without the operations.
-        weighs = torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        # The same as a backward of loss * weight + carrier * count, without the operations.
+        weighs = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
         torch.autograd.backward((loss, carrier), (weighs, counts))
 
@@ -396,7 +396,7 @@ class Update:
             return self._counted
         carrier = self._carrier
         if carrier is None:
-            return self._strategy.shares.sums([float(self._counted)])[0]
+            return self._strategy.data_ranks.sums([float(self._counted)])[0]
         assert carrier.grad is not None  # a mean over the ranks
         # Whole numbers are that again; what else counts (classes' weights) stays as it is.
         if carrier.is_cpu:
@@ -417,8 +417,8 @@ class Update:
         mine, whole = float(step.samples), float(max(step.total, 1))
         if step.count is not None and self._ranks > 1:
             mine = float(step.count)
-            whole = max(*self._strategy.shares.sums([mine]), TINY)
-        waiting, share = [loss], mine * self._ranks / whole
+            whole = max(*self._strategy.data_ranks.sums([mine]), TINY)
+        waiting, weight = [loss], mine * self._ranks / whole
 
         def closure() -> torch.Tensor:
             with torch.enable_grad():
@@ -427,16 +427,16 @@ class Update:
                     parameter.grad = None
                 if self._carrier is not None:
                     self._carrier.grad = None
-                self._backward_part(value, mine, share)
+                self._backward_part(value, mine, weight)
                 if self._exchanges:
                     self._strategy.exchange_gradients(self._parameters)
                 if self._outside:
-                    self._strategy.shares.mean_gradients(self._outside)
+                    self._strategy.data_ranks.mean_gradients(self._outside)
             self._clip()
             if self._ranks == 1:
                 return value.detach()
             # The optimizer decides by this number when to stop: it must be the same on all ranks.
-            (summed,) = self._strategy.shares.sums([nothing_if(value, mine).item() * mine])
+            (summed,) = self._strategy.data_ranks.sums([nothing_if(value, mine).item() * mine])
             return value.detach().new_tensor(summed / whole)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
@@ -446,7 +446,7 @@ class Update:
 
     def _update(self) -> None:
         if self._outside:
-            self._strategy.shares.mean_gradients(self._outside)
+            self._strategy.data_ranks.mean_gradients(self._outside)
         if self._looks_at_gradients:
             self._looks_at_gradients = False
             unfuse_if_unreadable(self.optimizer)
@@ -512,11 +512,11 @@ class ByTurns:
                 for parameter in frozen:
                     parameter.requires_grad_(True)
 
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
         first, *others = self.updates
-        batches = first.watch(batches)
+        batches = first.peekable(batches)
         for other in others:
-            other.share(first)
+            other.peek_with(first)
         return batches
 
     @property
@@ -565,7 +565,7 @@ class Manual:
         if self._engine is not None:
             self._engine.after_update()
 
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches
 
     @property
@@ -600,11 +600,11 @@ def _manual_backward(
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
     mine: float = step.samples
     whole: float = step.total
-    if count is not None and strategy.shares.world_size > 1:
+    if count is not None and strategy.data_ranks.world_size > 1:
         mine = float(count)
-        (whole,) = strategy.shares.sums([mine])
-    share = mine * strategy.shares.world_size
-    scaled = loss if share == whole else nothing_if(loss, mine) * (share / whole)
+        (whole,) = strategy.data_ranks.sums([mine])
+    weight = mine * strategy.data_ranks.world_size
+    scaled = loss if weight == whole else nothing_if(loss, mine) * (weight / whole)
     if state.scalings:
         scaled = state.scalings[0].scaler.scale(scaled)
     scaled.backward(**options)

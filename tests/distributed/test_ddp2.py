@@ -52,8 +52,8 @@ from fitkit.distributed.resolve import resolve_strategy
 strategy = resolve_strategy(2, "cpu", "ddp2", "32-true", 2)
 
 def run(net, name):
-    assert strategy.shares.world_size == 2 and strategy.share_count == 2
-    node = strategy.shares.rank
+    assert strategy.data_ranks.world_size == 2 and strategy.data_rank_count == 2
+    node = strategy.data_ranks.rank
     assert node == strategy.world.node_rank == strategy.collectives.rank
     strategy.place(net)
     wrapped = strategy.wrap_for_training(net, averages=name == "averages")

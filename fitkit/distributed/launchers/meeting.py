@@ -39,7 +39,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import Cluster, Environment
 from fitkit.distributed.launchers.address_file import SharedAddress, shared_address
-from fitkit.distributed.launchers.watch import Failure
+from fitkit.distributed.launchers.watch import Failure, first_line
 from fitkit.errors import ConfigurationError, WorkerError
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.1
 LINGER_S = 0.5
 """How long rank 0 serves after it has written why a meeting failed, for the others to read it."""
 
-GRACE_S = 2.0
+OVERDUE_S = 2.0
 """How long after its end a wait may take to say in its own words what was missing."""
 
 FAREWELL_S = 2.0
@@ -158,7 +158,7 @@ class Meeting:
         except DistError as error:
             raise WorkerError(
                 f"rank {self._rank} lost its connection to {self.where} while the {self._size} "
-                f"processes met ({_first_line(error)}): the process that serves there ended."
+                f"processes met ({first_line(error)}): the process that serves there ended."
             ) from error
 
     def _open_part(self, store: Store, common: Store) -> Store:
@@ -349,7 +349,7 @@ def _bounded(work: Callable[[], Result], cluster: Cluster, patience: Patience) -
     try:
         while thread.is_alive():
             thread.join(0.2)
-            if patience.overdrawn_s > GRACE_S:
+            if patience.overdrawn_s > OVERDUE_S:
                 raise _unreached(cluster, "it accepts connections but doesn't answer", patience)
     finally:
         patience.end()
@@ -395,7 +395,7 @@ def _serve(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
     except DistError as error:
         raise ConfigurationError(
             f"rank 0 can't serve at port {port}, where the other processes look for it: "
-            f"{_first_line(error)}. Set MASTER_PORT to a free port, the same for all processes."
+            f"{first_line(error)}. Set MASTER_PORT to a free port, the same for all processes."
         ) from error
 
 
@@ -445,7 +445,7 @@ def _try(host: str, port: int, patience: Patience) -> tuple[TCPStore | None, str
         timeout = timedelta(seconds=patience.timeout_s)
         return TCPStore(host, port, None, False, timeout, wait_for_workers=False), ""
     except (OSError, DistError) as error:
-        return None, _first_line(error)
+        return None, first_line(error)
 
 
 def _unreached(cluster: Cluster, reason: str, patience: Patience) -> WorkerError:
@@ -456,7 +456,3 @@ def _unreached(cluster: Cluster, reason: str, patience: Patience) -> WorkerError
         f"{where} within {patience.timeout_s:g} s ({reason}). Start rank 0 too, and see that its "
         "address (MASTER_ADDR, MASTER_PORT) is right and no firewall is between."
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

@@ -32,7 +32,7 @@ class Payload:
 
     Args:
         value: what to send.
-        hollow: tensors of which only the shape is sent.
+        shape_only: tensors of which only the shape is sent.
         parts: where to look for what can't be sent, by name.
 
     Attributes:
@@ -41,11 +41,11 @@ class Payload:
     """
 
     def __init__(
-        self, value: Any, hollow: Iterable[torch.Tensor], parts: Mapping[str, Any] | None = None
+        self, value: Any, shape_only: Iterable[torch.Tensor], parts: Mapping[str, Any] | None = None
     ) -> None:
         self.files: list[int] = []
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, {id(tensor) for tensor in hollow}, self.files)
+        pickler = _Pickler(buffer, {id(tensor) for tensor in shape_only}, self.files)
         try:
             pickler.dump(value)
         except Exception as error:
@@ -87,9 +87,9 @@ def _mapped(file: int) -> mmap.mmap:
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, hollow: set[int], files: list[int]) -> None:
+    def __init__(self, buffer: io.BytesIO, shape_only: set[int], files: list[int]) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._hollow = hollow
+        self._hollow = shape_only
         self._files = files
 
     def reducer_override(self, value: Any) -> Any:

@@ -35,7 +35,7 @@ def threads_shared(ranks: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-GRACE_S = 2.0
+INTERRUPT_WAIT_S = 2.0
 """How long after Ctrl-C an exchange may go on before the other ranks are ended."""
 
 
@@ -58,7 +58,7 @@ def ended_by_interrupt(end: Callable[[], None]) -> Iterator[None]:
     def watch() -> None:
         with contextlib.suppress(OSError):
             while byte := reading.recv(1):
-                if byte[0] == signal.SIGINT and not over.wait(GRACE_S):
+                if byte[0] == signal.SIGINT and not over.wait(INTERRUPT_WAIT_S):
                     end()
 
     before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
@@ -72,7 +72,7 @@ def ended_by_interrupt(end: Callable[[], None]) -> Iterator[None]:
         # Closing isn't enough: processes that were forked meanwhile hold it open.
         writing.shutdown(socket.SHUT_RDWR)
         writing.close()
-        thread.join(GRACE_S)
+        thread.join(INTERRUPT_WAIT_S)
         reading.close()
 
 

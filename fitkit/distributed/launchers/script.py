@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster, detect
 from fitkit.distributed.launchers.address_file import is_private, process_name
-from fitkit.distributed.launchers.existing import ExistingLauncher, RankGroup
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.process import (
     RankProcess,
@@ -33,6 +32,7 @@ from fitkit.distributed.launchers.process import (
     share_of_cores,
     threads_shared,
 )
+from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -56,7 +56,7 @@ except FileNotFoundError:
     STARTED_IN = os.path.sep
 
 
-class ScriptLauncher(ExistingLauncher):
+class ScriptLauncher(RankLauncher):
     """Makes a call that the same script makes in all ranks; rank 0 starts the others for it.
 
     Args:
@@ -64,14 +64,14 @@ class ScriptLauncher(ExistingLauncher):
         size: how many ranks there are.
     """
 
-    prints_apart = False
+    others_print = False
 
-    def __init__(self, strategy: RankGroup, size: int) -> None:
+    def __init__(self, strategy: JoinsRanks, size: int) -> None:
         super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1))
         self._size = size
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call `function(*arguments)` on every rank; see `ExistingLauncher.launch`."""
+        """Call `function(*arguments)` on every rank; see `RankLauncher.launch`."""
         if world.in_own_group():
             return super().launch(function, *arguments)
         ranks = self._ranks

@@ -38,7 +38,7 @@ SILENCE_S = 3.0
 """How long a rank waits for the word of one that failed."""
 ANSWER_S = 1.5
 """How long a rank may take to say where it is."""
-GRACE_S = 3.0
+BREAK_OFF_AFTER_S = 3.0
 """How long after another's failure a rank may stay in an exchange before that is broken off."""
 LAST_RESORT_S = 30.0
 """How long after another's failure a rank may stay in the call before its process is ended."""
@@ -245,7 +245,7 @@ class Watch:
     def _hurry(self, failure: Failure) -> None:
         """Another rank has failed: this one must come out of the call."""
         waited = time.monotonic() - self._failure_at
-        if waited > GRACE_S and not self.broken_off and not self._error:
+        if waited > BREAK_OFF_AFTER_S and not self.broken_off and not self._error:
             self.broken_off = True
             with contextlib.suppress(Exception):
                 self._break_off()

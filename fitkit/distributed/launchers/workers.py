@@ -33,7 +33,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers.existing import ExistingLauncher, RankGroup
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.payload import Payload, load
 from fitkit.distributed.launchers.process import (
@@ -44,6 +43,7 @@ from fitkit.distributed.launchers.process import (
     share_of_cores,
     threads_shared,
 )
+from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
@@ -58,7 +58,7 @@ FILES_AT_A_TIME = 200
 """Unix sockets pass at most 253 files in one message."""
 
 
-class WorkersLauncher(ExistingLauncher):
+class WorkersLauncher(RankLauncher):
     """Runs a call on rank 0 here and on the other ranks in worker processes.
 
     Args:
@@ -66,10 +66,10 @@ class WorkersLauncher(ExistingLauncher):
         size: how many ranks there are.
     """
 
-    prints_apart = False
+    others_print = False
     ends_process = False  # it may be a notebook's
 
-    def __init__(self, strategy: RankGroup, size: int) -> None:
+    def __init__(self, strategy: JoinsRanks, size: int) -> None:
         super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1), LOAD_TIMEOUT)
         self.size = size
 
@@ -121,12 +121,12 @@ class WorkersLauncher(ExistingLauncher):
             getattr(argument, "for_other_ranks", lambda a=argument: a)() for argument in arguments
         ]
         modules = [value for value in arguments if isinstance(value, torch.nn.Module)]
-        hollow = [
+        shape_only = [
             tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
         ]
         names = ["model" if isinstance(a, torch.nn.Module) else type(a).__name__ for a in sent]
         parts = dict(zip(names, sent, strict=True))
-        return Payload((self.strategy, function, sent), hollow, parts)
+        return Payload((self.strategy, function, sent), shape_only, parts)
 
 
 START = (
@@ -162,7 +162,7 @@ class WorkerProcess(RankProcess):
         their_files.close()
         self._connection = Connection(ours.detach())
 
-    def send(self, call: Call, files: list[int]) -> None:
+    def send(self, call: CallMessage, files: list[int]) -> None:
         """Let it begin a call."""
         self._connection.send(call)
         for start in range(0, len(files), FILES_AT_A_TIME):
@@ -217,7 +217,7 @@ class Pool:
         # From rank 0's state, without a draw: its numbers stay those of one process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         for worker in self.workers:
-            call = Call(
+            call = CallMessage(
                 self._folder.calls, seed + worker.rank, os.getcwd(), list(sys.path), payload.data,
                 len(payload.files),
             )  # fmt: skip
@@ -266,7 +266,7 @@ atexit.register(end_workers)
 
 
 @dataclasses.dataclass
-class Call:
+class CallMessage:
     """What the parent sends to run something on one rank.
 
     Attributes:
@@ -295,7 +295,7 @@ def main(connection_file: int, files_file: int, folder: str, rank: int, size: in
         rank, size: of this process.
     """
     connection, files = Connection(connection_file), socket.socket(fileno=files_file)
-    calls: queue.Queue[Call] = queue.Queue()
+    calls: queue.Queue[CallMessage] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
     meeting = MeetingFolder(Path(folder))
     meeting.store(0).set(f"ready/{rank}", "")
@@ -304,7 +304,7 @@ def main(connection_file: int, files_file: int, folder: str, rank: int, size: in
 
 
 def _take_part(
-    call: Call, files: socket.socket, folder: MeetingFolder, rank: int, size: int
+    call: CallMessage, files: socket.socket, folder: MeetingFolder, rank: int, size: int
 ) -> None:
     """Make one call; nothing of it is held afterwards. Where it fails, this process ends."""
     store = folder.store(call.number)
@@ -323,7 +323,7 @@ def _take_part(
     strategy.world = World(rank, size, rank)
     cluster = Cluster("fitkit", rank, rank, size, size, 0, 1)
     try:
-        launcher = ExistingLauncher(strategy, cluster, LOAD_TIMEOUT, store)
+        launcher = RankLauncher(strategy, cluster, LOAD_TIMEOUT, store)
         launcher.launch(function, *arguments)
     except WorkerError as error:
         # Not this rank's failure. Rank 0 ends this process once it knows whose that is: were it
@@ -346,7 +346,7 @@ def _receive(files: socket.socket, count: int) -> list[int]:
     return found
 
 
-def _listen(connection: Connection, calls: queue.Queue[Call]) -> None:
+def _listen(connection: Connection, calls: queue.Queue[CallMessage]) -> None:
     """Read what the parent sends; leave when it has gone."""
     parent = os.getppid()
     with contextlib.suppress(EOFError, OSError):

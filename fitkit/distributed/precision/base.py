@@ -35,7 +35,7 @@ class Precision:
     def is_plain(self) -> bool:
         """Whether nothing surrounds a forward, and outputs stay as they are."""
         kind = type(self)
-        return kind.forward is Precision.forward and kind.predictions is Precision.predictions
+        return kind.autocast is Precision.autocast and kind.widen is Precision.widen
 
     def check(self, device: torch.device) -> None:
         """Refuse a device that can't compute in this precision.
@@ -68,7 +68,7 @@ class Precision:
         """The dtype that floating inputs get before a step, also before `convert` was called."""
         return own_dtype(module)
 
-    def forward(self, device_type: str) -> AbstractContextManager[Any]:
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """Surrounds the net's forward.
 
         Args:
@@ -76,7 +76,7 @@ class Precision:
         """
         return NOTHING
 
-    def predictions(self, tree: Any) -> Any:
+    def widen(self, tree: Any) -> Any:
         """A net's outputs in the dtype in which losses and metrics are computed.
 
         Here and in the precisions that compute in no half type: the very same object.

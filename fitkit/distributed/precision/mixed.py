@@ -25,11 +25,11 @@ class MixedPrecision(Precision):
     def check(self, device: torch.device) -> None:
         check_pair(self.name, self.half, device)
 
-    def forward(self, device_type: str) -> AbstractContextManager[Any]:
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         # A new one each time: one object can't surround a step within a step.
         return torch.autocast(device_type, self.half)
 
-    def predictions(self, tree: Any) -> Any:
+    def widen(self, tree: Any) -> Any:
         return widened(tree)
 
 

@@ -39,7 +39,7 @@ class TruePrecision(Precision):
     def input_dtype(self, module: torch.nn.Module) -> torch.dtype:
         return self.dtype
 
-    def predictions(self, tree: Any) -> Any:
+    def widen(self, tree: Any) -> Any:
         return widened(tree)
 
 

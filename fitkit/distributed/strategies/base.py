@@ -60,7 +60,7 @@ class Strategy:
         reads_on_rank_zero: whether only rank 0 has the user's iterables, and hands batches out.
         engine: what makes the gradients and updates of the training that is under way; None where
             torch does, and outside of a training.
-        count_carrier: a parameter () whose gradient is averaged over the ranks together with the
+        count_parameter: a parameter () whose gradient is averaged over the ranks together with the
             module's, as it is and exactly; None where there is none. What counts on each rank
             travels as that.
     """
@@ -86,12 +86,12 @@ class Strategy:
         self.launcher: Launcher = InlineLauncher()
         self.reads_on_rank_zero = False
         self.engine: Engine | None = None
-        self.count_carrier: torch.nn.Parameter | None = None
+        self.count_parameter: torch.nn.Parameter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks need: nothing of this process's group, launcher and training."""
         own = {"collectives": Solo(), "launcher": InlineLauncher()}
-        return {**self.__dict__, **own, "engine": None, "count_carrier": None}
+        return {**self.__dict__, **own, "engine": None, "count_parameter": None}
 
     # ------------------------------------------------------------------ devices and ranks
 
@@ -136,12 +136,12 @@ class Strategy:
         return len(self.devices) if self.replicates else 1
 
     @property
-    def shares(self) -> Collectives:
+    def data_ranks(self) -> Collectives:
         """By which data are dealt out and logs reduced: ranks that differ in what they see."""
         return self.collectives
 
     @property
-    def share_count(self) -> int:
+    def data_rank_count(self) -> int:
         """How many shares the data are dealt into, outside of a run too."""
         return self.world.size
 

@@ -18,7 +18,7 @@ from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Solo
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.existing import ExistingLauncher
+from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.strategies.base import Assignment, Strategy
@@ -102,7 +102,7 @@ class DDP(Strategy):
         if self.world.size == 1:
             self.launcher = InlineLauncher()
         elif cluster is not None and cluster.launcher != "fitkit":
-            self.launcher = ExistingLauncher(self, cluster)
+            self.launcher = RankLauncher(self, cluster)
         elif self.starts == "script" and self._finds_a_script():
             self.launcher = ScriptLauncher(self, self.world.size)
         else:
@@ -171,7 +171,7 @@ class DDP(Strategy):
                 carrier = None
                 self._drop_ddp()
                 self._ddp = self.configure_ddp(StepRouter(wrapped))
-            self.count_carrier, self._wrapped = carrier, wrapped
+            self.count_parameter, self._wrapped = carrier, wrapped
             wrapped.wrapper = self._call_ddp
         return wrapped
 
@@ -206,7 +206,7 @@ class DDP(Strategy):
         # DDP exchanges the gradients of those parameters that needed some when it was made.
         if self._wrapped is not None:
             self._drop_ddp()
-            self._ddp = self.configure_ddp(StepRouter(self._wrapped, self.count_carrier))
+            self._ddp = self.configure_ddp(StepRouter(self._wrapped, self.count_parameter))
         if self.engine is not None:
             self.engine.rewrap()
 
@@ -244,7 +244,7 @@ class DDP(Strategy):
     def finish(self) -> None:
         super().finish()
         self._drop_ddp()
-        self._wrapped = self.count_carrier = None
+        self._wrapped = self.count_parameter = None
 
     def _drop_ddp(self) -> None:
         wrapped, self._ddp = self._ddp, None  # its hooks leave the parameters with it

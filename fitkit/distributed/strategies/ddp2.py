@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.existing import ExistingLauncher
+from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.replicas import Replicas
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
@@ -40,7 +40,7 @@ class DDP2(DDP):
         if cluster is None or cluster.world_size == 1:
             self.launcher = InlineLauncher()
         else:
-            self.launcher = ExistingLauncher(self, cluster)
+            self.launcher = RankLauncher(self, cluster)
         return self
 
     def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:

@@ -176,11 +176,11 @@ class FSDP(DDP):
         super().leave()
 
     @property
-    def shares(self) -> Collectives:
+    def data_ranks(self) -> Collectives:
         return self._shares or self.collectives
 
     @property
-    def share_count(self) -> int:
+    def data_rank_count(self) -> int:
         return self.world.size // self.tensor_parallel
 
     # ------------------------------------------------------------------ the module

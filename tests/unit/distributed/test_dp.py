@@ -10,7 +10,7 @@ from torch import nn
 import fitkit
 from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.existing import ExistingLauncher
+from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError
@@ -196,7 +196,7 @@ def resolved(devices, strategy, num_nodes=None, machine=Machine(), environment=N
 def test_without_a_launcher_one_process_has_all_devices(strategy):
     found = resolved([3, 1], strategy, machine=FOUR)
     assert found.device_ids == (3, 1) and found.device == torch.device("cuda", 3)
-    assert (found.world, found.replicas, found.share_count) == (World(), 2, 1)
+    assert (found.world, found.replicas, found.data_rank_count) == (World(), 2, 1)
     assert type(found.launcher) is InlineLauncher
     assert resolved("auto", strategy, machine=FOUR).device_ids == (0, 1, 2, 3)
     assert len(resolved(3, strategy).devices) == 3
@@ -204,10 +204,10 @@ def test_without_a_launcher_one_process_has_all_devices(strategy):
 
 def test_ddp2_takes_one_process_a_node():
     once = resolved("auto", "ddp2", machine=FOUR, environment=torchrun(1, 2, 2))
-    assert (once.replicas, once.share_count, once.device) == (4, 2, torch.device("cuda", 0))
-    assert type(once.launcher) is ExistingLauncher
+    assert (once.replicas, once.data_rank_count, once.device) == (4, 2, torch.device("cuda", 0))
+    assert type(once.launcher) is RankLauncher
     some = resolved([2, 3], "ddp2", 2, FOUR, torchrun(1, 2, 2))
-    assert (some.replicas, some.share_count, some.device) == (2, 2, torch.device("cuda", 2))
+    assert (some.replicas, some.data_rank_count, some.device) == (2, 2, torch.device("cuda", 2))
     alone = resolved(2, "ddp2", machine=FOUR, environment=torchrun(0, 1, 1))
     assert (alone.replicas, type(alone.launcher)) == (2, InlineLauncher)
 

@@ -211,7 +211,7 @@ def test_without_rank_0_and_an_address_the_file_is_named():
 
 
 def test_a_server_that_accepts_and_says_nothing_ends_the_wait_too(monkeypatch):
-    monkeypatch.setattr(meeting, "GRACE_S", 0.1)
+    monkeypatch.setattr(meeting, "OVERDUE_S", 0.1)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

@@ -62,9 +62,9 @@ def train(net, precision, optimizer, clip=None, scales=(1, 1, 1, 1)):
     for (x, y), scale in zip(batches(), scales, strict=True):
         optimizer.zero_grad()
         x = x.to(precision.input_dtype(net))
-        with precision.forward("cpu"):
+        with precision.autocast("cpu"):
             output = net(x)
-        loss = F.cross_entropy(precision.predictions(output), y) * scale
+        loss = F.cross_entropy(precision.widen(output), y) * scale
         loss.backward() if scaling is None else scaling.backward(loss)
         if scaling is not None and clip:
             scaling.unscale(optimizer)
@@ -183,8 +183,8 @@ def test_16_mixed_trains_like_a_scaler_by_hand_and_tells_which_steps_were_left_o
 
 def test_32_true_costs_a_step_nothing():
     precision, outputs = FullPrecision(), {"a": torch.ones(2, dtype=torch.float16)}
-    assert precision.forward("cpu") is precision.forward("cuda")
-    assert precision.predictions(outputs) is outputs and precision.scaler(CPU) is None
+    assert precision.autocast("cpu") is precision.autocast("cuda")
+    assert precision.widen(outputs) is outputs and precision.scaler(CPU) is None
 
 
 # ---------------------------------------------------------------------- dtypes
@@ -240,13 +240,13 @@ def test_half_predictions_become_float32_in_any_structure_and_pass_gradients():
     precision = resolve_precision("16-true")
     half = torch.ones(2, dtype=torch.float16, requires_grad=True)
     tree = {"a": half, "b": (torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.int64))}
-    wide = precision.predictions(tree)
+    wide = precision.widen(tree)
     assert wide["a"].dtype is torch.float32
     assert [leaf.dtype for leaf in wide["b"]] == [torch.float64, torch.int64]
     wide["a"].sum().backward()
     assert half.grad.tolist() == [1, 1]
     nothing_half = {"a": torch.ones(1)}
-    assert precision.predictions(nothing_half) is nothing_half
+    assert precision.widen(nothing_half) is nothing_half
 
 
 # ---------------------------------------------------------------------- scaling

@@ -5,7 +5,7 @@ import torch
 
 from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.existing import ExistingLauncher
+from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.resolve import resolve_strategy
@@ -82,7 +82,7 @@ def test_ddp_without_a_script_takes_workers_and_says_so(monkeypatch):
 @pytest.mark.parametrize("devices", ["auto", 2, "2"])
 def test_under_a_launcher_its_processes_are_the_ranks(devices, strategy):
     found = resolved(devices, strategy, environment=torchrun(rank=1))
-    assert isinstance(found.launcher, ExistingLauncher)
+    assert isinstance(found.launcher, RankLauncher)
     assert found.world == World(rank=1, size=2, local_rank=1)
     assert not found.reads_on_rank_zero
 

@@ -35,7 +35,7 @@ LONGEST_PAUSE_S = 0.05
 """Between two looks at the store."""
 
 
-class RankGroup(Protocol):
+class JoinsRanks(Protocol):
     """What a launcher needs of a strategy.
 
     Attributes:
@@ -55,7 +55,7 @@ class RankGroup(Protocol):
         """Leave it."""
 
 
-class ExistingLauncher:
+class RankLauncher:
     """Makes a call that every rank makes too, in processes that some launcher started.
 
     Each call has a process group of its own, so that nothing is left of one that failed. A
@@ -68,14 +68,14 @@ class ExistingLauncher:
         store: for the next call alone, where whoever made this has one.
     """
 
-    prints_apart = True
+    others_print = True
     """Whether the user sees what the other ranks print."""
     ends_process = True
     """Whether a process that doesn't come out of a call after another's failure may be ended."""
 
     def __init__(
         self,
-        strategy: RankGroup,
+        strategy: JoinsRanks,
         cluster: Cluster,
         timeout: timedelta | None = None,
         store: Store | None = None,
@@ -116,7 +116,7 @@ class ExistingLauncher:
                     self._store = store
                     return result
                 except BaseException as error:
-                    failure = self._failure_behind(error, watch)
+                    failure = self._leave_after(error, watch)
                     if failure is None:
                         raise
         try:
@@ -206,7 +206,7 @@ class ExistingLauncher:
         finally:
             self.strategy.leave()
 
-    def _failure_behind(self, error: BaseException, watch: Watch) -> WorkerError | None:
+    def _leave_after(self, error: BaseException, watch: Watch) -> WorkerError | None:
         """Leave the call; the error of the rank that failed first, or None if that is this one."""
         rank = self.strategy.world.rank
         if isinstance(error, WorkerError) or not (watch.broken_off or broke_off(error)):
@@ -216,7 +216,7 @@ class ExistingLauncher:
             # Where all ranks raise one error (a file that can't be written), it is rank 0's, and
             # so is what was asked and can't be, on any rank, and what the user does.
             is_same = first.what.partition(":")[2] == own.what.partition(":")[2]
-            is_own = self.prints_apart or rank != 0 or not first.raised or is_same
+            is_own = self.others_print or rank != 0 or not first.raised or is_same
             if is_own or not own.raised or not isinstance(error, Exception):
                 return None
             return None if isinstance(error, ConfigurationError) else first.as_error()
@@ -224,7 +224,7 @@ class ExistingLauncher:
         failure = watch.cause(error) or broken_exchange(rank, error, watch)
         # What this rank was doing explains nothing, and holds DataLoader workers and ports.
         traceback.clear_frames(error.__traceback__)
-        if not (failure.raised and self.prints_apart):
+        if not (failure.raised and self.others_print):
             return failure.as_error()
         note = "That rank prints its traceback; remote_traceback has it, too."
         return WorkerError(f"{failure.what}\n{note}", failure.rank, failure.text)
