@@ -47,6 +47,7 @@ class Record:
         contexts: what runs on the model right now, in which thread.
         batch_size: of the last `fit`; None before.
         log_names: of the values that the last pass gave; None before.
+        hidden_names: logged with `prog_bar=False`, which the progress bar leaves out.
     """
 
     compilation: Compilation
@@ -54,6 +55,7 @@ class Record:
     contexts: StepContexts
     batch_size: int | None = None
     log_names: list[str] | None = None
+    hidden_names: set[str] = dataclasses.field(default_factory=set)
 
 
 class Model(Module):

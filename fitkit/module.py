@@ -222,6 +222,8 @@ class Module(nn.Module):
         reduction = reduce_fx if reduce_fx == "mean" else reduction_named(reduce_fx)
         options = _options(on_step, on_epoch, prog_bar, reduction, sync_dist, rank_zero_only)
         loggable = as_loggable(name, value)
+        if not prog_bar:
+            self._fitkit.hidden_names.add(name)
         notes = vars(self).get("_replica_notes")
         if notes is not None:
             notes.append((name, loggable, options, batch_size or vars(self)["_replica_samples"]))

@@ -113,7 +113,7 @@ class ProgressBar(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if not self._phase and self._train_steps is None:
             self._train_steps = self._done
-        self._keep(shown_metrics(logs.items()))
+        self._keep(self._shown(logs))
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._close(erase=True)
@@ -145,7 +145,7 @@ class ProgressBar(Callback):
                 self._test_steps = self._done
             return
         if self._clock() >= self._quiet_until_s:
-            self._keep(shown_metrics(logs.items()))
+            self._keep(self._shown(logs))
         self._close(erase=True)
 
     # predict
@@ -206,7 +206,7 @@ class ProgressBar(Callback):
         if display is None:
             return
         if logs is not None:
-            self._metrics = shown_metrics(logs.items())
+            self._metrics = self._shown(logs)
         if self._done:
             self._pace.update(self._done, now)
         total = self._total if self._total is None or self._done <= self._total else None
@@ -230,6 +230,14 @@ class ProgressBar(Callback):
             ended_s = self._clock()
             spent_s = ended_s - began_s
             self._due_s = ended_s + max(display.interval_s, spent_s / LARGEST_SHARE)
+
+    def _shown(self, logs: Logs) -> list[tuple[str, str]]:
+        """The values as text, without those that a step logs with `prog_bar=False`."""
+        record = getattr(getattr(self, "model", None), "_fitkit", None)
+        hidden = getattr(record, "hidden_names", None)
+        if not hidden:
+            return shown_metrics(logs.items())
+        return shown_metrics((n, v) for n, v in logs.items() if not hidden & logged_as(n))
 
     def _samples_a_step(self) -> int | None:
         if self._phase:
@@ -255,6 +263,16 @@ class ProgressBar(Callback):
             if display is not None:
                 with contextlib.suppress(OSError):
                     display.close(erase=True)
+
+
+def logged_as(name: str) -> set[str]:
+    """The names by which a step may have logged a value of the logs."""
+    plain = name.removeprefix("val_")
+    return {
+        name,
+        plain,
+        *(n.removesuffix(end) for n in (name, plain) for end in ("_step", "_epoch")),
+    }
 
 
 class Pace:

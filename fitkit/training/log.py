@@ -260,16 +260,6 @@ class Logged:
             if entry is not None and states:
                 entry.latest = merged(entry.options.reduce_fx, states)
 
-    @property
-    def hidden(self) -> set[str]:
-        """The names that the progress bar doesn't show."""
-        return {
-            key
-            for name, entry in self.entries.items()
-            if not entry.options.prog_bar
-            for key in entry.options.names(name)
-        }
-
     def results(self) -> dict[str, float]:
         """All values so far, on this rank."""
         return {

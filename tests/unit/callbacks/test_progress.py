@@ -5,7 +5,9 @@ import sys
 import types
 
 import pytest
+import torch
 
+import fitkit
 from fitkit.callbacks.progress import Pace, ProgressBar
 from fitkit.errors import ConfigurationError
 
@@ -245,3 +247,23 @@ def test_only_rank_0_shows_anything():
 def test_a_bar_refuses_a_wrong_rate():
     with pytest.raises(ConfigurationError, match="refresh_per_second"):
         ProgressBar(refresh_per_second=0)
+
+
+def test_a_value_logged_with_prog_bar_false_is_in_the_history_and_not_on_the_line(capsys):
+    class Own(fitkit.Model):
+        def training_step(self, batch):
+            loss = self(batch).square().mean()
+            self.log("shown_here", loss)
+            self.log("kept_apart", loss, prog_bar=False, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch):
+            self.log("kept_apart", 1.0, prog_bar=False)
+
+    model = Own(torch.nn.Linear(3, 1))
+    model.compile("sgd")
+    data = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4)
+    history = model.fit(data, validation_data=data, verbose=2)
+    line = capsys.readouterr().out
+    assert "shown_here" in line and "kept_apart" not in line
+    assert {"kept_apart_epoch", "val_kept_apart"} <= set(history.history)
