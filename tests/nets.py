@@ -1,0 +1,44 @@
+"""The nets and the data that several files of tests build, always of the same numbers."""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+
+def linear(inputs, outputs, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs)
+
+
+def dense(*sizes, seed=0, activation=nn.Tanh):
+    """Linear layers from each size to the next, with an activation between them."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
+    between = [[layer, activation()] for layer in layers[:-1]]
+    return nn.Sequential(*sum(between, []), layers[-1])
+
+
+def normed():
+    """A net with a state beside its parameters; its numbers differ from call to call."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def regression(rows, features, seed=0):
+    """Samples, and one target of each."""
+    return normal(rows, features, seed=seed), normal(rows, 1, seed=seed + 1)
+
+
+def classification(rows, features, seed=0):
+    """Samples of three classes drawn by chance."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return normal(rows, features, seed=seed), torch.randint(3, (rows,), generator=generator)
+
+
+def classes_in_turn(rows, features, seed=0):
+    """Samples of the classes 0, 1, 2, 0, 1, 2, …"""
+    return normal(rows, features, seed=seed), torch.arange(rows) % 3
