@@ -14,11 +14,12 @@ import fitkit
 from fitkit.callbacks import Callback
 from fitkit.optimizers import QAdamOptimizer
 from fitkit.strategies import BaguaStrategy, DDPSpawnStrategy
+from tests.nets import classification, dense
+from tests.reference import assert_same_weights, plain_loop, slices
 
 pytestmark = pytest.mark.timeout(120)
 
-X = torch.randn(103, 6, generator=torch.Generator().manual_seed(1))
-Y = torch.randint(0, 3, (103,), generator=torch.Generator().manual_seed(2))
+X, Y = classification(103, 6, seed=1)
 
 ALGORITHMS = {
     "gradient_allreduce": {},
@@ -41,12 +42,6 @@ def small_net():
     return torch.nn.Sequential(
         torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
     )
-
-
-def without_norm():
-    net = small_net()
-    del net[1]
-    return net
 
 
 def compiled(name, net=None, devices=2, optimizer=None, **arguments):
@@ -111,21 +106,10 @@ def test_digits_are_learned_and_all_ranks_agree(name, digits, tmp_path):
     model.save(tmp_path / "digits.h5")
     again = compiled(name, torch.nn.Sequential(*net[:1], torch.nn.BatchNorm1d(32), *net[2:]))
     again.load(tmp_path / "digits.h5")
-    assert all(map(torch.equal, again.net.state_dict().values(), net.state_dict().values()))
+    assert_same_weights(again.net, net)
     # And it learns on, from the optimizer's state that the file had.
     history = again.fit(x[:320], y[:320], batch_size=16, epochs=1, verbose=0).history
     assert history["accuracy"][0] > 0.9
-
-
-def plain_training(size, epochs=2):
-    net = without_norm()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(epochs):
-        for part in torch.arange(len(X)).split(size):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[part]), Y[part]).backward()
-            optimizer.step()
-    return net
 
 
 @pytest.mark.parametrize(
@@ -140,15 +124,16 @@ def test_ranks_learn_as_one_process_with_all_their_batches(name, atol, ranks, ac
     chosen = BaguaStrategy(name)
     model = compiled(
         chosen,
-        without_norm(),
+        dense(6, 8, 3),
         ranks,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         accumulate_grad_batches=accumulate,
     )
     model.fit(X, Y, batch_size=size, epochs=2, shuffle=False, verbose=0)
-    reference = plain_training(12 * accumulate)
-    for one, two in zip(model.net.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(one, two, atol=atol)
+    reference = dense(6, 8, 3)
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    plain_loop(reference, sgd, slices(X, Y, 12 * accumulate), 2)
+    assert_same_weights(model.net, reference, rtol=1e-5, atol=atol)
 
 
 class ByTurns(fitkit.Model):
@@ -188,8 +173,8 @@ def test_several_optimizers_and_own_updates_keep_the_ranks_together(kind, name):
         chosen = BaguaStrategy(name) if ranks > 1 else "auto"
         model.compile(accelerator="cpu", devices=ranks, strategy=chosen)
         model.fit(X[:96], Y[:96], batch_size=12 // ranks, epochs=2, shuffle=False, verbose=0)
-    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.allclose(one, two, atol=1e-6 if name == "gradient_allreduce" else 0.03)
+    atol = 1e-6 if name == "gradient_allreduce" else 0.03
+    assert_same_weights(*models, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.slow

@@ -28,11 +28,12 @@ from fitkit.callbacks import (
 )
 from fitkit.training import fit as fit_module
 from fitkit.training.optimizing import FitState
+from tests.nets import classification
+from tests.reference import assert_same_weights
 
 pytestmark = pytest.mark.timeout(60)
 
-X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
-Y = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(2))
+X, Y = classification(48, 4, seed=1)
 
 
 def compiled(devices=2, net=None, rate=0.1, **arguments):
@@ -97,8 +98,7 @@ def assert_as_one_process(make, **options):
     assert one.epoch == two.epoch
     for name, values in one.history.items():
         assert two.history[name] == pytest.approx(values, abs=1e-5), name
-    for a, b in zip(alone.state_dict().values(), together.state_dict().values(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    assert_same_weights(alone, together, rtol=1e-5, atol=1e-5)
     return together, two
 
 

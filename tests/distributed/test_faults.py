@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 import fitkit
 from fitkit.callbacks import LambdaCallback
 from fitkit.distributed.launchers.workers import end_workers
+from tests.nets import classification
 
 pytestmark = pytest.mark.timeout(120)
 
-X = torch.randn(103, 6, generator=torch.Generator().manual_seed(1))
-Y = torch.randint(0, 3, (103,), generator=torch.Generator().manual_seed(2))
+X, Y = classification(103, 6, seed=1)
 
 
 def compiled(net=None, timeout=None, **arguments):

@@ -1,6 +1,7 @@
 """`fsdp`: the numbers of one process, with parameters, gradients and states spread over ranks."""
 
 import copy
+import functools
 import types
 
 import pytest
@@ -14,10 +15,12 @@ import fitkit
 from fitkit.distributed.spread.module import check_trains
 from fitkit.distributed.spread.tensor_parallel import TensorParallel
 from fitkit.strategies import FSDPStrategy
+from tests.nets import normal
+from tests.reference import assert_same_optimizer_state, assert_same_weights, plain_loop, slices
 
 pytestmark = pytest.mark.timeout(150)
 
-X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1)).double()
+X = normal(48, 6, seed=1).double()
 Y = torch.arange(48) % 3
 
 
@@ -55,37 +58,13 @@ def still(module):
     return module
 
 
-def plainly(module, optimizer, epochs, scheduler=None, clip=None, value=None, group=1):
-    """A training in plain PyTorch, of batches of 12."""
+def plainly(module, optimizer, epochs, scheduler=None, group=1, **clip):
     module.train()
-    for _ in range(epochs):
-        for start in range(0, len(X), 12 * group):
-            optimizer.zero_grad()
-            part = slice(start, start + 12 * group)
-            F.cross_entropy(module(X[part]), Y[part]).backward()
-            if clip:
-                nn.utils.clip_grad_norm_(module.parameters(), clip)
-            if value:
-                nn.utils.clip_grad_value_(module.parameters(), value)
-            optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
+    plain_loop(module, optimizer, slices(X, Y, 12 * group), epochs, scheduler=scheduler, **clip)
 
 
-def same(module, other, atol=1e-9):
-    mine, others = module.state_dict(), other.state_dict()
-    assert list(mine) == list(others)
-    for name, value in mine.items():
-        assert type(value) is torch.Tensor
-        torch.testing.assert_close(value, others[name], rtol=0, atol=atol)
-
-
-def same_state(optimizer, other):
-    mine, others = optimizer.state_dict(), other.state_dict()
-    assert mine["state"].keys() == others["state"].keys()
-    for number, state in mine["state"].items():
-        for name, value in state.items():
-            torch.testing.assert_close(value, others["state"][number][name], rtol=0, atol=1e-9)
+same = functools.partial(assert_same_weights, atol=1e-9)
+same_state = functools.partial(assert_same_optimizer_state, atol=1e-9)
 
 
 def fit(model, ranks, **options):
@@ -150,7 +129,7 @@ def test_clipping_and_accumulation_see_all_gradients(limit):
                       2, activation_checkpointing=limit == "norm" or (Block, nn.Linear)))
     fit(model, 2, epochs=2)
     adam = torch.optim.Adam(reference.parameters())
-    clip = {"clip": 0.05} if limit == "norm" else {"value": 0.05}
+    clip = {"clip": 0.05} if limit == "norm" else {"clip_value": 0.05}
     plainly(reference, adam, 2, group=3, **clip)
     same(model.net, reference)
     same_state(model.optimizer, adam)

@@ -5,14 +5,17 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
 from fitkit.strategies import FSDPStrategy
+from tests.nets import dense, normal
+from tests.reference import assert_same_weights, plain_loop, slices
 
 pytestmark = pytest.mark.timeout(150)
 
-X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)).double()
+X = normal(32, 4, seed=1).double()
 Y = torch.zeros(32, 2).double()
 
 
@@ -63,12 +66,8 @@ def test_a_loss_may_work_in_place_on_predictions_that_are_a_view():
         warnings.simplefilter("error")
         model.fit(X, targets, batch_size=4, shuffle=False, verbose=0)
     optimizer = torch.optim.SGD(reference.parameters(), 0.1)
-    for first in range(0, len(X), 8):
-        optimizer.zero_grad()
-        squared(reference(X[first:first + 8]), targets[first:first + 8]).backward()
-        optimizer.step()
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(model.net.state_dict()[name], value, rtol=0, atol=1e-12)
+    plain_loop(reference, optimizer, slices(X, targets, 8), loss=squared)
+    assert_same_weights(model.net, reference, atol=1e-12)
 
 
 class Scaled(nn.Module):
@@ -106,7 +105,7 @@ def test_a_net_that_fills_its_own_parts_gets_the_same_numbers_on_any_ranks():
         return net.state_dict()
 
     alone, spread = trained(1), trained(2)
-    assert all(torch.equal(alone[name], value) for name, value in spread.items())
+    assert_same_weights(alone, spread)
     assert all(value.abs().max() < 0.05 for value in alone.values())
 
 
@@ -118,23 +117,14 @@ class OffloadedToItself(FSDPStrategy):
 
 
 def test_parameters_kept_in_main_memory_learn_the_same():
-    def net():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-
-    model, reference = fitkit.Model(net()), net()
+    model, reference = fitkit.Model(dense(4, 8, 2).double()), dense(4, 8, 2).double()
     model.compile(torch.optim.Adam(model.parameters(), 0.1), "mse", accelerator="cpu", devices=2,
                   gradient_clip_val=0.01, strategy=OffloadedToItself(nn.Linear, cpu_offload=True))
     optimizer = torch.optim.Adam(reference.parameters(), 0.1)
     for _ in range(2):  # the state goes back and forth
         model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
-        for first in range(0, len(X), 8):
-            optimizer.zero_grad()
-            (reference(X[first:first + 8]) - Y[first:first + 8]).square().mean().backward()
-            nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-            optimizer.step()
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(model.net.state_dict()[name], value, rtol=0, atol=1e-9)
+        plain_loop(reference, optimizer, slices(X, Y, 8), loss=F.mse_loss, clip=0.01)
+    assert_same_weights(model.net, reference, atol=1e-9)
 
 
 def test_cpus_have_nothing_to_bring_to_main_memory():

@@ -7,11 +7,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
+from tests.nets import classes_in_turn
+from tests.reference import assert_same_weights
 
 pytestmark = pytest.mark.timeout(90)
 
-X = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
-Y = torch.arange(50) % 3
+X, Y = classes_in_turn(50, 4, seed=1)
 
 
 def on(model, ranks):
@@ -108,8 +109,7 @@ def test_two_optimizers_average_their_gradients_over_ranks(kind):
         logs.append(model.fit(X, Y, epochs=2, **on(model, ranks)).history)
     for name, values in logs[0].items():
         assert logs[1][name] == pytest.approx(values, abs=1e-6)
-    for one, several in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(several, one, rtol=0, atol=1e-6)
+    assert_same_weights(*models, atol=1e-6)
 
 
 def test_a_steps_value_with_sync_dist_is_that_of_all_ranks():

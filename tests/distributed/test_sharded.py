@@ -1,18 +1,20 @@
 """`ddp_sharded`: the numbers of one process, with the optimizer's state dealt out to the ranks."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
+from tests.nets import dense, normal
+from tests.reference import assert_same_optimizer_state, assert_same_weights, plain_loop, slices
 
 pytestmark = pytest.mark.timeout(120)
 
-X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1)).double()
+X = normal(48, 6, seed=1).double()
 Y = torch.arange(48) % 3
 
 
@@ -23,41 +25,19 @@ def no_workers_left():
 
 
 def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 150), nn.Tanh(), nn.Linear(150, 120), nn.Tanh(),
-                         nn.Linear(120, 3)).double()  # Adam multiplies float32's rounding
+    return dense(6, 150, 120, 3).double()  # Adam multiplies float32's rounding
 
 
 def on(ranks):
     return {"accelerator": "cpu", "devices": ranks, "strategy": "ddp_sharded"}
 
 
-def plainly(module, optimizer, epochs, scheduler=None, clip=None, group=1):
-    """A training in plain PyTorch, of batches of 12."""
-    for _ in range(epochs):
-        for start in range(0, len(X), 12 * group):
-            optimizer.zero_grad()
-            part = slice(start, start + 12 * group)
-            F.cross_entropy(module(X[part]), Y[part]).backward()
-            if clip:
-                nn.utils.clip_grad_norm_(module.parameters(), clip)
-            optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
+def plainly(module, optimizer, epochs, scheduler=None, group=1, **clip):
+    plain_loop(module, optimizer, slices(X, Y, 12 * group), epochs, scheduler=scheduler, **clip)
 
 
-def same(module, other, atol=1e-9):
-    for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=atol)
-
-
-def same_state(optimizer, other):
-    mine, others = optimizer.state_dict(), other.state_dict()
-    assert mine["param_groups"] == others["param_groups"]
-    assert mine["state"].keys() == others["state"].keys()
-    for number, state in mine["state"].items():
-        for name, value in state.items():
-            torch.testing.assert_close(value, others["state"][number][name], rtol=0, atol=1e-9)
+same = functools.partial(assert_same_weights, atol=1e-9)
+same_state = functools.partial(assert_same_optimizer_state, atol=1e-9)
 
 
 def fit(model, ranks, **options):

@@ -1,5 +1,6 @@
 """ddp_spawn on real processes: the numbers of one process, and failures that end."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -24,20 +25,16 @@ from torch.utils.data import (
 import fitkit
 from fitkit.callbacks import Callback, LambdaCallback
 from fitkit.distributed.launchers.workers import end_workers
+from tests.nets import classification, dense
+from tests.reference import assert_same_weights, plain_loop
 
 pytestmark = pytest.mark.timeout(60)
 
-X = torch.randn(103, 6, generator=torch.Generator().manual_seed(1))
-Y = torch.randint(0, 3, (103,), generator=torch.Generator().manual_seed(2))
-
-
-def small_net():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+X, Y = classification(103, 6, seed=1)
 
 
 def compiled(net=None, devices=2, **arguments):
-    model = fitkit.Model(net or small_net())
+    model = fitkit.Model(net or dense(6, 8, 3))
     settings = {
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         "loss": "cross_entropy",
@@ -52,18 +49,9 @@ def compiled(net=None, devices=2, **arguments):
 
 def plain_training(batches_of_epoch, epochs=2):
     """One process that learns from the given batches of each epoch; its net and epoch losses."""
-    net = small_net()
+    net = dense(6, 8, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for epoch in range(epochs):
-        total = count = 0
-        for x, y in batches_of_epoch(epoch):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            optimizer.step()
-            total, count = total + loss.item() * len(x), count + len(x)
-        losses.append(total / count)
+    losses = [plain_loop(net, optimizer, batches_of_epoch(epoch))[0] for epoch in range(epochs)]
     return net, losses
 
 
@@ -71,9 +59,7 @@ def cut(indices, size):
     return [(X[part], Y[part]) for part in torch.as_tensor(indices).split(size)]
 
 
-def assert_close(net, reference):
-    for one, two in zip(net.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(one, two, atol=1e-5)
+assert_close = functools.partial(assert_same_weights, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_in_evaluation_mode_stay_so_on_all_ranks():
@@ -89,10 +75,7 @@ def test_layers_in_evaluation_mode_stay_so_on_all_ranks():
 
     net, plain = frozen(), frozen()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(plain(X[:64]), Y[:64]).backward()
-        optimizer.step()
+    plain_loop(plain, optimizer, [(X[:64], Y[:64])], 2)
     model = compiled(net, optimizer="sgd", learning_rate=0.1)
     model.fit(X[:64], Y[:64], batch_size=32, epochs=2, verbose=0, validation_data=(X, Y))
     assert_close(net, plain)
@@ -234,7 +217,7 @@ def test_sample_weights_and_validation_count_on_all_ranks():
         validation_data=(X, Y),
         verbose=0,
     ).history
-    losses = F.cross_entropy(small_net()(X), Y, reduction="none")
+    losses = F.cross_entropy(dense(6, 8, 3)(X), Y, reduction="none")
     assert history["loss"][0] == pytest.approx((losses * weight).mean().item(), abs=1e-6)
     with torch.no_grad():
         after = F.cross_entropy(model.net(X), Y).item()
@@ -436,7 +419,7 @@ def test_unused_parameters_are_named_with_the_option():
 
 
 def test_what_can_not_be_sent_is_named_by_its_path():
-    net = small_net()
+    net = dense(6, 8, 3)
     net[0].lock = threading.Lock()
     with pytest.raises(fitkit.ConfigurationError, match=r"model\.net\.0\.lock is a lock"):
         compiled(net).fit(X, Y, verbose=0)
@@ -593,8 +576,7 @@ def test_empty_batches_on_some_ranks_change_nothing(devices):
     net, losses = plain_training(lambda epoch: rounds)
     assert model.global_step == 2 * len(rounds)
     assert history.history["loss"] == pytest.approx(losses, abs=1e-5)
-    for one, other in zip(model.net.parameters(), net.parameters(), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+    assert_close(model.net, net)
     with torch.no_grad():
         expected = net(x)
     last = F.cross_entropy(expected, y).item()

@@ -1,5 +1,6 @@
 """`strategy="deepspeed"` with the real package: the numbers of plain PyTorch, on gloo."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,18 +8,18 @@ import textwrap
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
 from fitkit.strategies import DeepSpeedStrategy
+from tests.nets import classes_in_turn, dense
+from tests.reference import assert_same_optimizer_state, assert_same_weights, plain_loop, slices
 
 pytest.importorskip("deepspeed", reason="deepspeed isn't installed here: make test-engines")
 pytestmark = pytest.mark.timeout(200)
 
-X = torch.randn(52, 6, generator=torch.Generator().manual_seed(1))
-Y = torch.arange(52) % 3
+X, Y = classes_in_turn(52, 6, seed=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,46 +29,24 @@ def no_workers_left():
 
 
 def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 31), nn.Tanh(),
-                         nn.Linear(31, 3))
+    return dense(6, 33, 31, 3)
 
 
 def on(stage, ranks=2):
     return {"accelerator": "cpu", "devices": ranks, "strategy": DeepSpeedStrategy(stage)}
 
 
-def plainly(module, optimizer, epochs, clip=None, group=1, size=12, scheduler=None):
-    """A training in plain PyTorch, the last batch or group as short as the data make it."""
-    for _ in range(epochs):
-        for start in range(0, len(X), size * group):
-            optimizer.zero_grad()
-            part = slice(start, start + size * group)
-            F.cross_entropy(module(X[part]), Y[part]).backward()
-            if clip:
-                nn.utils.clip_grad_norm_(module.parameters(), clip)
-            optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
+def plainly(module, optimizer, epochs, group=1, size=12, **options):
+    """The last batch or group is as short as the data make it."""
+    plain_loop(module, optimizer, slices(X, Y, size * group), epochs, **options)
 
 
 def fit(model, ranks=2, **options):
     return model.fit(X, Y, batch_size=12 // ranks, shuffle=False, verbose=0, **options)
 
 
-def same(module, other, atol=1e-5):
-    for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=atol)
-
-
-def same_state(optimizer, other):
-    mine, others = optimizer.state_dict(), other.state_dict()
-    assert mine["param_groups"] == others["param_groups"]
-    assert mine["state"].keys() == others["state"].keys()
-    for number, state in others["state"].items():
-        assert state.keys() == mine["state"][number].keys()
-        for name, value in state.items():
-            torch.testing.assert_close(mine["state"][number][name], value, rtol=0, atol=1e-5)
+same = functools.partial(assert_same_weights, atol=1e-5)
+same_state = functools.partial(assert_same_optimizer_state, atol=1e-5)
 
 
 def attributes(module):
@@ -169,10 +148,8 @@ def test_numbers_that_a_callback_changes_in_place_are_gone_on_from(stage):
     fit(model, callbacks=fitkit.callbacks.LambdaCallback(
         on_batch_end=lambda batch, logs: limit(model)))
     sgd = torch.optim.SGD(reference.parameters(), 0.1)
-    for start in range(0, len(X), 12):
-        sgd.zero_grad()
-        F.cross_entropy(reference(X[start:start + 12]), Y[start:start + 12]).backward()
-        sgd.step()
+    for batch in slices(X, Y, 12):
+        plain_loop(reference, sgd, [batch])
         limit(reference)
     same(model.net, reference)
 

@@ -1,5 +1,6 @@
 """Training on XLA devices by an adapter whose devices are the CPU; no TPU was ever there."""
 
+import functools
 import importlib.util
 import os
 import sys
@@ -18,6 +19,8 @@ from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World
 from fitkit.distributed.xla_adapters import TorchTPU, TorchXLA
 from fitkit.strategies import XLAAdapter, XLAStrategy
+from tests.nets import classes_in_turn, dense
+from tests.reference import assert_same_weights, plain_loop, slices
 
 ARE_ABSENT = all(importlib.util.find_spec(name) is None for name in ("torch_tpu", "torch_xla"))
 
@@ -59,13 +62,11 @@ def no_workers_left():
     end_workers()
 
 
-X = torch.randn(52, 6, generator=torch.Generator().manual_seed(1))
-Y = torch.arange(52) % 3
+X, Y = classes_in_turn(52, 6, seed=1)
 
 
 def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 3))
+    return dense(6, 33, 3)
 
 
 def compiled(ranks, adapter=None, **options):
@@ -82,18 +83,11 @@ def fit(model, ranks, **options):
 def plainly(epochs, group=1):
     module = net()
     adam = torch.optim.Adam(module.parameters(), 0.01)
-    for _ in range(epochs):
-        for rows in torch.arange(len(X)).split(12 * group):
-            adam.zero_grad()
-            F.cross_entropy(module(X[rows]), Y[rows]).backward()
-            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-            adam.step()
+    plain_loop(module, adam, slices(X, Y, 12 * group), epochs, clip=0.5)
     return module
 
 
-def same(module, other):
-    for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+same = functools.partial(assert_same_weights, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
