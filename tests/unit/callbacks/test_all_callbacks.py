@@ -10,9 +10,10 @@ import fitkit
 from fitkit import callbacks
 from fitkit.callbacks import Callback
 from fitkit.callbacks.base import HOOKS, overrides
+from tests import reference
+from tests.nets import dense, regression
 
-X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(20, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(20, 2)
 
 ABSTRACT = {"Callback", "CallbackList"}
 NEEDED = {
@@ -38,11 +39,7 @@ def made(name):
 
 
 def compiled():
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    model = fitkit.Model(net)
-    model.compile("sgd", "mse", learning_rate=0.05)
-    return model
+    return reference.compiled(dense(2, 4, 1), "sgd", "mse", learning_rate=0.05)
 
 
 def fit(model, callback, epochs=2, **options):
@@ -88,7 +85,7 @@ def test_its_state_is_plain_data_that_another_one_takes(name):
             assert same.keys() == states[0].keys()
             for key in same:
                 if key != "time_elapsed_s":
-                    assert_same(same[key], states[0][key])
+                    assert reference.is_same(same[key], states[0][key])
 
     fit(model, [callback, Saves()])
     assert_plain(states[0])
@@ -104,15 +101,6 @@ def assert_plain(value):
             assert_plain(part)
     else:
         assert value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
-
-
-def assert_same(one, two):
-    if isinstance(one, dict):
-        assert one.keys() == two.keys()
-        for key in one:
-            assert_same(one[key], two[key])
-    else:
-        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 @pytest.mark.parametrize("name", SHIPPED)

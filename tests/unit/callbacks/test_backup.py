@@ -23,9 +23,10 @@ from fitkit.callbacks.backup import Preempted, SignalNotes
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.folders import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from tests.nets import regression
+from tests.reference import assert_same_weights
 
-X = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(48, 3)
 
 
 def compiled(**arguments):
@@ -63,11 +64,6 @@ def fit(model, *callbacks, epochs=4):
                      callbacks=list(callbacks))  # fmt: skip
 
 
-def same(model, other):
-    return all(torch.equal(a, b) for a, b in zip(
-        model.state_dict().values(), other.state_dict().values(), strict=True))  # fmt: skip
-
-
 @pytest.mark.parametrize("saves_asynchronously", [False, True], ids=["at once", "by a thread"])
 @pytest.mark.parametrize("save_freq", ["epoch", 1, 4])
 def test_the_same_command_goes_on_and_cleans_up(tmp_path, save_freq, saves_asynchronously):
@@ -85,7 +81,7 @@ def test_the_same_command_goes_on_and_cleans_up(tmp_path, save_freq, saves_async
         assert found.global_step == left[save_freq]
     model = compiled()
     history = fit(model, BackupAndRestore(tmp_path / "b", save_freq=save_freq)).history
-    assert same(model, whole)
+    assert_same_weights(model, whole)
     assert history == {name: pytest.approx(values) for name, values in expected.items()}
     assert not os.listdir(tmp_path)
 
@@ -122,7 +118,7 @@ def test_a_damaged_backup_is_told_and_the_one_before_serves(tmp_path, keep):
     fit(whole)
     with pytest.warns(UserWarning, match=r"000003.h5 is damaged.* goes on from .*000002.h5"):
         fit(model, backup)
-    assert same(model, whole)
+    assert_same_weights(model, whole)
 
 
 def test_a_thread_never_writes_a_number_twice(tmp_path, monkeypatch):
@@ -201,7 +197,7 @@ def test_sigterm_ends_the_step_saves_and_exits_with_143(tmp_path, save_freq, acc
     assert "status 143" in capfd.readouterr().err
     model = compiled(accumulate_grad_batches=accumulate)
     fit(model, BackupAndRestore(tmp_path, save_freq))
-    assert same(model, whole)
+    assert_same_weights(model, whole)
 
 
 def test_a_handler_of_the_users_is_called_when_the_file_is_there(tmp_path):
@@ -345,7 +341,7 @@ def test_a_script_with_loader_workers_goes_on_after(tmp_path, number, monkeypatc
     exec(textwrap.dedent(SCRIPT), found)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
     fitkit.Model(net).load_weights(tmp_path / "cut.h5")
-    assert same(net, found["model"].net)
+    assert_same_weights(net, found["model"].net)
     assert not (tmp_path / "backup").exists()
 
 

@@ -4,19 +4,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import fitkit
 from fitkit.callbacks import EMA, EvaluateEvery, MetricCallback
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from tests.nets import classification, linear
+from tests.reference import compiled
 
-X = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
-Y = torch.randint(3, (50,), generator=torch.Generator().manual_seed(1))
+X, Y = classification(50, 4)
 
 
 def classifier():
-    torch.manual_seed(0)
-    model = fitkit.Model(torch.nn.Linear(4, 3))
-    model.compile("sgd", "cross_entropy", metrics=["accuracy"])
-    return model
+    return compiled(linear(4, 3), metrics=["accuracy"])
 
 
 @pytest.mark.parametrize("kind", ["arrays", "loader", "dataset", "batches"])

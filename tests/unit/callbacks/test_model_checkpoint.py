@@ -12,9 +12,10 @@ import fitkit
 from fitkit.callbacks import Callback, ModelCheckpoint, checkpoint_writer
 from fitkit.callbacks.model_checkpoint import FileNames
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from tests import reference
+from tests.nets import linear, regression
 
-X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(32, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(32, 3)
 NAN = float("nan")
 
 
@@ -29,10 +30,7 @@ class Plays(Callback):
 
 
 def compiled(**arguments):
-    torch.manual_seed(0)
-    model = fitkit.Model(torch.nn.Linear(3, 1))
-    model.compile("adam", "mse", **arguments)
-    return model
+    return reference.compiled(linear(3, 1), "adam", "mse", **arguments)
 
 
 def fit(epochs, *callbacks, **options):

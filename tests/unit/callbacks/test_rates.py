@@ -15,9 +15,10 @@ from fitkit.callbacks import (
 from fitkit.callbacks.rates import rate_of, set_rate
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.training.optimizing import FitState
+from tests.nets import regression
+from tests.reference import assert_same_weights, plain_loop, slices
 
-X = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(12, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(12, 2)
 
 
 def linear(**arguments):
@@ -139,11 +140,8 @@ def test_batches_are_grouped_as_the_epochs_schedule_says():
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     scheduler = GradientAccumulationScheduler({1: 2, 2: 5})
     # 6 batches of 2: singly; in pairs; 5 and the last one alone.
-    for sizes in ([2] * 6, [4] * 3, [10, 2]):
-        for x, y in zip(X.split(sizes), Y.split(sizes), strict=True):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(reference(x), y).backward()
-            optimizer.step()
+    for size in (2, 4, 10):
+        plain_loop(reference, optimizer, slices(X, Y, size), loss=torch.nn.functional.mse_loss)
     updates = []
 
     class Counts(Callback):
@@ -154,8 +152,7 @@ def test_batches_are_grouped_as_the_epochs_schedule_says():
         X, Y, batch_size=2, epochs=3, shuffle=False, verbose=0, callbacks=[scheduler, Counts()]
     )
     assert updates == [6, 9, 11]
-    for one, two in zip(model.net.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(one, two, atol=1e-6)
+    assert_same_weights(model.net, reference, rtol=1e-5, atol=1e-6)
     model.fit(X, Y, batch_size=2, verbose=0)
     assert model._fitkit.fit_state.updates == 17  # compile's own number again
 
@@ -258,9 +255,7 @@ def test_a_frozen_part_learns_as_plain_pytorch_does():
         reference[0].requires_grad_(epoch > 0)
         if epoch > 0:
             optimizer.param_groups[1]["lr"] = (None, 0.001, 0.002)[epoch]
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(reference(X), Y).backward()
-        optimizer.step()
+        plain_loop(reference, optimizer, [(X, Y)], loss=torch.nn.functional.mse_loss)
     model = fitkit.Model(net)
     model.compile("adam", "mse", learning_rate=0.01)
     model.fit(X, Y, epochs=3, shuffle=False, verbose=0, callbacks=BackboneFinetuning(1))

@@ -16,9 +16,10 @@ from fitkit.callbacks import (
     ReduceLROnPlateau,
     StochasticWeightAveraging,
 )
+from tests.nets import regression
+from tests.reference import assert_same_weights
 
-X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(40, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(40, 3)
 
 CASES = {
     "ema": lambda: EMA(0.9),
@@ -61,5 +62,4 @@ def test_a_resumed_training_is_the_whole_one(case, tmp_path):
     resumed = compiled()
     found = resumed.fit(X, Y, callbacks=make(), resume_from=path, **options)
     assert (found.epoch, found.history) == (expected.epoch, expected.history)
-    for one, two in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
-        assert torch.equal(one, two)
+    assert_same_weights(whole, resumed)

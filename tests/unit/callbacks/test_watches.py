@@ -20,9 +20,9 @@ from fitkit.callbacks import (
 from fitkit.callbacks.resources import seconds_of
 from fitkit.callbacks.watches import NonFiniteError
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from tests.nets import regression
 
-X = torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(32, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(32, 2)
 
 
 def trained(callbacks, net=None, x=X, y=Y, loss="mse", epochs=3, **options):

@@ -13,9 +13,10 @@ import torch
 import fitkit
 from fitkit import callbacks, loggers
 from fitkit.errors import ArgumentTypeError, ConfigurationError, MissingPackageError
+from tests import reference
+from tests.nets import linear, regression
 
-X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(20, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(20, 2)
 
 
 class Keeps(loggers.Logger):
@@ -42,10 +43,8 @@ class Keeps(loggers.Logger):
 
 
 def compiled(**arguments):
-    torch.manual_seed(0)
-    model = fitkit.Model(torch.nn.Linear(2, 1))
-    model.compile(**{"optimizer": "sgd", "loss": "mse", "learning_rate": 0.1, **arguments})
-    return model
+    arguments = {"loss": "mse", "learning_rate": 0.1, **arguments}
+    return reference.compiled(linear(2, 1), **arguments)
 
 
 def fit(model, *loggers_, epochs=2, **options):

@@ -9,10 +9,10 @@ import torch
 import fitkit
 from fitkit import callbacks, loggers
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from tests.nets import regression
 
 pytest.importorskip("tensorboard")
-X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(20, 1, generator=torch.Generator().manual_seed(1))
+X, Y = regression(20, 2)
 
 
 def compiled(net=None):
