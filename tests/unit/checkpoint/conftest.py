@@ -3,24 +3,22 @@ import json
 import h5py
 import numpy as np
 import pytest
-import torch
 
 from fitkit.checkpoint import save_weights
 from fitkit.checkpoint.header import HEADER_SIZE, seal
+from tests.nets import normed
 
 
 @pytest.fixture
 def module():
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    return normed()
 
 
 @pytest.fixture
 def weights(tmp_path, module):
     """A file with the weights of another module like `module`."""
     path = tmp_path / "weights.h5"
-    save_weights(
-        path, torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).state_dict()
-    )
+    save_weights(path, normed().state_dict())
     return path
 
 

@@ -16,6 +16,8 @@ from fitkit.checkpoint import (
     write_state,
 )
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from tests.nets import normed
+from tests.reference import assert_same_weights
 
 
 @pytest.fixture
@@ -23,12 +25,8 @@ def path(tmp_path):
     return tmp_path / "run.h5"
 
 
-def net():
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-
-
 def trained(kind=torch.optim.AdamW):
-    module = net()
+    module = normed()
     optimizer = kind(module.parameters(), lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
@@ -40,7 +38,7 @@ def trained(kind=torch.optim.AdamW):
 def test_weights_and_state_come_back_together(path):
     module, optimizer = trained()
     save_checkpoint(path, module.state_dict(), {"optimizer": optimizer.state_dict(), "epoch": 3})
-    other = net()
+    other = normed()
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.path == str(path)
         assert checkpoint.software["torch"] == torch.__version__
@@ -49,8 +47,7 @@ def test_weights_and_state_come_back_together(path):
         assert not torch.equal(other[0].weight, module[0].weight)  # nothing is changed yet
         ready.assign()
         state = checkpoint.state["optimizer"]
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor)
+    assert_same_weights(other, module)
     assert torch.equal(state["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
@@ -66,7 +63,7 @@ def test_the_state_stays_as_it_is_when_the_file_is_gone(path):
 def test_a_checkpoint_is_a_file_of_weights_too(path):
     module, optimizer = trained()
     save_checkpoint(path, module.state_dict(), {"optimizer": optimizer.state_dict()})
-    other = net()
+    other = normed()
     load_weights(path, other)
     assert torch.equal(other[0].weight, module[0].weight)
 
@@ -78,14 +75,14 @@ def test_weights_that_the_state_shares_are_written_once(path):
 
 
 def test_a_file_without_a_state_says_what_it_is(path, tmp_path):
-    save_weights(path, net().state_dict())
+    save_weights(path, normed().state_dict())
     with pytest.raises(CheckpointError, match="has weights only; use load_weights"):
         open_checkpoint(path).__enter__()
     write_state(path, "profile", {})
     with pytest.raises(CheckpointError, match="holds 'profile', not 'checkpoint'"):
         open_checkpoint(path).__enter__()
     with pytest.raises(CheckpointError, match="has no weights in it: it holds 'profile'"):
-        load_weights(path, net())
+        load_weights(path, normed())
     with pytest.raises(FileNotFoundError):
         open_checkpoint(tmp_path / "missing.h5").__enter__()
 

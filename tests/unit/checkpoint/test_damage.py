@@ -15,12 +15,14 @@ from fitkit.checkpoint import (
 )
 from fitkit.checkpoint.header import seal
 from fitkit.errors import CheckpointError
+from tests.nets import normed
+from tests.reference import assert_same_weights, copied_state
 
 
 @pytest.fixture
 def check(weights, module):
     """Asserts that these bytes are refused and leave the module as it was."""
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    before = copied_state(module)
 
     def refused(content, what):
         weights.write_bytes(content)
@@ -78,21 +80,17 @@ def test_two_files_mixed_never_load(tmp_path, weights, check):
     other = tmp_path / "other.h5"
     from fitkit.checkpoint import save_weights
 
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    net = normed()
     save_weights(other, net.state_dict())
     mixed = content[: len(content) // 2] + other.read_bytes()[len(content) // 2 :]
     assert len(mixed) == len(content)
     check(mixed, "the end of another file")
 
 
-def small_net():
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-
-
 def write(path, seed):
     """A file of its suffix's kind, and what loading it does to a module."""
     torch.manual_seed(seed)
-    net = small_net()
+    net = normed()
     if path.suffix != ".h5":
         save_weights(path, net.state_dict())
         return net, load_weights
@@ -140,9 +138,9 @@ def test_a_thousand_damaged_files_change_no_module(tmp_path, suffix):
     net, load = write(path, 1)
     write(other, 2)
     content, splice = path.read_bytes(), other.read_bytes()
-    whole = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    module = small_net()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    whole = copied_state(net)
+    module = normed()
+    before = copied_state(module)
     generator = random.Random(3)
     refused = 0
     for attempt in range(1000):
@@ -169,8 +167,8 @@ def test_documents_changed_at_random_with_a_right_digest_are_refused_or_read(tmp
     content = path.read_bytes()
     start, end = content.index(b'{"arrays"'), content.rindex(b"}}") + 2
     generator = random.Random(4)
-    module = small_net()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module = normed()
+    before = copied_state(module)
     refused = 0
     for _ in range(500):
         changed = bytearray(content)
@@ -188,7 +186,7 @@ def test_documents_changed_at_random_with_a_right_digest_are_refused_or_read(tmp
                 ready.assign()
         except CheckpointError:
             refused += 1
-            assert all(torch.equal(before[key], item) for key, item in module.state_dict().items())
+            assert_same_weights(module, before)
             continue
         module.load_state_dict(before)
     assert 100 < refused < 500

@@ -15,6 +15,8 @@ import torch
 from fitkit.checkpoint import load_weights, safetensors_file, save_weights
 from fitkit.checkpoint.inspection import convert
 from fitkit.errors import CheckpointError, ConfigurationError
+from tests.nets import normed
+from tests.reference import assert_same_weights, copied_state
 
 
 class Tied(torch.nn.Module):
@@ -35,21 +37,11 @@ class Stateful(torch.nn.Module):
         self.state = state
 
 
-def net():
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-
-
-def assert_same_weights(module, other):
-    assert list(module.state_dict()) == list(other.state_dict())
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name]), name
-
-
 SUFFIXES = [".safetensors", ".pt", ".pth"]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("make", [net, Tied])
+@pytest.mark.parametrize("make", [normed, Tied])
 def test_weights_come_back_and_tied_ones_are_written_once(tmp_path, suffix, make):
     path, module, other = tmp_path / f"w{suffix}", make(), make()
     save_weights(path, module.state_dict())
@@ -61,11 +53,11 @@ def test_weights_come_back_and_tied_ones_are_written_once(tmp_path, suffix, make
 
 
 def test_torch_reads_what_is_written_as_its_own(tmp_path):
-    module = net()
+    module = normed()
     save_weights(tmp_path / "w.pt", module.state_dict())
     state = torch.load(tmp_path / "w.pt", weights_only=True)
     assert state._metadata[""] == module.state_dict()._metadata[""]
-    other = net()
+    other = normed()
     other.load_state_dict(state)
     assert_same_weights(module, other)
 
@@ -131,20 +123,20 @@ def test_a_dtype_that_safetensors_lacks_is_named(tmp_path):
 def test_a_file_that_does_not_fit_gets_the_same_message_as_an_h5_file(tmp_path, suffix):
     messages = []
     for ending in (suffix, ".h5"):
-        path, module = tmp_path / f"w{ending}", net()
+        path, module = tmp_path / f"w{ending}", normed()
         save_weights(path, {"0.weight": torch.ones(2, 2), "more": torch.ones(1)})
-        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        before = copied_state(module)
         with pytest.raises(CheckpointError) as caught:
             load_weights(path, module)
         messages.append(str(caught.value).replace(ending, ""))
-        assert all(torch.equal(before[name], item) for name, item in module.state_dict().items())
+        assert_same_weights(module, before)
     assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("prefix", ["module.", "net.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "as Lightning nests it"])
 def test_a_wrappers_prefix_is_left_out_with_a_warning(tmp_path, prefix, nested):
-    path, module, other = tmp_path / "w.pt", net(), net()
+    path, module, other = tmp_path / "w.pt", normed(), normed()
     state = {prefix + name: tensor for name, tensor in module.state_dict().items()}
     content = {"state_dict": state, "epoch": 3, "hyper_parameters": {"a": 1}} if nested else state
     torch.save(content, path)
@@ -157,14 +149,14 @@ def test_a_prefix_that_does_not_make_the_names_fit_stays(tmp_path):
     path = tmp_path / "w.pt"
     torch.save({"module.a": torch.ones(1)}, path)
     with pytest.raises(CheckpointError, match=r"in the file only \(1\):\s+module\.a"):
-        load_weights(path, net())
+        load_weights(path, normed())
 
 
 def test_the_prefix_is_left_out_of_the_versions_too(tmp_path):
-    path, module = tmp_path / "w.pt", torch.nn.Sequential(net())
+    path, module = tmp_path / "w.pt", torch.nn.Sequential(normed())
     save_weights(path, torch.nn.ModuleDict({"module": module}).state_dict())
     seen = []
-    other = torch.nn.Sequential(net())
+    other = torch.nn.Sequential(normed())
     other[0][1].register_load_state_dict_pre_hook(
         lambda module, state, prefix, metadata, *rest: seen.append(metadata)
     )
@@ -189,19 +181,19 @@ def test_a_pickle_that_would_run_code_runs_nothing(tmp_path, zipped):
     path, trap = tmp_path / "w.pt", tmp_path / "trap"
     torch.save({"0.weight": Trap(trap)}, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match=r"it holds \w+\.mkdir, and") as refusal:
-        load_weights(path, net())
+        load_weights(path, normed())
     assert "\x1b" not in str(refusal.value)
     assert not trap.exists()
     path.write_bytes(pickle.dumps(Trap(trap)))
     with pytest.raises(CheckpointError):
-        load_weights(path, net())
+        load_weights(path, normed())
     assert not trap.exists()
 
 
 def test_files_of_old_torch_and_without_checksums_are_read(tmp_path):
-    path, module = tmp_path / "w.pt", net()
+    path, module = tmp_path / "w.pt", normed()
     torch.save(module.state_dict(), path, _use_new_zipfile_serialization=False)
-    other = net()
+    other = normed()
     load_weights(path, other)
     assert_same_weights(module, other)
     torch.serialization.set_crc32_options(False)
@@ -209,7 +201,7 @@ def test_files_of_old_torch_and_without_checksums_are_read(tmp_path):
         torch.save(module.state_dict(), path)
     finally:
         torch.serialization.set_crc32_options(True)
-    other = net()
+    other = normed()
     load_weights(path, other)
     assert_same_weights(module, other)
 
@@ -227,14 +219,14 @@ def test_files_of_old_torch_and_without_checksums_are_read(tmp_path):
 def test_a_pt_file_of_other_things_says_what_it_holds(tmp_path, content, reason):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=reason):
-        load_weights(tmp_path / "w.pt", net())
+        load_weights(tmp_path / "w.pt", normed())
 
 
 def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
     with zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("w/data.pkl", bytes(10**7))
     with pytest.raises(CheckpointError, match="it is compressed"):
-        load_weights(tmp_path / "w.pt", net())
+        load_weights(tmp_path / "w.pt", normed())
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES[:2])
@@ -242,15 +234,15 @@ def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
 def test_what_is_no_such_file_is_a_clear_error(tmp_path, suffix):
     path = tmp_path / f"w{suffix}"
     with pytest.raises(FileNotFoundError, match=path.name):
-        load_weights(path, net())
+        load_weights(path, normed())
     for content in (b"", b"x", b"hello, this is text", bytes(100), b"\xff" * 100):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=path.name):
-            load_weights(path, net())
+            load_weights(path, normed())
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(CheckpointError, match="isn't a file"):
-        load_weights(path, net())
+        load_weights(path, normed())
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES[:2])
@@ -355,7 +347,7 @@ def test_a_safetensors_file_of_before_the_first_release_is_refused_by_name(tmp_p
     header = {"a": entry(), "__metadata__": {key: "0" * 64, "fitkit.versions": "{}"}}
     reason = "made by a version of fitkit before 0.1. Save it again"
     with pytest.raises(CheckpointError, match=reason):
-        load_weights(crafted(tmp_path / "w.safetensors", header), net())
+        load_weights(crafted(tmp_path / "w.safetensors", header), normed())
 
 
 def test_a_header_longer_than_the_file_takes_no_memory(tmp_path):
@@ -363,7 +355,7 @@ def test_a_header_longer_than_the_file_takes_no_memory(tmp_path):
     for length in (10, 10**9, 2**63, 2**64 - 1):
         path.write_bytes(length.to_bytes(8, "little") + b"{}")
         with pytest.raises(CheckpointError, match="its header is incomplete"):
-            load_weights(path, net())
+            load_weights(path, normed())
 
 
 def test_a_pt_file_is_opened_once_and_never_mapped(tmp_path, monkeypatch):

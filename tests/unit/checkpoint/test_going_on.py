@@ -10,24 +10,19 @@ import torch
 import fitkit
 from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint
 from fitkit.errors import CheckpointError, ConfigurationError
+from tests import reference
+from tests.nets import linear
 
 X, Y = torch.randn(64, 6), torch.randint(3, (64,))
 
 
 def compiled(optimizer="adam", **arguments):
-    torch.manual_seed(0)
-    model = fitkit.Model(torch.nn.Linear(6, 3))
-    model.compile(optimizer, "cross_entropy", accelerator="cpu", **arguments)
-    return model
+    return reference.compiled(linear(6, 3), optimizer, accelerator="cpu", **arguments)
 
 
 def cut(path):
     with open(path, "r+b") as file:
         file.truncate(700)
-
-
-def weights_of(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture
@@ -104,7 +99,7 @@ def test_other_data_or_another_scheduler_leave_the_model_as_it_was(tmp_path):
 
     compiled(lr_scheduler="cosine").fit(X, Y, epochs=2, verbose=0, callbacks=Cut())
     model = compiled(lr_scheduler="cosine")
-    before = weights_of(model)
+    before = reference.copied_state(model)
     with pytest.raises(ConfigurationError, match="samples=64.* samples=32"):
         model.fit(X[:32], Y[:32], epochs=2, verbose=0, resume_from=tmp_path / "cut.h5")
     step = torch.optim.lr_scheduler.StepLR
@@ -113,8 +108,7 @@ def test_other_data_or_another_scheduler_leave_the_model_as_it_was(tmp_path):
         other.fit(X, Y, epochs=2, verbose=0, resume_from=tmp_path / "cut.h5")
     for each in (model, other):
         assert each.global_step == 0
-        for name, tensor in each.state_dict().items():
-            assert torch.equal(tensor, before[name])
+        reference.assert_same_weights(each, before)
 
 
 def test_a_warm_up_that_the_file_lacks_does_not_slow_the_training(saved):

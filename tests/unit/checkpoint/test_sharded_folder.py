@@ -24,6 +24,7 @@ from fitkit.checkpoint.safetensors_file import SafeTensors, write_tensors
 from fitkit.checkpoint.sharded_folder import ShardedFolder, write_shards
 from fitkit.distributed.collectives import Solo
 from fitkit.errors import CheckpointError, ConfigurationError
+from tests.nets import normed
 
 FILES = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
 
@@ -311,7 +312,7 @@ def test_a_folder_with_other_things_is_not_replaced(tmp_path):
 
 
 def test_convert_goes_round_all_formats(tmp_path, capsys):
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    module = normed()
     state = {"optimizer": {"step": 3, "moments": (torch.randn(4, 3),)}, "rng": b"\0\1"}
     save_checkpoint(tmp_path / "a.h5", module.state_dict(), state)
     names = ["a.h5", "b.dcp", "c.h5", "d.dcp", "e.safetensors", "f.dcp", "g.pt", "h.h5"]
@@ -326,7 +327,7 @@ def test_convert_goes_round_all_formats(tmp_path, capsys):
         assert torch.equal(found.state["optimizer"]["moments"][0],
                            state["optimizer"]["moments"][0])
     for name in names:
-        other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        other = normed()
         load_weights(tmp_path / name, other)
         same(other, module)
 

@@ -8,6 +8,7 @@ from fitkit.checkpoint import load_weights, save_weights
 from fitkit.checkpoint.arrays import StoredArrays
 from fitkit.checkpoint.weights import plain_targets
 from fitkit.errors import CheckpointError
+from tests.reference import assert_same_weights, copied_state
 
 SUFFIXES = [".h5", ".safetensors", ".pt", ".dcp"]
 
@@ -22,11 +23,6 @@ def net():
     return nn.Sequential(*layers)
 
 
-def same(one, other):
-    one, other = one.state_dict(), other.state_dict()
-    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_format_fills_a_module_that_stays_the_same_objects(tmp_path, suffix):
     source, target = net(), net()
@@ -36,7 +32,7 @@ def test_every_format_fills_a_module_that_stays_the_same_objects(tmp_path, suffi
     versions = [parameter._version for parameter in objects]
     save_weights(tmp_path / f"w{suffix}", source.state_dict())
     assert load_weights(tmp_path / f"w{suffix}", target) == ((), (), ())
-    assert same(source, target)
+    assert_same_weights(source, target)
     assert all(a is b for a, b in zip(objects, target.parameters(), strict=True))
     # autograd sees that what it may have saved for a backward was changed
     assert all(p._version > v for p, v in zip(objects, versions, strict=True))
@@ -57,7 +53,7 @@ def test_a_module_on_the_meta_device_is_filled(tmp_path):
         target = net()[:3]
     save_weights(tmp_path / "w.h5", source.state_dict())
     load_weights(tmp_path / "w.h5", target)
-    assert same(source, target)
+    assert_same_weights(source, target)
 
 
 class Doubling(nn.Linear):
@@ -125,7 +121,7 @@ def test_a_small_files_weights_are_held_before_any_is_assigned(tmp_path, monkeyp
     path = tmp_path / "w.h5"
     save_weights(path, net().state_dict())
     target = net()
-    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    before = copied_state(target)
     real, reads = StoredArrays._fill, []
 
     def failing(arrays, offset, numbers):
@@ -138,4 +134,4 @@ def test_a_small_files_weights_are_held_before_any_is_assigned(tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="Input/output error"):
         load_weights(path, target)
     assert 300 * 200 * 4 in reads
-    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+    assert_same_weights(target, before)

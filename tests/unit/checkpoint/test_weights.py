@@ -9,22 +9,13 @@ from torch import nn
 from fitkit.checkpoint import load_weights, read_container, save_weights
 from fitkit.checkpoint.formats import FORMATS
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from tests.nets import normed
+from tests.reference import assert_same_weights
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "weights.h5"
-
-
-def state_of(module):
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def assert_same(found, expected):
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
 
 
 class Named(nn.Module):
@@ -42,7 +33,7 @@ def test_a_modules_weights_come_back(weights, module, path):
         tensor.add_(1)
     save_weights(path, source.state_dict())
     assert load_weights(path, module) == ((), (), ())
-    assert_same(module.state_dict(), source.state_dict())
+    assert_same_weights(module, source)
 
 
 @pytest.mark.parametrize("suffix", [name for name in FORMATS if name != ".ckpt"])
@@ -100,7 +91,7 @@ def test_children_with_numbers_for_names_are_not_confused(path):
     target = nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))
     save_weights(path, source.state_dict())
     load_weights(path, target)
-    assert_same(target.state_dict(), source.state_dict())
+    assert_same_weights(target, source)
 
 
 class Tied(nn.Module):
@@ -146,13 +137,13 @@ def test_tensors_that_share_a_part_of_their_memory_are_stored_apart(path):
     save_weights(path, state)
     module = Named(**{name: torch.zeros_like(tensor) for name, tensor in state.items()})
     load_weights(path, module)
-    assert_same(module.state_dict(), state)
+    assert_same_weights(module, state)
     with read_container(path) as reader:
         assert len(reader) == len(state)
 
 
 def test_the_module_keeps_its_dtype_its_parameters_and_their_flags(path, module):
-    save_weights(path, nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double().state_dict())
+    save_weights(path, normed().double().state_dict())
     module.to(torch.bfloat16)[0].weight.requires_grad_(False)
     before = list(module.parameters())
     load_weights(path, module)
