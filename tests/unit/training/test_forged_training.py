@@ -14,16 +14,15 @@ from fitkit.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from fitkit.checkpoint import check_optimizer_state, read_container, write_container
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fitkit.random_states import check_random_state, random_state, set_random_state
+from tests import reference
+from tests.nets import linear
 
 X, Y = torch.randn(24, 4), torch.randn(24, 2)
 
 
 def compiled():
-    torch.manual_seed(0)
-    model = fitkit.Model(torch.nn.Linear(4, 2))
-    model.compile("adamw", "mse", metrics=["mae"], precision="16-mixed", accelerator="cpu",
-                  warmup_epochs=2)
-    return model
+    return reference.compiled(linear(4, 2), "adamw", "mse", metrics=["mae"], warmup_epochs=2,
+                              precision="16-mixed", accelerator="cpu")
 
 
 class Cut(Callback):
@@ -81,18 +80,8 @@ WRONG = [
 
 
 def state_of(model):
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    return weights, copy.deepcopy(model.optimizer.state_dict()), model.global_step
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
+    optimizer = copy.deepcopy(model.optimizer.state_dict())
+    return reference.copied_state(model), optimizer, model.global_step
 
 
 @pytest.mark.parametrize(("place", "value", "reason"), WRONG)
@@ -113,7 +102,7 @@ def test_a_state_of_another_form_is_refused_before_anything_changes(
     ):
         with pytest.raises(CheckpointError, match=f"is refused: of its training, {reason}"):
             attempt()
-    assert same(state_of(model), before)
+    assert reference.is_same(state_of(model), before)
 
 
 def test_a_state_that_an_optimizer_cannot_take_leaves_the_model_as_it_was(tmp_path, written):
@@ -122,10 +111,10 @@ def test_a_state_that_an_optimizer_cannot_take_leaves_the_model_as_it_was(tmp_pa
     text["dict"]["state"]["items"][0][1]["dict"]["step"] = "x"
     write_container(tmp_path / "forged.h5", document, arrays)
     model = compiled()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = reference.copied_state(model)
     with pytest.raises(CheckpointError, match="'step' is 'x', not one number from 0"):
         model.load(tmp_path / "forged.h5")
-    assert same(dict(model.state_dict()), before)
+    reference.assert_same_weights(model, before)
     assert model.global_step == 0
     model.fit(X, Y, verbose=0)
 
@@ -154,7 +143,7 @@ def test_random_changes_of_the_state_load_or_are_refused_with_the_model_as_it_wa
         try:
             model.load(path)
         except (CheckpointError, ConfigurationError):
-            assert same(state_of(model), before), part
+            assert reference.is_same(state_of(model), before), part
 
 
 OPTIONS = [
@@ -176,7 +165,7 @@ def test_options_that_no_step_can_be_made_with_are_refused(tmp_path, written, na
     before = state_of(model)
     with pytest.raises(CheckpointError, match="doesn't fit this AdamW"):
         model.load(tmp_path / "forged.h5")
-    assert same(state_of(model), before)
+    assert reference.is_same(state_of(model), before)
 
 
 def test_whole_numbers_too_long_to_show_are_refused_without_showing_them(tmp_path, written):
@@ -258,7 +247,7 @@ def test_a_schedulers_state_of_another_kind_is_refused(tmp_path, name, value, fi
     before = state_of(new)
     with pytest.raises(CheckpointError, match="StepLR"):
         new.load(tmp_path / "forged.h5")
-    assert same(state_of(new), before)
+    assert reference.is_same(state_of(new), before)
     new.fit(X, Y, verbose=0)
 
 

@@ -11,19 +11,15 @@ import fitkit
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import OPTIMIZERS
 from fitkit.training.update import ready_optimizers
+from tests.nets import classification, dense
+from tests.reference import assert_same_weights, plain_loop, slices
 
-X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
-LABELS = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(2))
+X, LABELS = classification(48, 6, seed=1)
 NAMES = ["adam", "adamw", "sgd", "adagrad"]
 
 
-def small_net():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-
-
 def compiled(optimizer, net=None, **arguments):
-    model = fitkit.Model(small_net() if net is None else net)
+    model = fitkit.Model(dense(6, 8, 3) if net is None else net)
     model.compile(optimizer, "cross_entropy", accelerator="cpu", devices=1, **arguments)
     return model
 
@@ -41,24 +37,14 @@ def is_fused(model):
     return found == {True}
 
 
-def assert_same_weights(one, other):
-    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fused_step_differs_from_torchs_default_in_the_last_bits_only(name):
-    model, theirs = compiled(name, learning_rate=0.01), small_net()
+    model, theirs = compiled(name, learning_rate=0.01), dense(6, 8, 3)
     optimizer = OPTIMIZERS[name](theirs.parameters(), lr=0.01)
     fit(model, epochs=100)
     assert is_fused(model)
-    for _ in range(100):
-        for start in range(0, 48, 16):
-            optimizer.zero_grad()
-            F.cross_entropy(theirs(X[start : start + 16]), LABELS[start : start + 16]).backward()
-            optimizer.step()
-    for ours, plain in zip(model.net.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)  # seen: 3e-7
+    plain_loop(theirs, optimizer, slices(X, LABELS, 16), 100)
+    assert_same_weights(model.net, theirs, rtol=1e-5, atol=1e-6)  # seen: 3e-7
 
 
 @pytest.mark.parametrize(
@@ -73,7 +59,7 @@ def test_a_fused_step_differs_from_torchs_default_in_the_last_bits_only(name):
     ],
 )
 def test_an_optimizer_that_is_the_users_own_stays_as_it_was_made(given):
-    net = small_net()
+    net = dense(6, 8, 3)
     model = compiled(torch.optim.Adam(net.parameters()) if given == "instance" else given, net)
     fit(model)
     assert "fused" not in model.optimizer.defaults or not is_fused(model)
@@ -85,7 +71,7 @@ class Configured(fitkit.Model):
 
 
 def test_configure_optimizers_is_the_users_own():
-    model = Configured(small_net())
+    model = Configured(dense(6, 8, 3))
     model.compile(loss="cross_entropy", accelerator="cpu", devices=1)
     assert not is_fused(fit(model))
     model.compile("adam")
@@ -105,7 +91,7 @@ def test_the_users_word_in_the_groups_counts():
 class WithExtra(torch.nn.Module):
     def __init__(self, extra):
         super().__init__()
-        self.net = small_net()
+        self.net = dense(6, 8, 3)
         self.extra = extra
 
     def forward(self, x):
@@ -115,7 +101,7 @@ class WithExtra(torch.nn.Module):
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_that_no_fused_step_takes_or_takes_well_get_torchs_default(name):
     complex_too = WithExtra(torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)))
-    for net in (complex_too, small_net().bfloat16()):
+    for net in (complex_too, dense(6, 8, 3).bfloat16()):
         plain = copy.deepcopy(net)
         assert not is_fused(fit(compiled(name, net)))
         assert_same_weights(net, fit(compiled(OPTIMIZERS[name], plain)).net)
@@ -138,10 +124,7 @@ def test_parameters_with_gaps_between_their_numbers_are_learned_as_others(name):
     ours, theirs = Gapped(), Gapped()
     optimizer = OPTIMIZERS[name](theirs.parameters(), lr=0.1)
     fit(compiled(name, ours, learning_rate=0.1))
-    for start in range(0, 48, 16):
-        optimizer.zero_grad()
-        F.cross_entropy(theirs(X[start : start + 16]), LABELS[start : start + 16]).backward()
-        optimizer.step()
+    plain_loop(theirs, optimizer, slices(X, LABELS, 16))
     assert_same_weights(ours, theirs)
 
 
@@ -163,7 +146,7 @@ class Assigned(fitkit.Model):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_any_layout_are_learned_from(name):
     plain = fit(compiled(functools.partial(OPTIMIZERS[name], lr=0.1)))
-    by_hand = Assigned(small_net())
+    by_hand = Assigned(dense(6, 8, 3))
     by_hand.compile(name, learning_rate=0.1, accelerator="cpu", devices=1)
     assert_same_weights(fit(by_hand).net, plain.net)
 
@@ -237,8 +220,7 @@ def test_scaled_losses_give_the_same_as_an_unfused_optimizer_and_leave_out_the_s
         fit(one, x, epochs=4)
         assert one._fitkit.fit_state.updates == 8
     assert is_fused(model)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_same_weights(model, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -253,8 +235,7 @@ def test_a_file_of_a_fused_training_goes_on_unfused_and_the_other_way_round(name
         fit(second)
         assert is_fused(second) is fused
         fit(first)
-        for a, b in zip(first.parameters(), second.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert_same_weights(first, second, rtol=1e-5, atol=1e-6)
 
 
 def test_the_steps_of_a_default_in_float64_are_counted_on(tmp_path):

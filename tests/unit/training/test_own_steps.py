@@ -10,21 +10,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
+from tests.nets import classes_in_turn, linear
+from tests.reference import assert_same_weights, plain_loop, slices
 
-X, Y = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)), torch.arange(50) % 3
-BATCHES = list(zip(X.split(16), Y.split(16), strict=True))
+X, Y = classes_in_turn(50, 4)
+BATCHES = slices(X, Y, 16)
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 16}
-
-
-def linear():
-    torch.manual_seed(1)
-    return nn.Linear(4, 3)
 
 
 class Classifier(fitkit.Model):
     def __init__(self):
         super().__init__()
-        self.layer = linear()
+        self.layer = linear(4, 3, seed=1)
 
     def forward(self, x):
         return self.layer(x)
@@ -39,17 +36,11 @@ class Classifier(fitkit.Model):
 
 def by_hand(epochs, scheduler=None):
     """The weights, and each epoch's batch losses, of a loop written by hand."""
-    net, losses = linear(), []
+    net, losses = linear(4, 3, seed=1), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     moves = scheduler(optimizer) if scheduler else None
     for _ in range(epochs):
-        losses.append([])
-        for x, y in BATCHES:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+        losses.append([plain_loop(net, optimizer, [batch])[0] for batch in BATCHES])
         if moves:
             moves.step()
     return net, losses
@@ -79,7 +70,7 @@ def test_the_own_step_may_ask_for_the_compiled_loss_and_metrics():
         def training_step(self, batch, batch_idx):
             return fitkit.Model.training_step(self, batch, batch_idx) * 1.0
 
-    plain = Classifier.__mro__[1](linear())
+    plain = Classifier.__mro__[1](linear(4, 3, seed=1))
     model = Own()
     for each in (plain, model):
         each.compile(torch.optim.SGD(each.parameters(), 0.1), "cross_entropy", ["accuracy"])
@@ -222,7 +213,7 @@ def test_transfer_batch_to_device_takes_batches_of_ones_own_kind():
     model.fit([Pair("a", x, y) for x, y in BATCHES], verbose=0)
     assert torch.equal(model.layer.weight, by_hand(1)[0].weight)
     compiled = type("Compiled", (fitkit.Model,), {
-        "transfer_batch_to_device": Own.transfer_batch_to_device})(linear())
+        "transfer_batch_to_device": Own.transfer_batch_to_device})(linear(4, 3, seed=1))
     compiled.compile(torch.optim.SGD(compiled.parameters(), 0.1, 0.9), "cross_entropy")
     compiled.fit([Pair("a", x, y) for x, y in BATCHES], verbose=0)
     assert torch.equal(compiled.net.weight, by_hand(1)[0].weight)
@@ -285,7 +276,7 @@ def test_a_cycle_from_configure_optimizers_moves_at_each_update(giving):
 
     model = Own()
     model.fit(X, Y, epochs=2, **QUIET)  # eight updates
-    net = linear()
+    net = linear(4, 3, seed=1)
     expected = one_cycle(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     expected.optimizer._opt_called = True
     for _ in range(8):
@@ -301,7 +292,7 @@ def test_a_cycle_from_configure_optimizers_moves_at_each_update(giving):
     lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
 ])  # fmt: skip
 def test_a_cycle_that_a_factory_makes_moves_at_each_update(given):
-    model = fitkit.Model(linear())
+    model = fitkit.Model(linear(4, 3, seed=1))
     model.compile("sgd", "cross_entropy", lr_scheduler=given)
     model.fit(X, Y, epochs=2, **QUIET)
     assert model.lr_schedulers().last_epoch == 8
@@ -314,7 +305,7 @@ def test_a_cycle_moves_by_epochs_where_that_is_said():
             scheduler = {"scheduler": one_cycle(optimizer), "interval": "epoch"}
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    for model in (Own(), fitkit.Model(linear())):
+    for model in (Own(), fitkit.Model(linear(4, 3, seed=1))):
         if not isinstance(model, Own):
             scheduler = {"scheduler": one_cycle, "interval": "epoch"}
             model.compile("sgd", "cross_entropy", lr_scheduler=scheduler)
@@ -466,9 +457,8 @@ def test_two_optimizers_do_as_a_loop_by_hand(kind):
     model = kind()
     history = model.fit(X, Y, **QUIET).history
     wanted = Adversaries().run_by_hand()
-    for found, expected in zip(model.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
-        assert found.requires_grad
+    assert_same_weights(model, wanted, atol=1e-7)
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert model.global_step == 8
     assert set(history) == ({"loss"} if kind is ByTurns else {"maker", "judge"})
 
@@ -482,8 +472,7 @@ def test_frequencies_give_optimizers_batches_in_turn():
     model = Own()
     model.fit(X, Y, **QUIET)
     wanted = Adversaries().run_by_hand(turns=((0,), (1,), (1,)))
-    for found, expected in zip(model.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+    assert_same_weights(model, wanted, atol=1e-7)
 
 
 def test_a_gradient_penalty_learns_through_its_own_gradient():
@@ -496,7 +485,7 @@ def test_a_gradient_penalty_learns_through_its_own_gradient():
 
     model = Own()
     model.fit(X, Y, **QUIET)
-    net = linear()
+    net = linear(4, 3, seed=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for x, y in BATCHES:
         x = x.clone().requires_grad_()
@@ -510,7 +499,7 @@ def test_a_gradient_penalty_learns_through_its_own_gradient():
 
 def test_lbfgs_and_accumulation_with_an_own_step():
     for options in ({"optimizer": torch.optim.LBFGS}, {"accumulate_grad_batches": 2}):
-        plain, own = fitkit.Model(linear()), Classifier()
+        plain, own = fitkit.Model(linear(4, 3, seed=1)), Classifier()
         plain.compile(loss="cross_entropy", **{"optimizer": "sgd", **options})
         own.compile(**{"optimizer": "sgd", **options})
         for model in (plain, own):
@@ -627,7 +616,7 @@ def test_manual_optimization_refuses_what_it_cant_keep():
         model.fit(X, Y, **QUIET)
     with pytest.raises(fitkit.ConfigurationError, match="training_step"):
         Classifier().manual_backward(torch.zeros(1))
-    idle = fitkit.Model(linear())
+    idle = fitkit.Model(linear(4, 3, seed=1))
     idle.automatic_optimization = False
     with pytest.raises(fitkit.ConfigurationError, match="no training_step"):
         idle.fit(X, Y, **QUIET)
@@ -639,11 +628,12 @@ def test_train_on_batch_and_its_kin_call_the_own_steps():
     assert model.global_step == 2
     own = Classifier()
     loss = own.train_on_batch(*BATCHES[0])
-    assert loss == pytest.approx(F.cross_entropy(linear()(BATCHES[0][0]), BATCHES[0][1]).item())
+    x, y = BATCHES[0]
+    assert loss == pytest.approx(F.cross_entropy(linear(4, 3, seed=1)(x), y).item())
 
 
 def test_hooks_set_on_an_instance_count_too():
-    model = fitkit.Model(linear())
+    model = fitkit.Model(linear(4, 3, seed=1))
     model.training_step = lambda batch, batch_idx: F.cross_entropy(model(batch[0]), batch[1])
     model.compile(torch.optim.SGD(model.parameters(), 0.1, 0.9))
     model.fit(X, Y, **QUIET)
@@ -736,7 +726,7 @@ def test_callbacks_log_with_the_batchs_weight():
     def note(batch, logs):
         model.log("batch", batch)
 
-    for model in (Direct(), fitkit.Model(linear())):
+    for model in (Direct(), fitkit.Model(linear(4, 3, seed=1))):
         model.compile("sgd", "cross_entropy")
         callback = fitkit.callbacks.LambdaCallback(on_train_batch_end=note)
         history = model.fit(X, Y, callbacks=callback, **QUIET).history
@@ -763,7 +753,7 @@ def test_what_is_logged_before_a_batch_is_weighed_by_the_batch_that_begins(kind)
         def validation_step(self, batch, batch_idx):
             return super().validation_step(batch, batch_idx)
 
-    model = fitkit.Model(linear()) if kind == "compiled" else Own()
+    model = fitkit.Model(linear(4, 3, seed=1)) if kind == "compiled" else Own()
     model.compile("sgd", "cross_entropy", steps_per_execution=2 if kind == "grouped" else 1)
     data = {"validation_data": (X, Y), "epochs": 2}
     history = model.fit(X, Y, callbacks=Begins(), **data, **QUIET).history

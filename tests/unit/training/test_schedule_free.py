@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 import fitkit
 from fitkit.callbacks import Callback, ModelCheckpoint
+from tests import reference
+from tests.nets import classes_in_turn, dense
 
-X = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
-Y = torch.arange(64) % 3
+X, Y = classes_in_turn(64, 5)
 BATCHES = list(zip(X.split(16), Y.split(16), strict=True))
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 16}
 
@@ -70,27 +71,18 @@ each_kind = pytest.mark.parametrize("kind", [
 ], ids=list(KINDS))  # fmt: skip
 
 
-def net():
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-
-
 def compiled(kind, **arguments):
-    model = fitkit.Model(net())
-    model.compile(lambda params: kind(params, lr=0.5), "cross_entropy", ["accuracy"], **arguments)
-    return model
+    return reference.compiled(dense(5, 8, 3, seed=1), lambda params: kind(params, lr=0.5),
+                              metrics=["accuracy"], **arguments)
 
 
 def by_hand(kind, epochs):
     """The net in evaluation mode, and its losses on X after each epoch."""
-    trained, losses = net(), []
+    trained, losses = dense(5, 8, 3, seed=1), []
     optimizer = kind(trained.parameters(), lr=0.5)
     for _ in range(epochs):
         optimizer.train()
-        for x, y in BATCHES:
-            optimizer.zero_grad()
-            F.cross_entropy(trained(x), y).backward()
-            optimizer.step()
+        reference.plain_loop(trained, optimizer, BATCHES)
         optimizer.eval()
         with torch.no_grad():
             losses.append(F.cross_entropy(trained(X), Y).item())
@@ -125,7 +117,7 @@ class Looking(Callback):
             before = weights(self.model).clone()
             self.losses.append(self.model.evaluate(X, Y, verbose=0)[0])
             with torch.no_grad():
-                probed = net()
+                probed = dense(5, 8, 3, seed=1)
                 self.model.save_weights(self.folder / "w.pt")
                 probed.load_state_dict(torch.load(self.folder / "w.pt"))
                 self.saved = F.cross_entropy(probed(X), Y).item()
@@ -143,13 +135,10 @@ def test_looks_within_an_epoch_see_other_weights_and_change_nothing(kind, tmp_pa
     model.fit(X, Y, epochs=2, callbacks=looks, **QUIET)
     alone.fit(X, Y, epochs=2, **QUIET)
     assert torch.equal(weights(model), weights(alone))
-    trained = net()
+    trained = dense(5, 8, 3, seed=1)
     optimizer = kind(trained.parameters(), lr=0.5)
     optimizer.train()
-    for x, y in BATCHES[:2]:
-        optimizer.zero_grad()
-        F.cross_entropy(trained(x), y).backward()
-        optimizer.step()
+    reference.plain_loop(trained, optimizer, BATCHES[:2])
     optimizer.eval()
     with torch.no_grad():
         expected = F.cross_entropy(trained(X), Y).item()
@@ -182,7 +171,7 @@ def test_a_file_saved_at_an_epochs_end_has_the_weights_that_evaluate(kind, tmp_p
     whole, cut = compiled(kind), compiled(kind)
     saves = ModelCheckpoint(str(tmp_path / "{epoch}.h5"))
     whole.fit(X, Y, epochs=3, callbacks=saves, **QUIET)
-    loaded = fitkit.Model(net())
+    loaded = fitkit.Model(dense(5, 8, 3, seed=1))
     loaded.load_weights(tmp_path / "2.h5")
     assert torch.equal(weights(loaded), weights(by_hand(kind, 2)[0]))
     cut.fit(X, Y, epochs=3, resume_from=tmp_path / "2.h5", **QUIET)
@@ -196,7 +185,7 @@ def test_weights_alone_within_an_epoch_are_those_that_evaluate(tmp_path):
     )
     whole = ModelCheckpoint(str(tmp_path / "{step}.h5"), every_n_train_steps=2)
     model.fit(X, Y, epochs=1, callbacks=[saves, whole], **QUIET)
-    alone, of_whole = net(), fitkit.Model(net())
+    alone, of_whole = dense(5, 8, 3, seed=1), fitkit.Model(dense(5, 8, 3, seed=1))
     alone.load_state_dict(torch.load(tmp_path / "2.pt"))
     of_whole.load_weights(tmp_path / "2.h5")
     assert torch.equal(weights(alone), weights(of_whole))
@@ -219,14 +208,12 @@ def test_a_failing_fit_leaves_the_weights_that_evaluate_and_a_file_that_goes_on(
 
 
 def test_single_batches_train_and_evaluate():
-    model, trained = compiled(ScheduleFreeSGD), net()
+    model, trained = compiled(ScheduleFreeSGD), dense(5, 8, 3, seed=1)
     optimizer = ScheduleFreeSGD(trained.parameters())
     for x, y in BATCHES:
         model.train_on_batch(x, y)
         optimizer.train()
-        optimizer.zero_grad()
-        F.cross_entropy(trained(x), y).backward()
-        optimizer.step()
+        reference.plain_loop(trained, optimizer, [(x, y)])
         optimizer.eval()
         assert torch.equal(weights(model), weights(trained))
 
@@ -251,7 +238,7 @@ def test_forged_weights_to_train_at_are_refused(tmp_path):
     model = compiled(ScheduleFreeSGD)
     saves = ModelCheckpoint(str(tmp_path / "{step}.h5"), every_n_train_steps=2)
     model.fit(X, Y, epochs=1, callbacks=saves, **QUIET)
-    other = fitkit.Model(net())
+    other = fitkit.Model(dense(5, 8, 3, seed=1))
     other.compile(lambda params: ScheduleFreeSGD(list(params)[:2]), "cross_entropy")
     with pytest.raises(fitkit.CheckpointError):
         other.load(tmp_path / "2.h5")
