@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from tests.reference import assert_same_weights, copied_state
 
 X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
 Y = np.arange(20) % 3
@@ -19,13 +20,8 @@ def compiled(net=None, **arguments):
     return model
 
 
-def state_of(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def assert_unchanged(model, before):
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_same_weights(model, before)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -181,7 +177,7 @@ def test_a_scheduler_that_needs_arguments_says_how_to_give_them():
 )
 def test_fit_refuses_before_any_work(arguments, words):
     model = compiled()
-    before = state_of(model)
+    before = copied_state(model)
     with pytest.raises(ConfigurationError, match=words):
         model.fit(X, Y, **{"verbose": 0, **arguments})
     assert_unchanged(model, before)
@@ -229,7 +225,7 @@ def with_statistics():
 )
 def test_the_first_batch_shows_the_mistake_and_nothing_has_changed(arguments, x, y, words):
     model = compiled(with_statistics(), **arguments)
-    before = state_of(model)
+    before = copied_state(model)
     with pytest.raises(ConfigurationError, match=words):
         model.fit(x, y, verbose=0)
     assert_unchanged(model, before)
@@ -240,7 +236,7 @@ def test_a_label_that_comes_late_is_told_before_the_first_update():
     labels = Y.copy()
     labels[-1] = 9
     model = compiled()
-    before = state_of(model)
+    before = copied_state(model)
     with pytest.raises(ConfigurationError, match="9"):
         model.fit(X, labels, batch_size=4, shuffle=False, verbose=0)
     assert_unchanged(model, before)
@@ -362,7 +358,7 @@ def test_keras_positions_are_told_by_name():
 )
 def test_validation_data_are_looked_at_before_the_first_update(validation, words):
     model = compiled()
-    before = state_of(model)
+    before = copied_state(model)
     with pytest.raises(ConfigurationError, match=words):
         model.fit(X, Y, validation_data=validation, epochs=2, verbose=0)
     assert_unchanged(model, before)
@@ -370,7 +366,7 @@ def test_validation_data_are_looked_at_before_the_first_update(validation, words
 
 def test_a_failed_train_on_batch_leaves_the_statistics_alone():
     model = compiled(with_statistics())
-    before = state_of(model)
+    before = copied_state(model)
     with pytest.raises(ConfigurationError):
         model.train_on_batch(X, Y + 5)
     assert_unchanged(model, before)
@@ -477,7 +473,7 @@ PLACES = {
 def test_long_doubles_masked_arrays_and_meta_tensors_are_refused(kind, place):
     value, word = ODD[kind]
     model = compiled(torch.nn.Sequential(torch.nn.Linear(4, 3)))
-    before = state_of(model)
+    before = copied_state(model)
     with pytest.raises(ConfigurationError, match=word):
         PLACES[place](model, value)
     if place != "a later batch":

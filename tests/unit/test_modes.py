@@ -16,6 +16,7 @@ from torch import nn
 
 import fitkit
 from fitkit.errors import ConfigurationError
+from tests.reference import assert_same_weights, copied_state, plain_loop, slices
 
 torch.manual_seed(0)
 X, Y = torch.randn(48, 6), torch.randint(3, (48,))
@@ -128,16 +129,8 @@ def predicting(model, x=X):
     return Held(partial(model.predict, x, verbose=0), "on_predict_begin")
 
 
-def state_of(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def modes_of(model):
     return [module.training for module in model.modules()]
-
-
-def same(first, second):
-    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 # ---------------------------------------------------------------------- several threads compute
@@ -154,7 +147,7 @@ VERBS = {
 def test_threads_that_compute_with_one_model_get_what_one_thread_gets(verb):
     model, act = model_of(), VERBS[verb]
     assert all(modes_of(model))
-    alone, before = act(model), state_of(model)
+    alone, before = act(model), copied_state(model)
     x = X.clone()
     with torch.no_grad():  # by plain PyTorch
         net = copy.deepcopy(model.net).eval()
@@ -167,14 +160,14 @@ def test_threads_that_compute_with_one_model_get_what_one_thread_gets(verb):
 
     for results in in_threads(*[repeated] * THREADS):
         assert all(np.array_equal(result, alone) for result in results)
-    assert same(before, state_of(model))
+    assert_same_weights(before, model)
     assert all(modes_of(model))
 
 
 def test_all_verbs_beside_each_other_and_flags_come_back_after_errors():
     model = model_of()
     model.net.norm.eval()
-    before, modes = state_of(model), modes_of(model)
+    before, modes = copied_state(model), modes_of(model)
     alone = {verb: act(model) for verb, act in VERBS.items()}
 
     def mixed():
@@ -185,7 +178,7 @@ def test_all_verbs_beside_each_other_and_flags_come_back_after_errors():
                 model.predict(torch.randn(4, 5), verbose=0)
 
     assert in_threads(*[mixed] * THREADS) == [None] * THREADS
-    assert same(before, state_of(model))
+    assert_same_weights(before, model)
     assert modes_of(model) == modes
 
 
@@ -298,21 +291,21 @@ def test_what_another_thread_asks_of_a_training_model_is_refused(verb, tmp_path,
     torch.manual_seed(5)
     expected = undisturbed.fit(X, Y, **options)
     assert found[0].history == expected.history
-    assert same(state_of(model), state_of(undisturbed))
+    assert_same_weights(model, undisturbed)
     BESIDE_A_FIT[verb](model)  # afterwards it may
 
 
 @pytest.mark.parametrize("verb", ["fit", "train_on_batch", "summary", "export"])
 def test_what_needs_a_model_alone_is_refused_while_another_thread_predicts(verb, tmp_path):
     model = model_of()
-    before = state_of(model)
+    before = copied_state(model)
     with (
         meanwhile(partial(model.predict, X, verbose=0), "on_predict_begin") as found,
         pytest.raises(ConfigurationError, match=f"in predict of this .* {verb} needs it alone"),
     ):
         BESIDE_A_FIT[verb](model)
     assert np.array_equal(found[0], model.predict(X, verbose=0))
-    assert same(before, state_of(model))
+    assert_same_weights(before, model)
 
 
 def test_two_fits_of_models_that_share_layers_are_refused_and_of_others_not():
@@ -409,12 +402,7 @@ def part_frozen():
 
 def plain_training(net, batches, epochs):
     """By plain PyTorch, in the modes that the net has."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(epochs):
-        for x, y in batches:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
+    plain_loop(net, torch.optim.SGD(net.parameters(), lr=0.1), batches, epochs)
 
 
 @pytest.mark.parametrize("how", ["fit", "train_on_batch"])
@@ -422,7 +410,7 @@ def test_what_is_in_evaluation_mode_when_a_training_begins_stays_so(how):
     net, plain = part_frozen(), part_frozen()
     for each in (net, plain):
         each[0].eval()
-    batches = list(zip(X.split(16), Y.split(16), strict=True))
+    batches = slices(X, Y, 16)
     plain_training(plain, batches, 2)
     model = fitkit.Model(net)
     model.compile("sgd", "cross_entropy", learning_rate=0.1, accelerator="cpu")
@@ -436,8 +424,7 @@ def test_what_is_in_evaluation_mode_when_a_training_begins_stays_so(how):
     assert modes_of(net) == modes == [True, *[False] * 4, True, True]
     assert torch.equal(net[0][1].running_mean, torch.zeros(8))
     assert not torch.equal(net[1].running_mean, torch.zeros(8))
-    for name, tensor in net.state_dict().items():
-        torch.testing.assert_close(tensor, plain.state_dict()[name])
+    assert_same_weights(net, plain, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("whole", ["net", "model"])

@@ -5,6 +5,7 @@ import torch
 
 import fitkit
 from fitkit.strategies import BaguaStrategy, DDPStrategy, FSDPStrategy
+from tests.reference import assert_same_weights, copied_state
 
 PARAMETERS = 4 * (10 * 20 + 20 + 20 * 5 + 5)
 ADAM = 2 * PARAMETERS + 4 * 4  # two moments, and a step counter for each of four tensors
@@ -23,7 +24,7 @@ def made(device="cpu"):
 
 def test_a_device_holds_what_hand_counts_say_and_the_model_is_as_before(capsys):
     model = made()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copied_state(model)
     plan = fitkit.plan(model, 4, ["ddp", "ddp_sharded", "fsdp", "dp"], BATCH, num_nodes=2)
     ddp = plan.costs["ddp"]
     assert (ddp.parameters, ddp.gradients, ddp.optimizer) == (PARAMETERS, PARAMETERS, ADAM)
@@ -33,7 +34,7 @@ def test_a_device_holds_what_hand_counts_say_and_the_model_is_as_before(capsys):
     fsdp = plan.costs["fsdp"]
     assert (fsdp.parameters, fsdp.gradients) == (PARAMETERS / 8, PARAMETERS / 8)
     assert plan.costs["dp"].activations == ACTIVATIONS / 4
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_same_weights(model, before)
     assert model.history is None or not model.history.epoch
     shown = capsys.readouterr().out
     assert shown.strip() == str(plan).strip() and "8 devices (2 nodes × 4)" in shown

@@ -10,6 +10,7 @@ from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.summary import human_bytes, human_count, shape_text, summarize
+from tests.reference import assert_same_weights, copied_state
 
 
 def small_net():
@@ -290,7 +291,7 @@ def hooks(net):
 def test_modes_buffers_random_numbers_gradients_and_hooks_stay():
     net = nn.Sequential(small_net(), nn.Dropout(), Nosy())
     net[0][1].eval()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
+    before = copied_state(net)
     identities = [id(buffer) for buffer in net.buffers()]
     modes = [module.training for module in net.modules()]
     state = torch.get_rng_state()
@@ -298,7 +299,7 @@ def test_modes_buffers_random_numbers_gradients_and_hooks_stay():
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in net.modules()] == modes
     assert [id(buffer) for buffer in net.buffers()] == identities
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert_same_weights(net, before)
     assert hooks(net) == [0] * len(hooks(net))
     assert torch.is_grad_enabled()
 

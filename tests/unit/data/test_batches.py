@@ -8,8 +8,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import fitkit
 from fitkit.data.batches import is_empty
 from fitkit.errors import ConfigurationError
+from tests.nets import classes_in_turn
+from tests.reference import assert_same_weights
 
-X, Y = torch.randn(30, 8, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
+X, Y = classes_in_turn(30, 8)
 FULL = list(zip(X.split(10), Y.split(10), strict=True))
 EMPTY = (X[:0], Y[:0])
 
@@ -35,8 +37,7 @@ def test_an_empty_batch_in_any_place_changes_nothing(place):
     assert found.history == plain.history
     assert np.isfinite(found.history["val_loss"]).all()
     assert model.global_step == 6
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(model, expected)
     assert model.evaluate(data, verbose=0) == expected.evaluate(FULL, verbose=0)
     assert (model.predict(data, verbose=0) == expected.predict(FULL, verbose=0)).all()
 
@@ -47,8 +48,7 @@ def test_it_adds_nothing_to_accumulated_gradients(place):
     expected.fit(FULL, verbose=0)
     model.fit(with_empty(place), verbose=0)
     assert model.global_step == expected.global_step == 1
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(model, expected)
 
 
 def test_a_net_that_takes_no_empty_batch_never_sees_one():

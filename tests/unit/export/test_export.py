@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fitkit
+from tests.reference import assert_same_weights
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -69,7 +70,7 @@ def test_a_torch_export_file_takes_batches_of_any_size(tmp_path):
     model.export(tmp_path / "net.pt2", example=X)
     assert torch.equal(torch.rand(1), expected_draw)
     assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert_same_weights(model, before)
     run = torch.export.load(tmp_path / "net.pt2").module()
     for size in (1, 2, 5):
         torch.testing.assert_close(run(X[:size]), in_evaluation(model.net, X[:size]))
