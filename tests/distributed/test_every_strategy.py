@@ -16,6 +16,8 @@ import torch
 
 from fitkit.distributed.exchange import ALGORITHMS
 from fitkit.distributed.strategies import STRATEGIES
+from tests.nets import dense
+from tests.reference import plain_loop, slices
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -101,14 +103,9 @@ def reference():
     """Weights and held-out accuracy after plain PyTorch's training of the whole batches."""
     x, y = load_digits(return_X_y=True)
     x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    net = dense(64, 32, 10, activation=torch.nn.ReLU)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-    for _ in range(EPOCHS):
-        for rows in torch.arange(SAMPLES).split(64):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
-            optimizer.step()
+    plain_loop(net, optimizer, slices(x[:SAMPLES], y[:SAMPLES], 64), EPOCHS)
     guesses = net(x[SAMPLES:]).argmax(1)
     return net.state_dict(), (guesses == y[SAMPLES:]).float().mean().item()
 

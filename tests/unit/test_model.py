@@ -14,16 +14,14 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fitkit
+from tests.nets import classification, linear
+from tests.reference import assert_same_weights, compiled, plain_loop, slices
 
-X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
-Y = torch.randint(0, 3, (24,), generator=torch.Generator().manual_seed(1))
+X, Y = classification(24, 4)
 
 
 def classifier(**arguments):
-    torch.manual_seed(0)
-    model = fitkit.Model(torch.nn.Linear(4, 3))
-    model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **arguments})
-    return model
+    return compiled(linear(4, 3), **arguments)
 
 
 class Pairs(Dataset):
@@ -155,11 +153,8 @@ def test_the_optimizers_rate_is_read_and_set_as_in_keras(name, given):
     optimizer = torch.optim.Adam(net.parameters())
     for rate in (0.5, 0.25, 0.125):
         optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        F.cross_entropy(net(X), Y).backward()
-        optimizer.step()
-    assert torch.allclose(model.net.weight, net.weight, atol=1e-6)
-    assert torch.allclose(model.net.bias, net.bias, atol=1e-6)
+        plain_loop(net, optimizer, [(X, Y)])
+    assert_same_weights(model.net, net, rtol=1e-5, atol=1e-6)
 
 
 def test_an_optimizer_with_a_rate_stays_one_of_torchs(tmp_path):
@@ -940,10 +935,7 @@ def test_a_losss_own_parameters_learn(by_name):
     model.fit(X, X, batch_size=6, shuffle=False, verbose=0)
     twin, twin_loss = pair()
     optimizer = torch.optim.SGD([*twin.parameters(), *twin_loss.parameters()], lr=0.1)
-    for start in range(0, 24, 6):
-        optimizer.zero_grad()
-        twin_loss(twin(X[start : start + 6]), X[start : start + 6]).backward()
-        optimizer.step()
+    plain_loop(twin, optimizer, slices(X, X, 6), loss=twin_loss)
     assert loss.a.item() == pytest.approx(twin_loss.a.item(), abs=1e-6)
     assert loss.a.grad is None
     net, loss = pair()

@@ -23,6 +23,21 @@ def weights(tmp_path, module):
 
 
 @pytest.fixture
+def path(tmp_path):
+    """Where a file may come, alone in its folder."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    return folder / "file.h5"
+
+
+@pytest.fixture
+def old(path):
+    """The content of a file that is already there."""
+    path.write_bytes(b"old")
+    return b"old"
+
+
+@pytest.fixture
 def craft(tmp_path):
     """Makes a file by hand, with a right digest whatever is in it.
 

@@ -22,20 +22,6 @@ from fitkit.checkpoint import (
 from fitkit.checkpoint.atomic import UNFINISHED_SUFFIX, replacing
 
 
-@pytest.fixture
-def path(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    return folder / "file.h5"
-
-
-@pytest.fixture
-def old(path):
-    """The content of a file that is already there."""
-    path.write_bytes(b"old")
-    return b"old"
-
-
 def only_file(path):
     assert os.listdir(path.parent) == [path.name]
     return path.read_bytes()

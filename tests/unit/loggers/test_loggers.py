@@ -58,13 +58,8 @@ def plain_losses(epochs):
     net = compiled().net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
-    for _ in range(epochs):
-        for x, y in zip(X.split(4), Y.split(4), strict=True):
-            loss = torch.nn.functional.mse_loss(net(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    for batch in reference.slices(X, Y, 4) * epochs:
+        losses += reference.plain_loop(net, optimizer, [batch], loss=torch.nn.functional.mse_loss)
     return losses
 
 
