@@ -54,8 +54,10 @@ def assert_same_weights(one, other, *, rtol=0.0, atol=0.0):
         torch.testing.assert_close(tensor, others[name], rtol=rtol, atol=atol, msg=message)
 
 
-def assert_same_optimizer_state(one, other, *, atol):
-    """Two optimizers hold the same numbers of each parameter."""
+def assert_same_optimizer_state(one, other, *, atol, settings=False):
+    """Two optimizers hold the same numbers of each parameter, and have the same settings if asked."""
+    if settings:
+        assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
     mine, others = one.state_dict()["state"], other.state_dict()["state"]
     assert mine.keys() == others.keys()
     for number, state in mine.items():

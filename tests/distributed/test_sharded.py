@@ -37,7 +37,7 @@ def plainly(module, optimizer, epochs, scheduler=None, group=1, **clip):
 
 
 same = functools.partial(assert_same_weights, atol=1e-9)
-same_state = functools.partial(assert_same_optimizer_state, atol=1e-9)
+same_state = functools.partial(assert_same_optimizer_state, atol=1e-9, settings=True)
 
 
 def fit(model, ranks, **options):

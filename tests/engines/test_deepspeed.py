@@ -46,7 +46,7 @@ def fit(model, ranks=2, **options):
 
 
 same = functools.partial(assert_same_weights, atol=1e-5)
-same_state = functools.partial(assert_same_optimizer_state, atol=1e-5)
+same_state = functools.partial(assert_same_optimizer_state, atol=1e-5, settings=True)
 
 
 def attributes(module):
