@@ -55,7 +55,7 @@ def assert_same_weights(one, other, *, rtol=0.0, atol=0.0):
 
 
 def assert_same_optimizer_state(one, other, *, atol, settings=False):
-    """Two optimizers hold the same numbers of each parameter, and have the same settings if asked."""
+    """Two optimizers hold the same numbers; with `settings`, they have the same groups too."""
     if settings:
         assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
     mine, others = one.state_dict()["state"], other.state_dict()["state"]
