@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fitkit.callbacks.base import Callback, Logs, WeakModel
 from fitkit.callbacks.monitor import direction_of
 from fitkit.errors import ConfigurationError
+from fitkit.registry import nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,8 @@ class History(Callback):
         epoch: the epochs' numbers, from 0.
         params: what is known of the run.
         model: the Model, as long as something else keeps it alive; else None.
+
+    `history["loss"]` is short for `history.history["loss"]`.
     """
 
     model: Any = WeakModel()  # the model has its history
@@ -35,6 +38,23 @@ class History(Callback):
         self.epoch: list[int] = []
         self.params = {}
         self._epochs_with: dict[str, list[int]] = {}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """The values of one name, one an epoch.
+
+        Raises:
+            KeyError: there is no such name.
+        """
+        if name in self.history:
+            return self.history[name]
+        close = nearest(name, self.history) if isinstance(name, str) else []
+        suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        names = ", ".join(self.history) or "nothing yet"
+        raise KeyError(f"the history has no {name!r}.{suggestion} It has: {names}.")
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self.history)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.history = {}

@@ -44,7 +44,7 @@ class ModelCheckpoint(Callback):
             `"{epoch:02d}-{val_loss:.2f}.h5"`: `epoch` (from 1), `step` (updates so far), `batch`
             (from 1, for saves within epochs), and the logs. A name that ends in `.dcp` asks for
             a folder to which every rank writes its part, whole or weights alone.
-        monitor: the log that tells which is best. Default `"val_loss"`.
+        monitor: the log that tells which is best. Default None: `"val_loss"`, where one is needed.
         verbose: 1 says what is saved. Default 0.
         save_best_only: whether only epochs are saved whose value is better than all before.
             Default False.
@@ -54,9 +54,15 @@ class ModelCheckpoint(Callback):
         save_freq: `"epoch"` (default), or a number of batches, counted over epochs.
         initial_value_threshold: a value that the first best has to beat. Default none.
         save_top_k: how many of the best to keep; files of this callback that are no longer among
-            them are deleted. Default None: all are kept; 0 keeps none (with `save_last`).
+            them are deleted. 0 keeps none (with `save_last`), -1 all, ranked where `monitor` is
+            given. Default None: all are kept; where `dirpath` or `filename` is given beside a
+            `monitor`, 1, as in Lightning.
         save_last: whether `last.h5` (with `filepath`'s folder and suffix) always has the
             newest. Default False.
+        dirpath, filename: Lightning's way to say `filepath`: the folder (default: the working
+            folder), and the name in it (default `"{epoch}-{step}"`), which is filled in as
+            `filepath` is and gets `.h5` where it has no suffix.
+        every_n_epochs: save after every so many epochs. Default None: after each.
         every_n_train_steps: another way to say `save_freq`: a number of batches.
         train_time_interval: save when so much time has passed, in seconds or as a timedelta.
         save_on_exception: whether `exception.h5` in `filepath`'s folder is written when `fit`
@@ -70,6 +76,10 @@ class ModelCheckpoint(Callback):
     Attributes:
         best: the best value so far; infinite before the first. Stays from one fit to the next.
         best_model_path: its file; None before the first, or where nothing is monitored.
+        best_model_score: its value; None as long as there is no such file.
+        best_k_models: the values of the files that `save_top_k` keeps, by path, the best first.
+        kth_best_model_path: the last of these; None where there is none.
+        last_model_path: the newest file; None before the first.
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; at the first save a name in
@@ -91,8 +101,8 @@ class ModelCheckpoint(Callback):
 
     def __init__(
         self,
-        filepath: str | os.PathLike[str],
-        monitor: str = "val_loss",
+        filepath: str | os.PathLike[str] | None = None,
+        monitor: str | None = None,
         verbose: int = 0,
         save_best_only: bool = False,
         save_weights_only: bool = False,
@@ -100,8 +110,11 @@ class ModelCheckpoint(Callback):
         save_freq: str | int = "epoch",
         initial_value_threshold: float | None = None,
         *,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
         save_top_k: int | None = None,
         save_last: bool = False,
+        every_n_epochs: int | None = None,
         every_n_train_steps: int | None = None,
         train_time_interval: float | timedelta | None = None,
         save_on_exception: bool = False,
@@ -113,9 +126,12 @@ class ModelCheckpoint(Callback):
             check_flag(name, locals()[name])
         check_flag("asynchronous", asynchronous)
         check_number("initial_value_threshold", initial_value_threshold, optional=True)
-        check_count("save_top_k", save_top_k, minimum=0, optional=True)
+        check_count("save_top_k", save_top_k, minimum=-1, optional=True)
+        if dirpath is not None or filename is not None:
+            if save_top_k is None and monitor is not None and not save_best_only:
+                save_top_k = 1
         self._names = FileNames(
-            filepath,
+            _joined(filepath, dirpath, filename),
             WEIGHTS if save_weights_only else WHOLE,
             "weights" if save_weights_only else "whole checkpoints",
         )
@@ -127,8 +143,15 @@ class ModelCheckpoint(Callback):
         self._steps, self._interval_s = _frequency(
             save_freq, every_n_train_steps, train_time_interval
         )
+        check_count("every_n_epochs", every_n_epochs, optional=True)
+        if every_n_epochs is not None and self._within_epochs:
+            raise ConfigurationError(
+                "every_n_epochs saves at epochs' ends, but another argument asks for saves within "
+                "them. Give one, or one callback for each."
+            )
         self.filepath = self._names.template
-        self.monitor = monitor
+        self.monitor = "val_loss" if monitor is None else monitor
+        self.every_n_epochs = every_n_epochs
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_weights_only = save_weights_only
@@ -136,8 +159,8 @@ class ModelCheckpoint(Callback):
         self.save_last = save_last
         self.save_on_exception = save_on_exception
         self._watch: Monitor | None = None
-        if save_best_only or save_top_k:
-            self._watch = Monitor(monitor, mode, callback=type(self).__name__)
+        if save_best_only or (save_top_k and (save_top_k > 0 or monitor is not None)):
+            self._watch = Monitor(self.monitor, mode, callback=type(self).__name__)
         self._check_names()
         if self._within_epochs or save_on_exception:
             # Only then: a hook at batches costs a little.
@@ -160,7 +183,7 @@ class ModelCheckpoint(Callback):
                 "save_best_only keeps every file that was the best in its time; save_top_k=1 keeps "
                 "the best alone. Give one of them."
             )
-        if (self.save_top_k or 0) > 1 and not self._names.fields:
+        if self.save_top_k not in (None, 0, 1) and not self._names.fields:
             raise ConfigurationError(
                 f"save_top_k={self.save_top_k} needs as many names, but "
                 f"filepath={self.filepath!r} is one. Write {{epoch}} into it."
@@ -174,6 +197,22 @@ class ModelCheckpoint(Callback):
                 f"filepath={self.filepath!r} is to have the best, and save_last=True writes each "
                 "newest there. Write another name, like 'best.h5'."
             )
+
+    @property
+    def best_model_score(self) -> float | None:
+        return None if self.best_model_path is None else self.best
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        return {path: value for value, path in self._kept}
+
+    @property
+    def kth_best_model_path(self) -> str | None:
+        return self._kept[-1][1] if self._kept else None
+
+    @property
+    def last_model_path(self) -> str | None:
+        return self._last
 
     @property
     def _within_epochs(self) -> bool:
@@ -222,7 +261,11 @@ class ModelCheckpoint(Callback):
         return self._flag_of_any.after_step(self.model, is_time)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        if self._due or not self._within_epochs:
+        if self._within_epochs:
+            wanted = self._due
+        else:
+            wanted = (epoch + 1) % (self.every_n_epochs or 1) == 0
+        if wanted:
             self._save(logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -260,7 +303,8 @@ class ModelCheckpoint(Callback):
             # Within an epoch, reading logs waits for the device: only where one is needed.
             known = logs if isinstance(logs, dict) else dict(logs)
             value = self._watch.read(self.model, self.params, known)
-            wanted = value is not None and self._take(value, path, removed)
+            # An epoch without the value is kept only where all are.
+            wanted = self.save_top_k == -1 if value is None else self._take(value, path, removed)
         last = self._last_name if self.save_last else None
         if not wanted and last is None:
             return
@@ -307,11 +351,12 @@ class ModelCheckpoint(Callback):
         place = len(others)
         while place and self._outranks(value, others[place - 1][0]):
             place -= 1
-        if place >= self.save_top_k:
+        most = len(others) + 1 if self.save_top_k < 0 else self.save_top_k
+        if place >= most:
             return False
         others.insert(place, (value, path))
-        removed += [name for _, name in others[self.save_top_k :]]
-        self._kept = others[: self.save_top_k]
+        removed += [name for _, name in others[most:]]
+        self._kept = others[:most]
         return True
 
     def _outranks(self, value: float, other: float) -> bool:
@@ -378,6 +423,31 @@ class ModelCheckpoint(Callback):
         if leftover and self.model.is_global_zero and all(map(files.is_there, kept)):
             for path in leftover:
                 remove_unwanted(path)
+
+
+def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
+    """The template that `filepath`, or `dirpath` and `filename`, ask for."""
+    if dirpath is None and filename is None:
+        if filepath is None:
+            raise ConfigurationError(
+                'ModelCheckpoint needs a name: filepath="{epoch:02d}.h5", or dirpath= and filename=.'
+            )
+        return filepath
+    if filepath is not None:
+        raise ConfigurationError(
+            "filepath says both the folder and the name; dirpath and filename do so each for "
+            "itself. Give the one or the others."
+        )
+    if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
+        raise ArgumentTypeError(f"dirpath={describe(dirpath)} must be a path.")
+    if filename is not None and (not isinstance(filename, str) or not filename):
+        raise ArgumentTypeError(f"filename={describe(filename)} must be a string.")
+    name = filename or "{epoch}-{step}"
+    if not name.lower().endswith((*WEIGHTS, ".ckpt")):  # a point may stand in a format, too
+        name += ".h5"
+    # Braces in a folder's name are not fields.
+    folder = os.fspath(dirpath or "").replace("{", "{{").replace("}", "}}")
+    return os.path.join(folder, name)
 
 
 def _frequency(
@@ -472,6 +542,8 @@ class FileNames:
                 value = values[field]
             elif field in known:
                 value = known[field]
+            elif f"{field}_epoch" in known:  # as a monitor finds it
+                value = known[f"{field}_epoch"]
             else:
                 raise self._unknown(field, [*values, *known])
             text.append(_formatted(field, value, form))

@@ -29,7 +29,8 @@ class Monitor:
     """One watched value.
 
     Args:
-        name: its name in the epoch's logs.
+        name: its name in the epoch's logs; `x` finds `x_epoch`, too, as `self.log` names what it
+            logs both by step and by epoch.
         mode: `"min"`, `"max"`, or `"auto"`: by the name, where it tells.
         min_delta: by how much more than this a value must be better than another, at least 0.
         callback: whose watch it is, for messages.
@@ -90,7 +91,7 @@ class Monitor:
         Ranks:
             Collective: rank 0's value counts.
         """
-        found = logs.get(self.name)
+        found = logs.get(self.name, logs.get(f"{self.name}_epoch"))
         value, names = from_rank_zero(model, (_number(found), list(logs)))
         if value is not None:
             self._was_there = True

@@ -379,3 +379,85 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, saves_asynchronously):
         signal.signal(signal.SIGXFSZ, handler)
     assert (tmp_path / "x.h5").read_bytes() == before
     assert os.listdir(tmp_path) == ["x.h5"]
+
+
+# ------------------------------------------------------------------ as Lightning's users write it
+
+
+def test_dirpath_and_filename_make_lightnings_path(tmp_path):
+    saves = ModelCheckpoint(dirpath=tmp_path / "run", filename="{epoch:02d}-{val_loss:.2f}",
+                            monitor="val_loss")  # fmt: skip
+    fit(3, saves, Plays([0.5, 0.25, 1.0]))
+    assert os.listdir(tmp_path / "run") == ["02-0.25.h5"]  # a monitor keeps one, as there
+    assert saves.best_model_path == str(tmp_path / "run" / "02-0.25.h5")
+    compiled().load(saves.best_model_path)
+
+
+def test_dirpath_alone_names_files_by_epoch_and_step(tmp_path):
+    saves = ModelCheckpoint(dirpath=tmp_path / "{run}")
+    fit(2, saves)
+    assert sorted(os.listdir(tmp_path / "{run}")) == ["1-1.h5", "2-2.h5"]
+    assert saves.last_model_path == str(tmp_path / "{run}" / "2-2.h5")
+
+
+def test_save_top_k_of_minus_one_keeps_and_ranks_all(tmp_path):
+    names = [str(tmp_path / f"{epoch}.h5") for epoch in (1, 2, 3)]
+    found, saves = files_after(tmp_path, [3.0, 1.0, 2.0], "val_loss", save_top_k=-1)
+    assert found == ["1.h5", "2.h5", "3.h5"]
+    assert saves.best_k_models == {names[1]: 1.0, names[2]: 2.0, names[0]: 3.0}
+    assert list(saves.best_k_models) == [names[1], names[2], names[0]]
+    assert (saves.best_model_path, saves.best_model_score) == (names[1], 1.0)
+    assert (saves.kth_best_model_path, saves.last_model_path) == (names[0], names[2])
+
+
+def test_save_top_k_of_minus_one_without_a_monitor_needs_no_value(tmp_path):
+    saves = ModelCheckpoint(tmp_path / "{epoch}.h5", save_top_k=-1)
+    compiled().fit(X, Y, epochs=2, verbose=0, callbacks=saves)
+    assert sorted(os.listdir(tmp_path)) == ["1.h5", "2.h5"]
+    assert saves.best_model_score is None
+    assert saves.best_k_models == {}
+    assert saves.kth_best_model_path is None
+
+
+def test_best_model_score_and_the_kth_of_the_best_two(tmp_path):
+    saves = ModelCheckpoint(tmp_path / "{epoch}.h5", save_top_k=2)
+    assert saves.best_model_score is saves.last_model_path is None
+    fit(3, saves, Plays([3.0, 1.0, 2.0]))
+    assert saves.best_model_score == 1.0
+    assert list(saves.best_k_models.values()) == [1.0, 2.0]
+    assert saves.kth_best_model_path == str(tmp_path / "3.h5")
+
+
+def test_every_n_epochs_saves_each_second_one(tmp_path):
+    found, _ = files_after(tmp_path, [1.0] * 5, every_n_epochs=2)
+    assert found == ["2.h5", "4.h5"]
+
+
+class LogsBoth(fitkit.Model):
+    def training_step(self, batch):
+        self.log("x", float(self.current_epoch), on_step=True, on_epoch=True)
+        return super().training_step(batch)
+
+
+def test_monitor_x_and_filename_x_find_what_is_logged_by_step_and_by_epoch(tmp_path):
+    model = LogsBoth(torch.nn.Linear(3, 1))
+    model.compile("sgd", "mse")
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}-{x:.0f}", monitor="x", mode="max")
+    model.fit(X, Y, epochs=3, verbose=0, callbacks=saves)
+    assert os.listdir(tmp_path) == ["3-2.h5"]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), [
+    ({}, ConfigurationError, "needs a name"),
+    ({"filepath": "a.h5", "dirpath": "b"}, ConfigurationError, "the one or the others"),
+    ({"dirpath": 3}, ArgumentTypeError, "dirpath=3"),
+    ({"filename": 3}, ArgumentTypeError, "filename=3"),
+    ({"dirpath": "a", "filename": "b.ckpt"}, ConfigurationError, "end in .h5"),
+    ({"dirpath": "a", "every_n_epochs": 0}, ConfigurationError, "every_n_epochs=0"),
+    ({"dirpath": "a", "every_n_epochs": 2, "every_n_train_steps": 3}, ConfigurationError, "one"),
+    ({"filepath": "a.h5", "save_top_k": -1}, ConfigurationError, "as many names"),
+    ({"filepath": "{epoch}.h5", "save_top_k": -2}, ConfigurationError, "save_top_k=-2"),
+])  # fmt: skip
+def test_what_lightnings_arguments_can_not_be_together(options, error, text):
+    with pytest.raises(error, match=text):
+        ModelCheckpoint(**options)
