@@ -72,6 +72,7 @@ class Model(Module):
         net: the network that was given, or None.
         history: the `History` of the last `fit`; None before.
         stop_training: set it in a callback to end `fit` after the current batch or epoch.
+        stop_evaluating, stop_predicting: the same for `evaluate` (or a validation) and `predict`.
 
     Example:
         >>> import torch, fitkit

@@ -37,6 +37,8 @@ class Module(nn.Module):
         net: the network that was given, or None.
         history: the `History` of the last `fit`; None before.
         stop_training: set it in a callback to end `fit` after the current batch or epoch.
+        stop_evaluating, stop_predicting: set it in a callback to end `evaluate` (or a validation)
+            or `predict` after the current batch, on the rank that sets it.
         automatic_optimization: whether `fit` makes the updates (default); with False
             `training_step` makes them by `optimizers()` and `manual_backward`.
         current_epoch: the number of the epoch that runs or ran last, from 0.
@@ -46,6 +48,8 @@ class Module(nn.Module):
     net: Any
     history: Any
     stop_training: bool
+    stop_evaluating: bool = False
+    stop_predicting: bool = False
     automatic_optimization: bool = True
     current_epoch: int = 0
 

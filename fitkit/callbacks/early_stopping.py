@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ class EarlyStopping(Callback):
             `fit` ends, early or not. The optimizer's state isn't rewound. Copies are kept in
             main memory. Default False.
         start_from_epoch: earlier epochs (from 0) are not looked at. Default 0.
+        stopping_threshold: a value that is good enough: once it is better, `fit` ends. Default
+            None.
+        divergence_threshold: a value too bad to go on: once it is worse, `fit` ends. Default None.
+        check_finite: whether `fit` ends once the value is NaN or infinite, patience or not.
+            Default False (Lightning: True).
 
     Attributes:
         best: the best value so far; infinite before the first.
@@ -68,12 +74,19 @@ class EarlyStopping(Callback):
         baseline: float | None = None,
         restore_best_weights: bool = False,
         start_from_epoch: int = 0,
+        *,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_finite: bool = False,
     ) -> None:
         check_count("patience", patience, minimum=0)
         check_choice("verbose", verbose, (0, 1, False, True))
         check_number("baseline", baseline, optional=True)
         check_flag("restore_best_weights", restore_best_weights)
         check_count("start_from_epoch", start_from_epoch, minimum=0)
+        check_number("stopping_threshold", stopping_threshold, optional=True)
+        check_number("divergence_threshold", divergence_threshold, optional=True)
+        check_flag("check_finite", check_finite)
         self.monitor = monitor
         self._watch = Monitor(monitor, mode, min_delta, type(self).__name__)
         self.patience = patience
@@ -81,6 +94,9 @@ class EarlyStopping(Callback):
         self.baseline = baseline
         self.restore_best_weights = restore_best_weights
         self.start_from_epoch = start_from_epoch
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_finite = check_finite
         self._reset()
 
     def _reset(self) -> None:
@@ -88,6 +104,7 @@ class EarlyStopping(Callback):
         self.best_epoch = 0
         self.wait = 0
         self.stopped_epoch = 0
+        self._said = ""
         self.best_weights: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -107,12 +124,31 @@ class EarlyStopping(Callback):
             if self.baseline is None or self._watch.better(value, self.baseline):
                 self.wait = 0
         elif self.wait >= self.patience and epoch > 0:
-            self.stopped_epoch = epoch
-            self.model.stop_training = True
+            self._stop(epoch)
+        reason = self._reason(value)
+        if reason:
+            self._stop(epoch, f": {self.monitor} is {value:g}, {reason}")
+
+    def _reason(self, value: float) -> str:
+        """Why a value ends the training whatever the patience; empty where it doesn't."""
+        if self.check_finite and not math.isfinite(value):
+            return "not finite"
+        good, bad = self.stopping_threshold, self.divergence_threshold
+        lower = self._watch.mode == "min"
+        if good is not None and (value < good if lower else value > good):
+            return f"better than stopping_threshold={good:g}"
+        if bad is not None and (value > bad if lower else value < bad):
+            return f"worse than divergence_threshold={bad:g}"
+        return ""
+
+    def _stop(self, epoch: int, why: str = "") -> None:
+        self.stopped_epoch = epoch
+        self._said = f"Stopped early after epoch {epoch + 1}{why}."
+        self.model.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        if self.stopped_epoch and self.verbose:
-            print_on_rank_zero(self.model, f"Stopped early after epoch {self.stopped_epoch + 1}.")
+        if self._said and self.verbose:
+            print_on_rank_zero(self.model, self._said)
         if self.best_weights is None:
             return
         if self.verbose:

@@ -127,9 +127,9 @@ class ModelCheckpoint(Callback):
         check_flag("asynchronous", asynchronous)
         check_number("initial_value_threshold", initial_value_threshold, optional=True)
         check_count("save_top_k", save_top_k, minimum=-1, optional=True)
-        if dirpath is not None or filename is not None:
-            if save_top_k is None and monitor is not None and not save_best_only:
-                save_top_k = 1
+        says_it_lightnings_way = dirpath is not None or filename is not None
+        if says_it_lightnings_way and monitor is not None and not save_best_only:
+            save_top_k = 1 if save_top_k is None else save_top_k
         self._names = FileNames(
             _joined(filepath, dirpath, filename),
             WEIGHTS if save_weights_only else WHOLE,
@@ -430,7 +430,7 @@ def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
     if dirpath is None and filename is None:
         if filepath is None:
             raise ConfigurationError(
-                'ModelCheckpoint needs a name: filepath="{epoch:02d}.h5", or dirpath= and filename=.'
+                "ModelCheckpoint needs a name: filepath='{epoch:02d}.h5', or dirpath and filename."
             )
         return filepath
     if filepath is not None:

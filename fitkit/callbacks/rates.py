@@ -155,7 +155,10 @@ def _takes_rate(schedule: object) -> bool:
 class LearningRateMonitor(Callback):
     """Adds `learning_rate`, the rate of the epoch's last step, to the epoch's logs.
 
-    Further parameter groups get `learning_rate_1`, and so on, through all optimizers.
+    Further parameter groups get `learning_rate_1`, and so on, through all optimizers. A group that
+    has a `"name"` gets `learning_rate/<name>`. A scheduler to which `configure_optimizers` gives a
+    `"name"` has it in the place of `learning_rate` (and `<name>-momentum`,
+    `<name>-weight_decay`) for its optimizer's groups, which are numbered for themselves.
 
     Args:
         logging_interval: `"step"` keeps each step's rate too; `"epoch"` or None (default) not.
@@ -200,7 +203,7 @@ class LearningRateMonitor(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         groups = self._groups()
-        self._add(logs, "learning_rate", [float(rate) for rate in self._used])
+        self._add(logs, "learning_rate", self._used)
         if self.log_momentum:
             self._add(logs, "momentum", [_momentum(group) for group in groups])
         if self.log_weight_decay:
@@ -213,9 +216,30 @@ class LearningRateMonitor(Callback):
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _add(self, logs: dict[str, Any], name: str, values: list[Any]) -> None:
-        for index, value in enumerate(values):
+        for key, value in zip(self._names(name), values, strict=True):
             if value is not None:
-                logs[f"{name}_{index}" if index else name] = float(value)
+                logs[key] = float(value)
+
+    def _names(self, name: str) -> list[str]:
+        """What one setting is called for each group."""
+        named = {
+            id(plan.optimizer): plan.name
+            for plan in self.model._fitkit.fit_state.schedulers
+            if plan.name is not None
+        }
+        found, unnamed = [], 0
+        for optimizer in self._optimizers:
+            own = named.get(id(optimizer))
+            base = name if own is None else own if name == "learning_rate" else f"{own}-{name}"
+            for index, group in enumerate(optimizer.param_groups):
+                number = unnamed if own is None else index
+                unnamed += own is None
+                label = group.get("name")
+                if label is not None:
+                    found.append(f"{base}/{label}")
+                else:
+                    found.append(f"{base}_{number}" if number else base)
+        return found
 
 
 def _momentum(group: dict[str, Any]) -> Any:

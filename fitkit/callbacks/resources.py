@@ -26,7 +26,7 @@ WRITTEN = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class Timer(Callback):
-    """Ends `fit` after a time, and tells how long it took.
+    """Ends `fit` after a time, and tells how long it and its validations took, and `evaluate`.
 
     Args:
         duration: how long: `"DD:HH:MM:SS"`, a `timedelta`, or a dict of its arguments
@@ -62,22 +62,51 @@ class Timer(Callback):
         self._steps = 0
         self._due = 0
         self._said = False
+        self._passes_s = {"validate": 0.0, "test": 0.0}
+        self._pass_began_s: float | None = None
 
-    def time_elapsed(self) -> float:
-        """Seconds that the last (or present) fit took, with those before a checkpoint."""
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds that a stage has taken.
+
+        Args:
+            stage: `"train"` (default): the last (or present) fit, with its validations and the
+                time before a checkpoint; `"validate"`: its validations so far; `"test"`: the last
+                `evaluate`.
+        """
+        check_choice("stage", stage, ("train", "validate", "test"))
+        if stage != "train":
+            began_s = self._pass_began_s
+            runs_s = 0.0 if began_s is None or stage != self._stage else self._clock() - began_s
+            return self._passes_s[stage] + runs_s
         if self._began_s is None:
             return self._before_s
         end = self._clock() if self._ended_s is None else self._ended_s
         return self._before_s + end - self._began_s
 
-    def time_remaining(self) -> float | None:
+    def time_remaining(self, stage: str = "train") -> float | None:
         """Seconds until the limit, at least 0; None where there is none."""
         if self.duration_s is None:
             return None
-        return max(self.duration_s - self.time_elapsed(), 0.0)
+        return max(self.duration_s - self.time_elapsed(stage), 0.0)
+
+    @property
+    def _stage(self) -> str:
+        """Whose pass over data the test hooks are called in."""
+        return "validate" if self.params.get("stage") == "fit" else "test"
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        self._pass_began_s = self._clock()
+        if self._stage == "test":
+            self._passes_s["test"] = 0.0
+
+    def on_test_end(self, logs: Logs) -> None:
+        if self._pass_began_s is not None:
+            self._passes_s[self._stage] += self._clock() - self._pass_began_s
+            self._pass_began_s = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._before_s = 0.0
+        self._before_s = self._passes_s["validate"] = 0.0
+        self._pass_began_s = None
         self._began_s, self._ended_s = self._clock(), None
         self._steps = self._due = 0
         self._said = False

@@ -77,6 +77,7 @@ def evaluate_source(
     data_ranks, group = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     logbook = step.logbook
     step.begin()
+    model.stop_evaluating = False
     with evaluating(model, context):
         strategy.before_evaluation(model)
         context.call_before_batch(callbacks.hooks("on_test_begin"), {})
@@ -107,6 +108,8 @@ def evaluate_source(
                             logs = LazyLogs(logbook.results)
                             for hook in end:
                                 hook(index, logs)
+                    if model.stop_evaluating and together.ends_here():
+                        break
                 if waits:
                     logs = LazyLogs(logbook.results)
                     for hook in end:
@@ -115,8 +118,9 @@ def evaluate_source(
             logbook.logged.finish()
             raise
         batches, logbook.steps = index + 1, index + 1 - empty
-        if steps is not None and batches and data_ranks.world_size == 1 and batches < steps:
-            warn(f"{name} ended after {batches} batches of the {steps} that were asked for.")
+        wanted = None if model.stop_evaluating else steps
+        if wanted is not None and batches and data_ranks.world_size == 1 and batches < wanted:
+            warn(f"{name} ended after {batches} batches of the {wanted} that were asked for.")
         with torch.no_grad():
             step.finish()
         values, everyones = reduced(logbook, data_ranks)
@@ -156,6 +160,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         callbacks.begin(model, _params(model, "predict", source, arguments))
         copies = HostCopies()
+        model.stop_predicting = False
         together = InStep(_first(source, arguments.steps, data_ranks), strategy, muted=False)
         try:
             with evaluating(model, context):
@@ -183,6 +188,8 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                             waits = False
                             if end:
                                 _act_on_outputs(end, copies, index, group)
+                        if model.stop_predicting and together.ends_here():
+                            break
                     if end and waits:
                         _act_on_outputs(end, copies, index, group)
                 copies.wait()
@@ -283,6 +290,12 @@ class InStep:
         self._muted = muted
         self._count = 0
         self._padding: set[int] = set()
+        self._ended = False
+
+    def ends_here(self) -> bool:
+        """End this rank's batches; whether the loop may, too: ranks in step wait for all."""
+        self._ended = True
+        return not self._together
 
     def __iter__(self) -> Iterator[Any]:
         """The batches.
@@ -299,7 +312,7 @@ class InStep:
     def _in_step(self) -> Iterator[Any]:
         last: Any = NOTHING
         while True:
-            batch = next(self._batches, NOTHING)
+            batch = NOTHING if self._ended else next(self._batches, NOTHING)
             able = batch is not NOTHING and batch is not NoRows
             here, with_batch, ranks_ready = self._collectives.sums(
                 [float(batch is not NOTHING), float(able), float(able or last is not NOTHING)]

@@ -449,8 +449,9 @@ class Fit:
     def _step_plateau(self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any]) -> None:
         """Give a scheduler the value that it watches; refuse an epoch without, or say it once."""
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
-        if watched in logs:
-            plan.scheduler.step(logs[watched])
+        value = logs.get(watched, logs.get(f"{watched}_epoch"))  # as callbacks' monitor finds it
+        if value is not None:
+            plan.scheduler.step(value)
             return
         waits = self.held_out is not None and not self.arguments.validates_after(epoch)
         if waits and VALIDATION_NAME.match(watched):

@@ -56,6 +56,7 @@ class PlannedScheduler:
         optimizer: whose rates it sets.
         strict: whether a monitored log that isn't there is an error; else it is told once.
         follows_fit: whether its length is the training's.
+        name: what LearningRateMonitor calls its rates; None for `learning_rate`.
         passed: how many of its intervals are over; a checkpoint keeps it.
     """
 
@@ -66,6 +67,7 @@ class PlannedScheduler:
     optimizer: Optimizer | None = None
     strict: bool = True
     follows_fit: bool = False
+    name: str | None = None
     passed: int = 0
 
     @property
@@ -221,6 +223,7 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
         options.get("monitor") or monitor,
         optimizer,
         strict=options.get("strict", True),
+        name=_checked_name(options.get("name")),
     )
     if not planned.keeps_state:
         warn(
@@ -232,6 +235,12 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
             "ReduceLROnPlateau watches a value of an epoch; give it interval='epoch'."
         )
     return planned
+
+
+def _checked_name(name: Any) -> str | None:
+    if name is None or (isinstance(name, str) and name):
+        return name
+    raise ArgumentTypeError(f"An lr_scheduler's name={describe(name)} must be a string.")
 
 
 @dataclasses.dataclass

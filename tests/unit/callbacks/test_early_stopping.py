@@ -334,3 +334,62 @@ def test_a_scheduler_beside_it_is_refused():
     model = one_weight(lr_scheduler="cosine")
     with pytest.raises(ConfigurationError, match="lr_scheduler"):
         model.fit(X, Y, verbose=0, callbacks=ReduceLROnPlateau("loss"))
+
+
+# ------------------------------------------------------------------ as Lightning's users write it
+
+
+@pytest.mark.parametrize(("options", "values", "ran", "said"), [
+    ({"stopping_threshold": 0.5}, [3.0, 0.5, 0.4, 0.3], 3, "0.4, better than stopping_thr"),
+    ({"stopping_threshold": 0.5}, [0.4, 0.3], 1, "after epoch 1: val_loss is 0.4"),
+    ({"stopping_threshold": 0.5, "mode": "max"}, [0.4, 0.5, 0.6, 0.7], 3, "0.6, better"),
+    ({"divergence_threshold": 5.0}, [3.0, 5.0, 5.5, 1.0], 3, "5.5, worse than divergence_thr"),
+    ({"divergence_threshold": 0.2, "mode": "max"}, [0.3, 0.1, 1.0], 2, "0.1, worse"),
+    ({"check_finite": True}, [1.0, math.nan, 0.5], 2, "nan, not finite"),
+    ({"check_finite": True}, [1.0, -math.inf, 0.5], 2, "-inf, not finite"),
+    ({}, [1.0, math.nan, 0.5], 3, ""),
+])  # fmt: skip
+def test_stopping_threshold_divergence_threshold_and_check_finite(
+    options, values, ran, said, capsys
+):
+    stop = EarlyStopping(patience=9, verbose=1, **options)
+    assert len(played(stop, values)[1]) == ran
+    printed = capsys.readouterr().out
+    assert said in printed and bool(said) == bool(printed)
+
+
+@pytest.mark.parametrize("name", ["stopping_threshold", "divergence_threshold", "check_finite"])
+def test_wrong_thresholds_fail_at_construction(name):
+    with pytest.raises(ArgumentTypeError, match=name):
+        EarlyStopping(**{name: "much"})
+
+
+class LogsBoth(fitkit.Model):
+    """Logs `x` both by step and by epoch, growing, in training and validation."""
+
+    def training_step(self, batch):
+        self.log("x", float(self.current_epoch), on_step=True, on_epoch=True)
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.log("x", float(self.current_epoch), on_step=True, on_epoch=True)
+        return super().validation_step(batch)
+
+
+@pytest.mark.parametrize("name", ["x", "val_x", "x_epoch"])
+def test_monitor_x_finds_what_is_logged_by_step_and_by_epoch(name):
+    model = LogsBoth(torch.nn.Linear(1, 1))
+    model.compile("sgd", "mse")
+    stop = EarlyStopping(name, mode="min", patience=2)
+    history = model.fit(X, Y, epochs=9, validation_data=(X, Y), verbose=0, callbacks=stop)
+    assert len(history.epoch) == 3
+
+
+def test_a_plateau_schedulers_monitor_x_finds_it_too():
+    model = LogsBoth(torch.nn.Linear(1, 1))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    model.compile("sgd", "mse", learning_rate=1.0, lr_scheduler={
+        "scheduler": lambda optimizer: plateau(optimizer, patience=0), "monitor": "x",
+    })  # fmt: skip
+    model.fit(X, Y, epochs=2, verbose=0)
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)

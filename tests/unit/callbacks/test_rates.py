@@ -129,6 +129,34 @@ def test_further_groups_get_numbers():
     assert (history["learning_rate"], history["learning_rate_1"]) == ([0.1], [1.1])
 
 
+def test_lightnings_names_of_groups_stand_in_the_logs():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    model = fitkit.Model(net)
+    groups = [{"params": net[0].parameters(), "name": "head"}, {"params": net[1].parameters()}]
+    model.compile(torch.optim.SGD(groups, lr=0.1, momentum=0.5), "mse")
+    monitor = LearningRateMonitor(log_momentum=True)
+    history = model.fit(X, Y, verbose=0, callbacks=monitor).history
+    assert history["learning_rate/head"] == history["learning_rate_1"] == [0.1]
+    assert history["momentum/head"] == history["momentum_1"] == [0.5]
+    assert "learning_rate" not in history
+
+
+def test_a_schedulers_name_is_what_lightnings_monitor_calls_the_rates():
+    class Named(fitkit.Model):
+        def configure_optimizers(self):
+            parts = [{"params": [p]} for p in self.net.parameters()]
+            optimizer = torch.optim.SGD(parts, lr=1.0)
+            return [optimizer], [{"scheduler": _halving(optimizer), "name": "mine"}]
+
+    model = Named(torch.nn.Linear(2, 1))
+    model.compile(loss="mse")
+    monitor = LearningRateMonitor(log_weight_decay=True)
+    history = model.fit(X, Y, epochs=2, verbose=0, callbacks=monitor).history
+    assert history["mine"] == history["mine_1"] == [1.0, 0.5]
+    assert history["mine-weight_decay"] == [0, 0]
+    assert "learning_rate" not in history
+
+
 # ------------------------------------------------------------------ accumulation
 
 

@@ -268,6 +268,24 @@ def test_a_timer_tells_the_time_and_goes_on_after_a_restart():
     assert Timer().time_remaining() is None
 
 
+def test_time_elapsed_by_lightnings_stages():
+    timer = ticking(Timer("01:00:00:00"))
+    assert timer.time_elapsed("validate") == timer.time_elapsed("test") == 0
+    timer._clock = iter(range(10_000)).__next__
+    trained(timer, epochs=2, validation_data=(X, Y))
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile(loss="mse")
+    assert timer.time_elapsed("validate") == 2  # a look at each begin and end
+    assert timer.time_elapsed("train") > 2
+    model.evaluate(X, Y, verbose=0, callbacks=timer)
+    model.evaluate(X, Y, verbose=0, callbacks=timer)
+    assert timer.time_elapsed("test") == 1
+    assert timer.time_elapsed("validate") == 2
+    assert timer.time_remaining("test") == 24 * 3600 - 1
+    with pytest.raises(ConfigurationError, match="stage='fit' must be one of 'train', 'validate'"):
+        timer.time_elapsed("fit")
+
+
 # ------------------------------------------------------------------ devices, speed
 
 
