@@ -10,6 +10,7 @@ from fitkit.errors import (
     OutOfMemoryError,
     WorkerError,
 )
+from fitkit.foreign_names import no_attribute
 from fitkit.model import Model, load_model
 from fitkit.planning import plan
 from fitkit.random_states import set_seed
@@ -35,6 +36,15 @@ __all__ = [
     "strategies",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Tell what a peer's name is here.
+
+    Raises:
+        AttributeError: always: only names that aren't there are asked for.
+    """
+    raise no_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.foreign_names import instead
 from fitkit.registry import nearest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -64,6 +65,9 @@ def _unbound(call: str, signature: inspect.Signature, error: TypeError) -> Argum
 
 
 def _unknown_argument(call: str, name: str, accepted: list[str]) -> ArgumentTypeError:
+    theirs = instead(call, name)
+    if theirs:  # a peer's name: what it is here says more than all names that there are
+        return ArgumentTypeError(f"{call}() has no argument {name!r}. {theirs}")
     close = nearest(name, accepted)
     suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
     return ArgumentTypeError(

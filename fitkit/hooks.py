@@ -13,6 +13,13 @@ from collections.abc import Iterable
 
 from fitkit.callbacks.base import HOOKS, Callback
 from fitkit.errors import ConfigurationError, warn
+from fitkit.foreign_names import (
+    CALLBACK_ARGUMENTS,
+    CALLBACK_HOOKS,
+    CALLBACK_INSTEAD,
+    INSTEAD,
+    OTHER_NAMES,
+)
 from fitkit.module import Module
 
 STAGES = ("training", "validation", "test", "predict")
@@ -80,7 +87,11 @@ def _check_class(kind: type) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Warn of callbacks' methods that look like hooks, once a class."""
+    """Warn of callbacks' methods that look like hooks, once a class; refuse hooks of others'.
+
+    Raises:
+        ConfigurationError: a hook that takes other arguments than fitkit gives it.
+    """
     for callback in callbacks:
         _check_callback(type(callback))  # type: ignore[arg-type]
 
@@ -88,7 +99,17 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
 @functools.cache
 def _check_callback(kind: type) -> None:
     for name in dir(kind):
-        if name in HOOKS or not name.startswith("on_") or not callable(getattr(kind, name)):
+        if not callable(getattr(kind, name)):
+            continue
+        if name in HOOKS:
+            _check_arguments(kind, name)
+            continue
+        if name in CALLBACK_INSTEAD:
+            # A callback may have a setup of its own, which it calls itself.
+            if name.startswith("on_") or _lightnings_arguments(getattr(kind, name)):
+                warn(f"{kind.__name__}.{name} is never called by fitkit. {CALLBACK_INSTEAD[name]}")
+            continue
+        if not name.startswith("on_"):
             continue
         close = difflib.get_close_matches(name, HOOKS, n=1, cutoff=CLOSE)
         meant = CALLBACK_HOOKS.get(name) or (close[0] if close and name not in INSTEAD else None)
@@ -100,6 +121,34 @@ def _check_callback(kind: type) -> None:
             advice = f"Write def {meant}({arguments})."
         if advice is not None:
             warn(f"{kind.__name__}.{name} is never called by fitkit. {advice}")
+
+
+def _check_arguments(kind: type, name: str) -> None:
+    """Refuse a callback's hook that can't be called as fitkit does."""
+    own, base = inspect.getattr_static(kind, name), getattr(Callback, name)
+    if own is base or not inspect.isfunction(own):
+        return
+    wanted = list(inspect.signature(base).parameters)
+    signature = inspect.signature(own)
+    theirs = _lightnings_arguments(own)
+    try:
+        signature.bind(*wanted)
+        if not theirs:
+            return
+    except TypeError:
+        pass
+    where = "".join(f" {CALLBACK_ARGUMENTS[argument]}." for argument in theirs)
+    raise ConfigurationError(
+        f"{kind.__name__}.{name} takes {signature}, but fitkit calls it as "
+        f"{name}({', '.join(wanted[1:])}). Write def {name}({', '.join(wanted)}).{where}"
+    )
+
+
+def _lightnings_arguments(function: object) -> list[str]:
+    """The arguments of a function that only Lightning gives."""
+    if not inspect.isfunction(function):
+        return []
+    return [name for name in inspect.signature(function).parameters if name in CALLBACK_ARGUMENTS]
 
 
 def _own_bases(kind: type) -> list[type]:
@@ -116,90 +165,6 @@ def _meant(name: str) -> str | None:
         return OTHER_NAMES[name]
     close = difflib.get_close_matches(name, MODEL_HOOKS, n=1, cutoff=CLOSE)
     return close[0] if close else None
-
-
-OTHER_NAMES = {
-    "train_step": "training_step",
-    "val_step": "validation_step",
-    "eval_step": "validation_step",
-    "evaluation_step": "validation_step",
-    "train_step_end": "training_step_end",
-    "val_step_end": "validation_step_end",
-    "train_epoch_end": "training_epoch_end",
-    "val_epoch_end": "validation_epoch_end",
-    "configure_optimiser": "configure_optimizers",
-    "configure_optimisers": "configure_optimizers",
-    "batch_to_device": "transfer_batch_to_device",
-    "prediction_step": "predict_step",
-}
-"""What people call our hooks, beyond slips of the pen."""
-
-CALLBACK_HOOKS = {
-    "on_fit_start": "on_train_begin",
-    "on_fit_end": "on_train_end",
-    "on_train_start": "on_train_begin",
-    "on_train_end": "on_train_end",
-    "on_epoch_start": "on_epoch_begin",
-    "on_epoch_end": "on_epoch_end",
-    "on_train_epoch_start": "on_epoch_begin",
-    "on_train_epoch_end": "on_epoch_end",
-    "on_train_batch_start": "on_train_batch_begin",
-    "on_train_batch_end": "on_train_batch_end",
-    "on_validation_start": "on_test_begin",
-    "on_validation_end": "on_test_end",
-    "on_validation_epoch_start": "on_test_begin",
-    "on_validation_epoch_end": "on_test_end",
-    "on_validation_batch_start": "on_test_batch_begin",
-    "on_validation_batch_end": "on_test_batch_end",
-    "on_test_start": "on_test_begin",
-    "on_test_end": "on_test_end",
-    "on_test_epoch_start": "on_test_begin",
-    "on_test_epoch_end": "on_test_end",
-    "on_test_batch_start": "on_test_batch_begin",
-    "on_test_batch_end": "on_test_batch_end",
-    "on_predict_start": "on_predict_begin",
-    "on_predict_end": "on_predict_end",
-    "on_predict_epoch_start": "on_predict_begin",
-    "on_predict_epoch_end": "on_predict_end",
-    "on_predict_batch_start": "on_predict_batch_begin",
-    "on_predict_batch_end": "on_predict_batch_end",
-}
-"""Lightning's hooks for which fitkit's callbacks have one, and its name."""
-
-_LOADER = "Give the data to {}."
-_MANUAL = "Set automatic_optimization = False and do it in training_step."
-INSTEAD = {
-    **{
-        theirs: f"Write a callback with {ours} and give it to fit."
-        for theirs, ours in CALLBACK_HOOKS.items()
-    },
-    "on_train_epoch_end": "Override training_epoch_end, or write a callback with on_epoch_end.",
-    "on_validation_epoch_end": "Override validation_epoch_end.",
-    "on_test_epoch_end": "Override test_epoch_end.",
-    "train_dataloader": _LOADER.format("fit(loader)"),
-    "val_dataloader": _LOADER.format("fit(…, validation_data=loader)"),
-    "test_dataloader": _LOADER.format("evaluate(loader)"),
-    "predict_dataloader": _LOADER.format("predict(loader)"),
-    "predict_epoch_end": "Use what predict returns.",
-    "prepare_data": "Call it before fit.",
-    "on_before_backward": _MANUAL,
-    "on_after_backward": _MANUAL,
-    "on_before_optimizer_step": _MANUAL,
-    "on_before_zero_grad": _MANUAL,
-    "lr_scheduler_step": "Return the scheduler from configure_optimizers with its interval.",
-    "on_before_batch_transfer": "Override transfer_batch_to_device.",
-    "on_after_batch_transfer": "Override transfer_batch_to_device.",
-    "on_save_checkpoint": "Give a callback a state_dict.",
-    "on_load_checkpoint": "Give a callback a load_state_dict.",
-    "configure_sharded_model": "Build the layers in __init__.",
-    "tbptt_split_batch": "Give fit shorter sequences.",
-    "get_progress_bar_dict": "Write self.log(…, prog_bar=True).",
-    "optimizer_step": "Set automatic_optimization = False and step in training_step.",
-    "optimizer_zero_grad": "Set automatic_optimization = False and step in training_step.",
-    "configure_gradient_clipping": "Write compile(gradient_clip_val=…).",
-    "configure_callbacks": "Give callbacks to fit.",
-}  # fmt: skip
-"""Hooks of Lightning's that fitkit doesn't call, and what to write instead."""
 
 
 def step_arguments(model: Module, step: str) -> tuple[str, ...]:

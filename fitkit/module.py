@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.foreign_names import instead
 from fitkit.logging_options import (
     LogOptions,
     as_loggable,
@@ -53,9 +54,20 @@ class Module(nn.Module):
     automatic_optimization: bool = True
     current_epoch: int = 0
 
-    if TYPE_CHECKING:  # `Model`'s verbs, and what users' subclasses have
+    def __getattr__(self, name: str) -> Any:
+        """A parameter, buffer or module of that name.
 
-        def __getattr__(self, name: str) -> Any: ...
+        Raises:
+            AttributeError: there is none; a peer's name is told what it is here.
+        """
+        # As torch does it, which by super() would cost each look at self.net another call.
+        own = self.__dict__
+        for place in ("_parameters", "_buffers", "_modules"):
+            if place in own and name in own[place]:
+                return own[place][name]
+        sentence = instead("fitkit.Model", name)
+        missing = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(f"{missing}. {sentence}" if sentence else missing)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the net gives; a subclass may define its own."""

@@ -22,6 +22,7 @@ from fitkit.callbacks.rates import (
 from fitkit.callbacks.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
 from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.callbacks.watches import DetectLossSpike, DetectNonFinite, TerminateOnNaN
+from fitkit.foreign_names import no_attribute
 
 ProgbarLogger = ProgressBar
 """Keras's name for the progress bar."""
@@ -61,7 +62,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`TensorBoard`, which Keras has here: loggers are callbacks, so they lie a layer above."""
+    """`TensorBoard`, which Keras has here: loggers are callbacks, so they lie a layer above.
+
+    Raises:
+        AttributeError: any other name; a peer's is told what it is here.
+    """
     if name == "TensorBoard":
         return importlib.import_module("fitkit.loggers").TensorBoard
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_attribute(__name__, name)

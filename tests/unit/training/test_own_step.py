@@ -602,6 +602,35 @@ def test_lightnings_hooks_on_a_callback_bring_a_warning_with_the_right_name():
     ]  # fmt: skip
 
 
+def test_lightnings_setup_and_sanity_check_on_a_callback_are_told_too():
+    class Lightnings(fitkit.callbacks.Callback):
+        def setup(self, trainer, pl_module, stage): ...
+        def teardown(self, trainer, pl_module, stage): ...
+        def on_sanity_check_end(self, trainer, pl_module): ...
+
+    class SetsUpItself(fitkit.callbacks.Callback):
+        def setup(self): ...
+
+    with pytest.warns(UserWarning, match="never called") as caught:
+        Direct().fit(X, Y, callbacks=[Lightnings(), SetsUpItself()], **QUIET)
+    messages = sorted(str(warning.message) for warning in caught)
+    assert len(messages) == 3
+    assert "Lightnings.on_sanity_check_end" in messages[0]
+    assert "def on_train_begin(self, logs)" in messages[1]
+    assert "def on_train_end(self, logs)" in messages[2]
+
+
+@pytest.mark.parametrize(("hook", "text"), [
+    (lambda self, trainer, pl_module: None, r"def on_epoch_end\(self, epoch, logs\)\..*self"),
+    (lambda self, pl_module, logs: None, r"takes \(self, pl_module, logs\)"),
+    (lambda self, epoch: None, r"fitkit calls it as on_epoch_end\(epoch, logs\)"),
+])  # fmt: skip
+def test_a_hook_with_the_arguments_of_lightnings_is_refused_before_training(hook, text):
+    kind = type("Theirs", (fitkit.callbacks.Callback,), {"on_epoch_end": hook})
+    with pytest.raises(fitkit.ConfigurationError, match=text):
+        Direct().fit(X, Y, callbacks=kind(), **QUIET)
+
+
 def test_a_step_needs_a_batch_and_nothing_that_there_isnt():
     for step in (lambda self: None, lambda self, batch, batch_idx, dataloader_idx: None):
         kind = type("Own", (Classifier,), {"training_step": step})

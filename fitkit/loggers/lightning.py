@@ -1,0 +1,135 @@
+"""fitkit's loggers under the names, and with the main arguments, that they have in Lightning."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from fitkit.arguments import check_flag, describe
+from fitkit.callbacks.text_files import checked_path
+from fitkit.errors import ArgumentTypeError
+from fitkit.loggers.services import MLflow, WandB
+from fitkit.loggers.tensorboard import TensorBoard
+from fitkit.loggers.text import CSV
+
+NAME = "lightning_logs"
+"""The folder, or the experiment, of who gives none."""
+
+
+def _folder(save_dir: Any, name: Any, version: Any) -> Path:
+    """`<save_dir>/<name>/version_<n>`; without a version the first that isn't there."""
+    if name is not None and not isinstance(name, str):
+        raise ArgumentTypeError(f"name={describe(name)} must be a string or None.")
+    if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
+        raise ArgumentTypeError(f"version={describe(version)} must be a number or a string.")
+    root = checked_path(save_dir, "save_dir") / (name or "")
+    if version is None:
+        there = os.listdir(root) if root.is_dir() else []
+        found = [re.fullmatch(r"version_(\d+)", entry) for entry in there]
+        version = max((int(match[1]) for match in found if match), default=-1) + 1
+    return root / (version if isinstance(version, str) else f"version_{version}")
+
+
+class TensorBoardLogger(TensorBoard):
+    """`TensorBoard` into `<save_dir>/<name>/version_<n>`.
+
+    Args:
+        save_dir: the folder of all.
+        name: a folder in it, or None. Default `"lightning_logs"`.
+        version: a number, or a folder's name; None (default) takes the next that is free.
+        log_graph: whether to write the net's modules. Default False.
+        update_freq: when to log; see `Logger`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = NAME,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        *,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        folder = _folder(save_dir, name, version)
+        super().__init__(folder, write_graph=log_graph, update_freq=update_freq)
+
+
+class CSVLogger(CSV):
+    """`CSV` into `<save_dir>/<name>/version_<n>/metrics.csv`, whose folders are made.
+
+    Args:
+        save_dir: the folder of all.
+        name: a folder in it, or None. Default `"lightning_logs"`.
+        version: a number, or a folder's name; None (default) takes the next that is free.
+        update_freq: when to write; see `Logger`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = NAME,
+        version: int | str | None = None,
+        *,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        self.log_dir = _folder(save_dir, name, version)
+        super().__init__(self.log_dir / "metrics.csv", update_freq)
+
+    def start(self) -> None:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        super().start()
+
+
+class WandbLogger(WandB):
+    """`WandB` with Lightning's arguments.
+
+    Args:
+        name: the run's name.
+        save_dir: the folder for wandb's files; None leaves it to wandb.
+        offline: whether to write files only, to be sent by `wandb sync`. Default False.
+        project: the project's name; None leaves it to wandb.
+        update_freq: when to log; see `Logger`.
+        **options: what else `wandb.init` takes.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        offline: bool = False,
+        project: str | None = None,
+        *,
+        update_freq: str | int = "epoch",
+        **options: Any,
+    ) -> None:
+        check_flag("offline", offline)
+        given = {"name": name, "dir": save_dir, "mode": "offline" if offline else None}
+        given = {key: value for key, value in given.items() if value is not None}
+        super().__init__(project, update_freq, **{**given, **options})
+
+
+class MLFlowLogger(MLflow):
+    """`MLflow` with Lightning's arguments.
+
+    Args:
+        experiment_name: it is made if it isn't there. Default `"lightning_logs"`.
+        run_name: None lets MLflow find one.
+        tracking_uri: where to; None: where MLflow is told to, else `save_dir`.
+        save_dir: a folder, in the place of `tracking_uri`. Default None.
+        update_freq: when to log; see `Logger`.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = NAME,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        save_dir: str | None = None,
+        *,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        if tracking_uri is None and save_dir is not None:
+            tracking_uri = f"file:{checked_path(save_dir, 'save_dir')}"
+        super().__init__(experiment_name, run_name, tracking_uri, update_freq)

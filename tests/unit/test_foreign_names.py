@@ -1,0 +1,93 @@
+"""What users of Keras, Lightning, Accelerate and skorch write, and what they are told."""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import fitkit
+from fitkit.foreign_names import FOREIGN, instead, markdown
+
+ROWS = [(place, name) for place, names in FOREIGN.items() for _, name in names]
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+
+def compiled():
+    model = fitkit.Model(torch.nn.Linear(1, 1))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(("place", "name"), ROWS)
+def test_each_name_is_not_there_and_its_error_says_what_to_write(place, name):
+    sentence = instead(place, name)
+    assert sentence.endswith(".") and len(sentence) < 130
+    if place == "fitkit.Model":
+        with pytest.raises(AttributeError) as caught:
+            getattr(compiled(), name)
+    elif place.startswith("fitkit"):
+        with pytest.raises(AttributeError) as caught:
+            getattr(importlib.import_module(place), name)
+    else:
+        verb = getattr(compiled(), place)
+        assert name not in inspect.signature(verb).parameters
+        with pytest.raises(fitkit.ConfigurationError) as caught:
+            verb(**{name: None})
+    assert name in str(caught.value)
+    assert str(caught.value).endswith(sentence)
+
+
+def test_no_place_has_a_name_twice():
+    assert len(ROWS) == len(set(ROWS))
+    assert len(ROWS) > 80
+
+
+def test_keras_workers_names_the_data_loader():
+    with pytest.raises(TypeError, match=r"'workers'. Give a DataLoader\(num_workers=…\) as x"):
+        compiled().fit(torch.ones(2, 1), torch.ones(2, 1), workers=4)
+
+
+def test_compile_lr_names_learning_rate():
+    with pytest.raises(TypeError, match="Write learning_rate=…"):
+        fitkit.Model(torch.nn.Linear(1, 1)).compile("adam", lr=0.1)
+
+
+def test_names_that_nobody_has_get_the_plain_error():
+    with pytest.raises(AttributeError, match="^'Model' object has no attribute 'nothing'$"):
+        getattr(compiled(), "nothing")  # noqa: B009
+    with pytest.raises(AttributeError, match="^module 'fitkit' has no attribute 'nothing'$"):
+        getattr(fitkit, "nothing")  # noqa: B009
+    assert not hasattr(compiled(), "trainer")
+
+
+def test_parameters_buffers_and_modules_are_found_as_torch_finds_them():
+    class Own(fitkit.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.register_buffer("count", torch.zeros(1))
+
+    own = Own()
+    assert own.layer is own._modules["layer"]
+    assert own.weight is own._parameters["weight"]
+    assert own.count is own._buffers["count"]
+
+
+def test_a_subclass_may_use_a_peers_names():
+    class Own(fitkit.Model):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(1, 1))
+            self.layers = [1]
+
+    assert Own().layers == [1]
+
+
+@pytest.mark.parametrize(("page", "peers"), [
+    ("from-keras.md", ("Keras", "skorch")), ("from-lightning.md", ("Lightning", "Accelerate")),
+])  # fmt: skip
+def test_the_pages_show_the_rows(page, peers):
+    text = (DOCS / page).read_text()
+    assert markdown(*peers) in text, f"put this into {page}: {markdown(*peers)}"
