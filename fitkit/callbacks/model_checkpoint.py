@@ -76,10 +76,6 @@ class ModelCheckpoint(Callback):
     Attributes:
         best: the best value so far; infinite before the first. Stays from one fit to the next.
         best_model_path: its file; None before the first, or where nothing is monitored.
-        best_model_score: its value; None as long as there is no such file.
-        best_k_models: the values of the files that `save_top_k` keeps, by path, the best first.
-        kth_best_model_path: the last of these; None where there is none.
-        last_model_path: the newest file; None before the first.
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; at the first save a name in
@@ -200,18 +196,22 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_score(self) -> float | None:
+        """The value of the best file; None as long as there is none."""
         return None if self.best_model_path is None else self.best
 
     @property
     def best_k_models(self) -> dict[str, float]:
+        """The values of the files that `save_top_k` keeps, by path, the best first."""
         return {path: value for value, path in self._kept}
 
     @property
     def kth_best_model_path(self) -> str | None:
+        """The last of the files that `save_top_k` keeps; None where there is none."""
         return self._kept[-1][1] if self._kept else None
 
     @property
     def last_model_path(self) -> str | None:
+        """The newest file; None before the first."""
         return self._last
 
     @property
