@@ -275,3 +275,26 @@ def test_the_range_test_on_two_ranks_is_that_of_one_and_leaves_the_model():
         assert model._fitkit.fit_state.updates == 0 and model.history is None
     assert found[1].losses == pytest.approx(found[0].losses, abs=1e-5)
     assert found[1].rates == found[0].rates
+
+
+class StopsPasses(Callback):
+    """Ends a pass on each rank after so many of its batches: 1 on rank 0, 2 on rank 1."""
+
+    def on_test_batch_end(self, batch, logs):
+        self.model.stop_evaluating = batch == self.model.global_rank
+
+    def on_predict_batch_end(self, batch, logs):
+        self.model.stop_predicting = batch == self.model.global_rank
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "fsdp"])
+def test_model_stop_evaluating_and_stop_predicting_end_a_ranks_own_part(strategy):
+    x = torch.arange(24.0).reshape(24, 1)
+    model = fitkit.Model(torch.nn.Linear(1, 1))
+    model.compile("sgd", "mse", accelerator="cpu", devices=2, strategy=strategy)
+    outputs = model.predict(x, batch_size=2, verbose=0, callbacks=StopsPasses())
+    assert len(outputs) == 6  # batches 0, 1 and 3
+    loss = model.evaluate(x, x, batch_size=2, verbose=0, callbacks=StopsPasses())
+    rows = [0, 1, 2, 3, 6, 7]
+    expected = ((torch.as_tensor(model.predict(x, verbose=0)) - x)[rows] ** 2).mean().item()
+    assert loss == pytest.approx(expected, rel=1e-5)
