@@ -26,11 +26,11 @@ from fitkit.callbacks.checkpoint_writer import (
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import AnyRankFlag, from_rank_zero, print_on_rank_zero, several_ranks
 from fitkit.checkpoint import is_there
+from fitkit.checkpoint.formats import FORMATS
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import nearest
 
 WHOLE = (".h5", ".hdf5", ".dcp")
-WEIGHTS = (*WHOLE, ".safetensors", ".pt", ".pth")
 
 
 class ModelCheckpoint(Callback):
@@ -128,7 +128,7 @@ class ModelCheckpoint(Callback):
             save_top_k = 1 if save_top_k is None else save_top_k
         self._names = FileNames(
             _joined(filepath, dirpath, filename),
-            WEIGHTS if save_weights_only else WHOLE,
+            (*WHOLE, *FORMATS) if save_weights_only else WHOLE,
             "weights" if save_weights_only else "whole checkpoints",
         )
         if asynchronous and self._names.suffix.lower() == ".dcp":
@@ -443,7 +443,7 @@ def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
     if filename is not None and (not isinstance(filename, str) or not filename):
         raise ArgumentTypeError(f"filename={describe(filename)} must be a string.")
     name = filename or "{epoch}-{step}"
-    if not name.lower().endswith((*WEIGHTS, ".ckpt")):  # a point may stand in a format, too
+    if not name.lower().endswith((*WHOLE, *FORMATS, ".ckpt")):  # a point may stand in a format, too
         name += ".h5"
     # Braces in a folder's name are not fields.
     folder = os.fspath(dirpath or "").replace("{", "{{").replace("}", "}}")
