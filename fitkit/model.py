@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -115,6 +115,25 @@ class Model(Module):
         if name in _public_names() and not _may_set(name, value):
             raise _other_meaning(type(self), name)
         super().__setattr__(name, value)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's; of a wrapped net its own state dict is taken too, without the prefix.
+
+        Args:
+            state_dict: names as in `model.state_dict()`, or as in `model.net.state_dict()`.
+            strict: whether missing or unexpected names are an error. Default True.
+            assign: whether the tensors themselves become the weights. Default False: copied.
+        """
+        module: nn.Module = self._weights_module()
+        if module is not self and isinstance(state_dict, Mapping):
+            own, inner = self.state_dict().keys(), module.state_dict().keys()
+            if own.isdisjoint(state_dict) and not inner.isdisjoint(state_dict):
+                return module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    load_state_dict.copies_as_torch = True  # type: ignore[attr-defined] # for checkpoint/weights.py
 
     # ------------------------------------------------------------------ compile
 
@@ -735,7 +754,7 @@ class Model(Module):
         return self
 
 
-def load_model(path: Any, net: nn.Module) -> Model:
+def load_model(path: Any, net: nn.Module = None) -> Model:  # type: ignore[assignment]
     """A compiled model from a checkpoint whose optimizer, loss and metrics were given by name.
 
     Args:
@@ -748,6 +767,12 @@ def load_model(path: Any, net: nn.Module) -> Model:
         CheckpointError: damaged, not for this net, or objects were compiled, which no file can
             hold; the message says what to compile.
     """
+    if net is None:
+        raise ArgumentTypeError(
+            f"load_model({describe(path)}) needs the net too: a file holds numbers and no code. "
+            "Build the network as it was and write "
+            f"fitkit.load_model({describe(path)}, net)."
+        )
     model: Model = restored_model(path, net, Model)
     return model
 

@@ -17,24 +17,41 @@ def normalise(name: str) -> str:
     return name.strip().lower().replace("_", "").replace("-", "").replace(" ", "")
 
 
-def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Up to three of `names` that look like `name`, best first."""
+def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
+    """Up to `most` of `names` that look like `name`, best first."""
     by_form: dict[str, str] = {}
     for known in names:
         by_form.setdefault(normalise(known), known)
-    forms = difflib.get_close_matches(normalise(name), list(by_form), n=3, cutoff=0.6)
+    forms = difflib.get_close_matches(normalise(name), list(by_form), n=most, cutoff=0.6)
     return [by_form[form] for form in forms]
 
 
-def unknown_name(kind: str, name: str, names: Iterable[str], hint: str = "") -> ConfigurationError:
-    """The error for a name that stands for nothing: the nearest names, all names, a hint."""
+LISTED = 24
+"""Of more names a message has the nearest only, where there are some, and where the list is."""
+
+
+def unknown_name(
+    kind: str, name: str, names: Iterable[str], hint: str = "", page: str = ""
+) -> ConfigurationError:
+    """The error for a name that stands for nothing: the nearest five, all names, a hint.
+
+    Args:
+        kind: what the names name.
+        name: the unknown one.
+        names: the known ones.
+        hint: a sentence at the message's end.
+        page: where a list of more than `LISTED` names stands.
+    """
     known = sorted(set(names))
-    close = nearest(name, known)
+    close = nearest(name, known, most=5)
     suggestion = f" Did you mean {' or '.join(repr(item) for item in close)}?" if close else ""
-    listing = ", ".join(repr(item) for item in known)
+    if page and close and len(known) > LISTED:
+        listing = f"The names are listed in {page}."
+    else:
+        listing = f"Known: {', '.join(repr(item) for item in known)}."
     ending = f" {hint}" if hint else ""
     return ConfigurationError(
-        f"{kind}={name!r} is not a known {kind}.{suggestion} Known: {listing}.{ending}"
+        f"{kind}={name!r} is not a known {kind}.{suggestion} {listing}{ending}"
     )
 
 
@@ -46,11 +63,13 @@ class Registry(Generic[Entry]):
         hint: a sentence that ends the error for an unknown name.
         group: the entry points by which installed packages add names; each is loaded when its
             name is asked for. None for no such names.
+        page: where users find the list of all names, if they are many.
     """
 
-    def __init__(self, kind: str, hint: str = "", group: str | None = None) -> None:
+    def __init__(self, kind: str, hint: str = "", group: str | None = None, page: str = "") -> None:
         self.kind = kind
         self.hint = hint
+        self.page = page
         self.group = group
         self._entries: dict[str, Entry] = {}
         self._spelling: dict[str, str] = {}
@@ -90,7 +109,7 @@ class Registry(Generic[Entry]):
         if form not in self._entries:
             point = self._installed().get(form)
             if point is None:
-                raise unknown_name(self.kind, name, self, self.hint)
+                raise unknown_name(self.kind, name, self, self.hint, self.page)
             try:
                 self.add(point.name, point.load())
             except Exception as error:

@@ -444,7 +444,7 @@ def plain_targets(module: nn.Module) -> dict[str, torch.Tensor]:
     of other classes than torch's, and those that share memory with another tensor.
     """
     loading = getattr(module.load_state_dict, "__func__", None)
-    if loading is not nn.Module.load_state_dict:
+    if loading is not nn.Module.load_state_dict and not hasattr(loading, "copies_as_torch"):
         return {}
     found = {name: tensor for name, tensor in _copied(module, "") if _is_plain(tensor)}
     # Of one memory's numbers, one writer: several at once would mix them.

@@ -67,6 +67,8 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
     if isinstance(value, (tuple, list)):
         if not value:
             raise ConfigurationError(f"{name} is empty: {value!r}.")
+        if all(isinstance(part, str) for part in value):
+            raise ArgumentTypeError(_strings(np.asarray(value), name))
         if not is_array_tree([part for part in value if part is not None or not target]):
             raise ArgumentTypeError(
                 f"{name}={describe(value)} is a {type(value).__name__} that doesn't hold only "
@@ -127,6 +129,8 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
             f"{name} has the dtype {array.dtype}, which torch doesn't have. Write "
             f"{name}.astype({near!r})."
         )
+    if array.dtype.kind in "USO" and array.size and isinstance(array.flat[0], (str, bytes)):
+        raise ArgumentTypeError(_strings(array, name))
     if array.dtype.kind not in "biufc":
         raise ArgumentTypeError(
             f"{name} has the dtype {array.dtype}, not numbers. Encode its values as numbers, "
@@ -142,6 +146,23 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         # torch warns that it could write to a read-only array; nothing here writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
         return torch.from_numpy(array)
+
+
+def _strings(array: np.ndarray[Any, Any], name: str) -> str:
+    """What to write instead of an array of strings."""
+    try:
+        array.astype("float32")
+    except ValueError:
+        text = ", ".join(repr(item) for item in dict.fromkeys(array.flat[:3].tolist()))
+        return (
+            f"{name} holds strings ({text}, …), and a net computes with numbers. Number the "
+            f"classes: classes, {name} = numpy.unique({name}, return_inverse=True); class i is "
+            "classes[i] then. fitkit.sklearn.Classifier takes labels of strings as they are."
+        )
+    return (
+        f"{name} holds numbers that are written as strings ({array.flat[0]!r}, …). Write "
+        f"{name}.astype('float32')."
+    )
 
 
 def check_cuttable(tree: Any, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -285,6 +286,7 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
     if isinstance(x, IterableDataset):
         return LoaderSource(DataLoader(x, batch_size=batch_size))
     if isinstance(x, Dataset) or hasattr(x, "__getitems__"):
+        _refuse_lists(x, name)
         if length_of(x) is None:
             raise ConfigurationError(
                 f"{name} is a {type(x).__name__} without __len__. Give a Dataset a length, or "
@@ -300,6 +302,42 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
         return LoaderSource(DataLoader(x, batch_size=batch_size, shuffle=bool(shuffle)))
     _warn_unused_batch_size(name, x, batch_size, None)
     return IterableSource(x)
+
+
+def _is_map_style(x: Any) -> bool:
+    """Whether `x` gives samples by their index: torch's Dataset, or Hugging Face's."""
+    return not isinstance(x, (DataLoader, IterableDataset)) and (
+        isinstance(x, Dataset) or hasattr(x, "__getitems__")
+    )
+
+
+def _refuse_lists(x: Any, name: str) -> None:
+    """Refuse a Hugging Face data set that gives lists of numbers, which torch joins crosswise.
+
+    torch's collate makes of B lists of n numbers n tensors of B numbers.
+
+    Raises:
+        ConfigurationError: with what to write.
+    """
+    given = x.dataset if isinstance(x, Subset) else x
+    if not type(given).__module__.startswith("datasets.") or not length_of(given):
+        return
+    first = given[0]
+    columns = [key for key, value in first.items() if _is_list_of_numbers(value)]
+    if columns:
+        raise ConfigurationError(
+            f"{name} is a Hugging Face Dataset whose columns {columns} give Python lists. Write "
+            f"{name}.with_format('torch'), which gives tensors; where the lists differ in length, "
+            "a DataLoader with a collate_fn that pads them."
+        )
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+        if isinstance(value, numbers.Number):
+            return True
+    return False
 
 
 def _warn_unused_batch_size(name: str, x: Any, asked: int, own: int | None) -> None:
@@ -335,7 +373,8 @@ def split_tail(
     if _is_plain_tensors(x):
         x, y, sample_weight = (*x.tensors, None, None)[:3]
         samples: int | None = len(x)
-    elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
+    elif _is_map_style(x):
+        _refuse_lists(x, "x")
         samples = length_of(x)
     elif makes_batches:
         samples = None
@@ -355,7 +394,7 @@ def split_tail(
             f"validation_split={fraction:g} of {samples} samples leaves {cut} to train and "
             f"{samples - cut} to validate. Both need at least 1."
         )
-    if isinstance(x, Dataset):
+    if _is_map_style(x):
         return (Subset(x, range(cut)), None, None), (Subset(x, range(cut, samples)), None, None)
     pieces = (x, y, sample_weight)
     head = tuple(None if piece is None else take(piece, 0, cut) for piece in pieces)
@@ -398,6 +437,13 @@ def check_data_type(x: Any, name: str = "x") -> None:
         raise ArgumentTypeError(f"{name} is a sparse matrix. Write {name}.toarray().")
     if isinstance(x, (list, tuple, dict)) and not x:
         raise ConfigurationError(f"{name} is empty: {x!r}.")
+    if inspect.isroutine(x) and not is_array(x):
+        makes = "a generator function" if inspect.isgeneratorfunction(x) else "a function"
+        called = getattr(x, "__name__", "f")
+        raise ArgumentTypeError(
+            f"{name} is {makes} that hasn't been called. Write {called}() for one epoch; for "
+            "several give an object whose __iter__ begins anew, or a DataLoader."
+        )
     if x is None or isinstance(x, (str, bytes, int, float, range, type)):
         raise ArgumentTypeError(
             f"{name}={describe(x)} is no data. Give a DataLoader, a Dataset, arrays or tensors "

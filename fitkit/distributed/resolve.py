@@ -16,12 +16,13 @@ from fitkit.distributed.cluster import (
     detect,
 )
 from fitkit.distributed.devices import Machine, choose_kind, device_for, parse_devices
+from fitkit.distributed.launchers.process import usable_cores
 from fitkit.distributed.launchers.script import check_script_size, is_script_rank
 from fitkit.distributed.precision import resolve_precision
 from fitkit.distributed.strategies import STRATEGIES, Strategy
 from fitkit.distributed.strategies.base import Assignment
 from fitkit.distributed.world import users_cluster
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 
 BINDS_DEVICES = ("slurm", "openmpi", "pmi", "lsf")
 """Launchers that may show each process one GPU of its own, and call it 0 everywhere."""
@@ -57,6 +58,8 @@ def resolve_strategy(
     if cluster is None or cluster.launcher == "fitkit":
         # A script's own ranks read the words as rank 0 did before it started them.
         ids = parse_devices(devices, kind, machine)
+        if cluster is None and kind == "cpu" and (chosen is None or chosen.starts != "here"):
+            _warn_of_many_processes(len(ids))
         check_agreement(None, len(ids), num_nodes)
         name = _automatic(kind, "single_device" if len(ids) == 1 else "ddp_spawn")
         chosen = chosen or STRATEGIES[name]()
@@ -77,6 +80,17 @@ def resolve_strategy(
         ids = ids if replicates else ids[: cluster.local_world_size]
     placed = tuple(device_for(kind, index) for index in ids)
     return chosen.connect(Assignment(placed, ids, resolve_precision(precision), cluster))
+
+
+def _warn_of_many_processes(count: int) -> None:
+    """Say where many more processes are asked for than there are cores."""
+    cores = usable_cores() or os.cpu_count() or 1
+    if count > 4 * cores:
+        warn(
+            f"devices={count} on the CPU starts {count} processes, but this one may use {cores} "
+            f"core{'s' if cores > 1 else ''}: they compute by turns, and each takes the memory "
+            f"of a Python with torch. Write devices={cores}, or fewer."
+        )
 
 
 def _check_launch(

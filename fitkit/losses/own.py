@@ -197,8 +197,9 @@ def _nothing_carried(prediction: Any) -> ConfigurationError:
         is_tensor = isinstance(prediction, torch.Tensor)
         output = describe(prediction) if is_tensor else type(prediction).__name__
     return ConfigurationError(
-        f"compile was given no loss, and the net's output ({output}) carries none. "
-        "Give compile a loss, such as loss='cross_entropy', or let the net return an object with "
-        ".loss (Hugging Face models do when the batch has labels) or a dict with 'loss'; or define "
-        "training_step, validation_step and test_step in a subclass."
+        f"compile was given no loss, or wasn't called, and the net's output ({output}) carries "
+        "none. Give compile a loss before fit: model.compile('adam', loss='cross_entropy'), say. "
+        "Or let the net return an object with .loss (Hugging Face models do when the batch has "
+        "labels) or a dict with 'loss'; or define training_step, validation_step and test_step in "
+        "a subclass."
     )

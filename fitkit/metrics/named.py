@@ -187,7 +187,9 @@ class Named:
 
 
 NAMES: Registry[Named] = Registry(
-    "metric", "A torchmetrics object or a callable (prediction, target) is accepted too."
+    "metric",
+    "A torchmetrics object or a callable (prediction, target) is accepted too.",
+    page="docs/losses-and-metrics.md",
 )
 
 

@@ -33,6 +33,7 @@ LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
 CALL_ERRORS = re.compile(
     r"(forward|_forward_unimplemented)\(\) (got|missing|takes)|multiple values for argument"
 )
+CHANNEL_ERRORS = re.compile(r"to have (\d+) channels")
 CONTAINER_ERRORS = re.compile(
     r"'(dict|tuple|list)' object has no attribute|must be Tensor, not (dict|tuple|list)"
 )
@@ -76,10 +77,13 @@ def explained(
             f"{_first_line(text)} Give a batch's x and y the same number of samples."
         )
     if isinstance(error, (RuntimeError, ValueError)) and SHAPE_ERRORS.search(text):
+        advice = _channels_last(text, x) or (
+            "The first dimension is the batch; check the others (features or channels) against "
+            "what the layer expects."
+        )
         return ConfigurationError(
-            f"The net can't take this batch{_layer(error, net)}: {given}. {_first_line(text)} The "
-            "first dimension is the batch; check the others (features or channels) against what "
-            "the layer expects."
+            f"The net can't take this batch{_layer(error, net)}: {given}. {_first_line(text)} "
+            f"{advice}"
         )
     if isinstance(error, (RuntimeError, ValueError)) and DTYPE_ERRORS.search(text):
         return ConfigurationError(
@@ -123,6 +127,21 @@ def explained(
             f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword."
         )
     return None
+
+
+def _channels_last(text: str, x: Any) -> str:
+    """What to write where images lie as Keras has them, (N, H, W, C); "" elsewhere."""
+    found = CHANNEL_ERRORS.search(text)
+    images = [
+        leaf for leaf in trees.tensors(x) if found and leaf.ndim == 4
+        and leaf.shape[3] == int(found[1]) != leaf.shape[1]
+    ]  # fmt: skip
+    if not images:
+        return ""
+    return (
+        "These images are (N, H, W, C), and torch's layers take (N, C, H, W). Write "
+        "x.transpose(0, 3, 1, 2); of a tensor x.permute(0, 3, 1, 2)."
+    )
 
 
 def _raised_by_torch(error: Exception) -> bool:

@@ -1,5 +1,7 @@
 """Every mistake gets one clear error, early, and leaves the model as it was."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -504,3 +506,147 @@ def test_a_later_batch_without_targets_or_with_too_few_is_refused(verb):
             getattr(model, verb)([(x, target), (x,)], verbose=0)
     with pytest.raises(ConfigurationError, match="same number of samples"):
         getattr(compiled(), verb)([(x, y), (x, y[:5])], verbose=0)
+
+
+# ---------------------------------------------------------------------- what users of others write
+
+
+def message(call):
+    with pytest.raises(ConfigurationError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_dpp_is_answered_with_dp_and_ddp_and_no_internal_talk():
+    text = message(lambda: compiled(strategy="dpp"))
+    assert "'ddp'" in text and "'dp'" in text and "fitkit.strategies" in text
+    assert "contract" not in text and "later" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("fp16", "'16-mixed'"),
+        ("float16", "'16-mixed'"),
+        ("mixed_float16", "'16-mixed'"),
+        ("mixed_bfloat16", "'bf16-mixed'"),
+        ("float32", "'32-true'"),
+        ("no", "'32-true'"),
+        ("float64", "'64-true'"),
+    ],
+)
+def test_accelerates_and_keras_words_for_precision_are_answered_with_ours(word, ours):
+    assert f"Write {ours}" in message(lambda: compiled(precision=word))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.array(["cat", "dog"] * 10),
+        np.array(["cat", "dog"] * 10, dtype=object),
+        ["cat", "dog"] * 10,
+    ],
+)
+def test_labels_of_strings_are_to_be_numbered(labels):
+    text = message(lambda: compiled().fit(X, labels, verbose=0))
+    assert "classes, y = numpy.unique(y, return_inverse=True)" in text and "'cat'" in text
+    assert "float32" not in text
+    _, y = np.unique(labels, return_inverse=True)
+    compiled().fit(X, y, verbose=0)
+
+
+def test_numbers_written_as_strings_are_to_be_converted():
+    text = message(lambda: compiled().fit(X.astype(str), Y, verbose=0))
+    assert "x.astype('float32')" in text and "unique" not in text
+
+
+def test_load_model_without_a_net_says_to_build_it():
+    text = message(lambda: fitkit.load_model("m.h5"))
+    assert "fitkit.load_model('m.h5', net)" in text and "no code" in text
+
+
+def test_a_generator_function_that_was_not_called():
+    def batches():
+        yield X, Y
+
+    text = message(lambda: compiled().fit(batches, verbose=0))
+    assert "generator function" in text and "batches()" in text and "__iter__" in text
+    assert "lambda" in message(lambda: compiled().fit(lambda: [(X, Y)], verbose=0))
+
+
+def test_fit_without_compile_says_to_compile_first():
+    text = message(lambda: fitkit.Model(torch.nn.Linear(4, 3)).fit(X, Y, verbose=0))
+    assert "compile" in text and "wasn't called" in text and "before fit" in text
+
+
+def test_torchs_state_dict_of_the_net_goes_into_the_model(tmp_path):
+    net, model = torch.nn.Linear(4, 3), compiled()
+    torch.save(net.state_dict(), tmp_path / "n.pt")
+    model.load_state_dict(torch.load(tmp_path / "n.pt"))
+    assert torch.equal(model.net.weight, net.weight)
+    model.load_state_dict(fitkit.Model(torch.nn.Linear(4, 3)).state_dict())
+    assert not torch.equal(model.net.weight, net.weight)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"bias"'):
+        model.load_state_dict({"weight": net.weight})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"net.weight"'):
+        model.load_state_dict({"other": net.weight})
+
+
+def test_a_typo_of_a_metric_shows_five_names_and_where_the_list_is():
+    text = message(lambda: compiled(metrics=["acuracy"]))
+    assert "Did you mean 'accuracy'" in text and "docs/losses-and-metrics.md" in text
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_images_as_keras_has_them_are_to_be_transposed(kind):
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 3))
+    images = np.zeros((20, 8, 8, 1), "float32")
+    text = message(lambda: compiled(net).fit(kind(images), Y, verbose=0))
+    assert "x.transpose(0, 3, 1, 2)" in text and "x.permute(0, 3, 1, 2)" in text
+    compiled(net).fit(kind(images.transpose(0, 3, 1, 2)), Y, verbose=0)
+    wrong = np.zeros((20, 2, 8, 8), "float32")
+    assert "transpose" not in message(lambda: compiled(net).fit(wrong, Y, verbose=0))
+
+
+def test_99_processes_on_few_cores_bring_a_warning(monkeypatch):
+    monkeypatch.setattr("fitkit.distributed.resolve.usable_cores", lambda: 2)
+    with pytest.warns(UserWarning, match=r"devices=99 on the CPU.*2 cores.*Write devices=2"):
+        compiled(devices=99, accelerator="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(devices=8, accelerator="cpu")
+        compiled(devices=99, accelerator="cpu", strategy="dp")
+
+
+def hugging_face(**columns):
+    return pytest.importorskip("datasets").Dataset.from_dict(columns)
+
+
+class Inputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_hugging_face_dataset_of_lists_needs_with_format_torch():
+    data = hugging_face(x=X.tolist(), labels=Y.tolist())
+    model = compiled(Inputs(), loss=None)
+    for verb in (model.fit, model.evaluate):
+        text = message(lambda verb=verb: verb(data, verbose=0))
+        assert "x.with_format('torch')" in text and "['x']" in text
+    assert "with_format" in message(lambda: model.fit(data, validation_split=0.5, verbose=0))
+    model.fit(data.with_format("torch"), verbose=0)
+
+
+def test_a_hugging_face_dataset_takes_a_validation_split():
+    data = hugging_face(x=X.tolist(), labels=Y.tolist()).with_format("torch")
+    model = compiled(Inputs(), loss=None)
+    seen = []
+    model.net.register_forward_hook(lambda m, a, k, o: seen.append(len(k["x"])), with_kwargs=True)
+    history = model.fit(data, validation_split=0.25, batch_size=5, verbose=0)
+    assert seen == [5, 5, 5, 5] and "val_loss" in history.history

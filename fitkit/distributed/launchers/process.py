@@ -19,9 +19,14 @@ import torch
 from fitkit.distributed.launchers.watch import Failure
 
 
+def usable_cores() -> int | None:
+    """How many cores this process may use; None where the system doesn't say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
 def share_of_cores(ranks: int) -> int:
     """Threads for each of several ranks on this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, (usable_cores() or 1) // ranks)
 
 
 @contextlib.contextmanager

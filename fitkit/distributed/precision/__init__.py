@@ -50,6 +50,25 @@ PRECISIONS.add("bf16-true", BFloat16Precision)
 # The last is Lightning's word for 8-bit floats, after the package that it takes for them.
 PRECISIONS.add("fp8-mixed", Float8Mixed, "fp8", "float8", "transformer-engine")
 
+OTHER_WORDS = {
+    "fp16": ("16-mixed", "16-true"),
+    "float16": ("16-mixed", "16-true"),
+    "half": ("16-mixed", "16-true"),
+    "mixedfloat16": ("16-mixed",),
+    "fp16mixed": ("16-mixed",),
+    "bfloat16": ("bf16-mixed", "bf16-true"),
+    "mixedbfloat16": ("bf16-mixed",),
+    "fp32": ("32-true",),
+    "float32": ("32-true",),
+    "float": ("32-true",),
+    "full": ("32-true",),
+    "no": ("32-true",),
+    "fp64": ("64-true",),
+    "float64": ("64-true",),
+    "double": ("64-true",),
+}
+"""What to write for the words of Accelerate, Keras and torch, in `normalise`'s form."""
+
 EIGHT_BITS = ("8", "fp8", "float8", "int8", "transformerengine", "te")
 """How other words for 8-bit arithmetic begin or read, in `normalise`'s form."""
 
@@ -76,6 +95,13 @@ def resolve_precision(precision: object) -> Precision:
             f"precision={describe(precision)} must be a name or a number of bits: {_known()}."
         )
     word = str(precision)
+    if word not in PRECISIONS and normalise(word) in OTHER_WORDS:
+        mixed, *true = map(repr, OTHER_WORDS[normalise(word)])
+        also = f", or {true[0]}, which casts the weights too" if true else ""
+        raise ConfigurationError(
+            f"precision={precision!r} is another library's word. Write {mixed}{also}. "
+            f"Known: {_known()}."
+        )
     if word not in PRECISIONS and _is_eight_bits(normalise(word)):
         raise ConfigurationError(
             f"precision={precision!r} asks for 8-bit arithmetic of a kind that fitkit lacks. "

@@ -15,7 +15,7 @@ from fitkit.registry import Registry
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "strategy",
-    hint="The other strategies of fitkit's contract come with later versions.",
+    hint="An object of fitkit.strategies is accepted too, such as DDPStrategy(…).",
     group="fitkit.strategies",
 )
 STRATEGIES.add("single_device", SingleDevice, "single")
