@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -56,6 +57,28 @@ class Record:
     batch_size: int | None = None
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)
+
+
+class _GivesWay:
+    """A method of Keras's name, before which a subclass's own attribute, layer or method goes."""
+
+    def __init__(self, function: Callable[[Any], Any], is_property: bool = False) -> None:
+        self.function, self.is_property = function, is_property
+        functools.update_wrapper(self, function)  # type: ignore[arg-type]
+
+    @classmethod
+    def as_property(cls, function: Callable[[Any], Any]) -> Any:
+        return cls(function, is_property=True)
+
+    def __get__(self, model: Any, kind: type | None = None) -> Any:
+        if model is None:
+            return self.function
+        name = self.function.__name__
+        for own in (model._modules, model._parameters, model._buffers):
+            if name in own:
+                return own[name]
+        bound = self.function.__get__(model)
+        return bound() if self.is_property else bound
 
 
 class Model(Module):
@@ -582,6 +605,78 @@ class Model(Module):
         """Whether this is rank 0."""
         return self.global_rank == 0
 
+    # ------------------------------------------------------------------ Keras's looks at weights
+
+    @_GivesWay
+    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+        """The weights as NumPy arrays of their own, in the order of the net's `state_dict()`.
+
+        Ranks:
+            Local within a run, but where a strategy has spread the weights: there collective.
+        """
+        with self._fitkit.fit_state.evaluated():
+            found = [_whole(value).clone() for value in self._held_weights()]
+        arrays: list[np.ndarray[Any, Any]] = _to_numpy([value.cpu() for value in found])
+        return arrays
+
+    @_GivesWay
+    def set_weights(self, weights: Any) -> None:
+        """Put back what `get_weights` gave.
+
+        Args:
+            weights: as many arrays, of the same shapes and in the same order.
+
+        Raises:
+            ConfigurationError: they don't fit (the weights are as they were), or a strategy has
+                spread the weights over the ranks of a run.
+        """
+        held, given = self._held_weights(), [torch.as_tensor(weight) for weight in weights]
+        now, then = ([tuple(part.shape) for part in parts] for parts in (held, given))
+        if now != then:
+            raise ConfigurationError(
+                f"set_weights got {len(then)} arrays of the shapes {_some(then)}, but the net has "
+                f"{len(now)} of the shapes {_some(now)}. Give what its get_weights() gives."
+            )
+        if any(hasattr(part, "full_tensor") for part in held):
+            raise ConfigurationError(
+                "set_weights can't be called in a run that has spread the weights over its ranks. "
+                "Call it between two calls of fit."
+            )
+        with torch.no_grad():
+            for own, new in zip(held, given, strict=True):
+                own.copy_(new)
+
+    @_GivesWay
+    def count_params(self) -> int:
+        """The number of parameters, frozen ones too; one that is used twice counts once."""
+        return sum(parameter.numel() for parameter in self._without_lazy(self.parameters()))
+
+    @_GivesWay.as_property
+    def layers(self) -> list[nn.Module]:
+        """The net's layers of the first level, in a list made for each look."""
+        net = self._weights_module()
+        return [layer for layer in net.children() if layer is not None] or [net]
+
+    def _held_weights(self) -> list[torch.Tensor]:
+        """The tensors of the net's state dict; those in use."""
+        state = self._weights_module().state_dict().values()
+        return self._without_lazy(part for part in state if isinstance(part, torch.Tensor))
+
+    def _without_lazy(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        found = list(tensors)
+        if any(nn.parameter.is_lazy(tensor) for tensor in found):
+            raise ConfigurationError(
+                "The net has lazy layers whose shapes aren't known yet. Run one batch through it "
+                "first: model.predict_on_batch(x[:1])."
+            )
+        return found
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As torch's, which refuses names that there are: a layer may have a name of Keras's."""
+        if isinstance(inspect.getattr_static(type(self), name, None), _GivesWay):
+            self._modules.setdefault(name, None)
+        super().add_module(name, module)
+
     # ------------------------------------------------------------------ looks and files
 
     @only_known_arguments
@@ -790,6 +885,16 @@ def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
     return found[0] if len(found) == 1 else found or None
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, joined from all ranks where a strategy has spread it (a `DTensor`)."""
+    joined = getattr(tensor, "full_tensor", None)
+    return tensor.detach() if joined is None else joined().detach()
+
+
+def _some(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes[:4])) + (", …" if len(shapes) > 4 else "")
+
+
 def _to_numpy(outputs: Any) -> Any:
     """Tensors as NumPy arrays, in their structure; NumPy has no bfloat16 or float8, so float32."""
 
@@ -810,6 +915,7 @@ def _to_numpy(outputs: Any) -> Any:
 def _public_names() -> frozenset[str]:
     """The names that a `Model` has beside any module's."""
     own = {name for name in dir(Model) if not name.startswith("_")} - set(dir(nn.Module))
+    own -= {name for name in own if isinstance(vars(Model).get(name), _GivesWay)}
     return frozenset(own | {"compile", "history"})
 
 
