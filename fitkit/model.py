@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.history import History
+from fitkit.data.arrays import made_dense
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.distributed.launchers import InlineLauncher
@@ -62,12 +63,12 @@ class Record:
 class _GivesWay:
     """A method of Keras's name, before which a subclass's own attribute, layer or method goes."""
 
-    def __init__(self, function: Callable[[Any], Any], is_property: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], is_property: bool = False) -> None:
         self.function, self.is_property = function, is_property
         functools.update_wrapper(self, function)  # type: ignore[arg-type]
 
     @classmethod
-    def as_property(cls, function: Callable[[Any], Any]) -> Any:
+    def as_property(cls, function: Callable[..., Any]) -> Any:
         return cls(function, is_property=True)
 
     def __get__(self, model: Any, kind: type | None = None) -> Any:
@@ -541,7 +542,8 @@ class Model(Module):
         """The arrays of one batch as tensors."""
         check_data_type(x)
         dtype = self._fitkit.compilation.strategy.precision.input_dtype(self)
-        return array_batch(x, y, sample_weight, float_dtype=dtype)
+        batch: tuple[Any, ...] = made_dense(array_batch(x, y, sample_weight, float_dtype=dtype))
+        return batch
 
     # ------------------------------------------------------------------ what a run left
 

@@ -172,12 +172,12 @@ class NetEstimator(BaseEstimator):
     # ------------------------------------------------------------------ data
 
     def _checked_x(self, x: Any, *, reset: bool) -> np.ndarray:
-        """The inputs as an array of the net's type, their number of features checked or set."""
+        """The inputs in the net's type, their number of features checked or set."""
         checked: np.ndarray = validate_data(self, x, reset=reset, **self._x_rules())
         return checked
 
     def _x_rules(self) -> dict[str, Any]:
-        return {"dtype": self.dtype or "numeric", "allow_nd": True}
+        return {"dtype": self.dtype or "numeric", "allow_nd": True, "accept_sparse": "csr"}
 
     def _checked_weight(self, weight: Any, x: np.ndarray) -> np.ndarray | None:
         if weight is None:
@@ -202,6 +202,7 @@ class NetEstimator(BaseEstimator):
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.three_d_array = True
+        tags.input_tags.sparse = True
         return tags
 
 
@@ -300,7 +301,8 @@ class Classifier(ClassifierMixin, NetEstimator):
         """Train a net from its beginning.
 
         Args:
-            X: (N, features), or (N, ...) for nets that take images or sequences.
+            X: (N, features), or (N, ...) for nets that take images or sequences; or a sparse
+                matrix, of which each batch is made dense.
             y: (N,) labels: numbers or strings.
             sample_weight: (N,) weights of the samples.
         """
@@ -437,7 +439,8 @@ class Regressor(RegressorMixin, NetEstimator):
         """Train a net from its beginning.
 
         Args:
-            X: (N, features), or (N, ...) for nets that take images or sequences.
+            X: (N, features), or (N, ...) for nets that take images or sequences; or a sparse
+                matrix, of which each batch is made dense.
             y: (N,) or (N, targets) numbers.
             sample_weight: (N,) weights of the samples.
         """

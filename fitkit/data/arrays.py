@@ -20,9 +20,56 @@ META = "{name} is a meta tensor, which has a shape but no numbers. Give it on th
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is a tensor, a NumPy array, or converts to one (pandas, …)."""
-    return isinstance(value, (torch.Tensor, np.ndarray)) or (
-        hasattr(value, "__array__") and not isinstance(value, (type, np.generic))
+    """Whether `value` is a tensor, a NumPy array, or converts to one (pandas, scipy.sparse, …)."""
+    return (
+        isinstance(value, (torch.Tensor, np.ndarray))
+        or (hasattr(value, "__array__") and not isinstance(value, (type, np.generic)))
+        or is_sparse_matrix(value)
+    )
+
+
+def is_sparse_matrix(value: object) -> bool:
+    """Whether `value` is a matrix or an array of scipy.sparse."""
+    return type(value).__module__.startswith("scipy.sparse") and hasattr(value, "tocsr")
+
+
+class SparseMatrix:
+    """A matrix of scipy.sparse, (N, features), whose batches are dense tensors.
+
+    Args:
+        matrix: of any of scipy's formats.
+        name: the argument's name, for messages.
+        float_dtype: the dtype that floating numbers get.
+    """
+
+    ndim = 2
+
+    def __init__(self, matrix: Any, name: str, float_dtype: torch.dtype) -> None:
+        if len(matrix.shape) != 2 or matrix.dtype.kind not in "biufc":
+            raise ConfigurationError(
+                f"{name} is a sparse array of shape {tuple(matrix.shape)} and dtype "
+                f"{matrix.dtype}; a sparse matrix of numbers, (N, features), is read. Write "
+                f"{name}.toarray()."
+            )
+        self.matrix = matrix.tocsr()
+        self.shape = tuple(matrix.shape)
+        self.name, self.float_dtype = name, float_dtype
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def rows(self, chosen: Any) -> torch.Tensor:
+        """The chosen rows, a slice or indices, as a dense tensor."""
+        if isinstance(chosen, torch.Tensor):
+            chosen = chosen.cpu().numpy()
+        dense: torch.Tensor = as_tensors(self.matrix[chosen].toarray(), self.name, self.float_dtype)
+        return dense
+
+
+def made_dense(tree: Any) -> Any:
+    """A tree with its `SparseMatrix` leaves as dense tensors."""
+    return trees.map_leaves(
+        lambda leaf: leaf.rows(slice(None)) if isinstance(leaf, SparseMatrix) else leaf, tree
     )
 
 
@@ -48,7 +95,8 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
     needed. An entry of a target's tuple, list or dict may be None.
 
     Args:
-        value: arrays of shape (N, ...), or a tuple, list or dict of them.
+        value: arrays of shape (N, ...), or a tuple, list or dict of them; a matrix of
+            scipy.sparse becomes a `SparseMatrix`.
         name: the argument's name, for messages.
         float_dtype: the dtype of the net's parameters.
         target: whether these are targets.
@@ -78,6 +126,12 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             as_tensors(item, f"{name}[{index}]", float_dtype, target=target)
             for index, item in enumerate(value)
         )
+    if is_sparse_matrix(value):
+        if target:
+            raise ConfigurationError(
+                f"{name} is a sparse matrix, which no loss takes. Write {name}.toarray()."
+            )
+        return SparseMatrix(value, name, float_dtype)
     tensor = _tensor(value, name)
     if target and tensor.layout in SPARSE:
         raise ConfigurationError(
@@ -234,6 +288,10 @@ def take(tree: Any, start: int, stop: int) -> Any:
 
 
 def _cut(leaf: Any, start: int, stop: int) -> Any:
+    if isinstance(leaf, SparseMatrix):
+        return leaf.rows(slice(start, stop))
+    if is_sparse_matrix(leaf):
+        return leaf.tocsr()[start:stop]
     if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE:  # which has no views
         return leaf.index_select(0, torch.arange(len(leaf), device=leaf.device)[start:stop])
     return leaf[start:stop]
@@ -330,8 +388,11 @@ class ArraySource(Source):
         return self.seed
 
 
-def select_rows(tensor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def select_rows(tensor: Any, chosen: torch.Tensor) -> torch.Tensor:
     """The chosen rows; indexing with an index tensor takes twice as long (PERFORMANCE.md)."""
+    if isinstance(tensor, SparseMatrix):
+        return tensor.rows(chosen)
     if tensor.device.type != "cpu":
         chosen = chosen.to(tensor.device, non_blocking=True)
-    return tensor.index_select(0, chosen)
+    picked: torch.Tensor = tensor.index_select(0, chosen)
+    return picked

@@ -19,6 +19,10 @@ COLLATE_ERRORS = {
     r"sparse tensors are not currently supported by the default collate_fn": (
         "hold sparse tensors, which torch's default collate_fn can't join. Write .to_dense()"
     ),
+    r"found <class 'scipy\.sparse": (
+        "hold sparse matrices of scipy, which torch's default collate_fn can't join. Write "
+        ".toarray()"
+    ),
 }
 """What torch says of samples that it can't join, and what to say instead."""
 

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 
 from fitkit import trees
-from fitkit.data.arrays import META, ArraySource, as_tensors, wide_dtype
+from fitkit.data.arrays import (
+    META,
+    ArraySource,
+    SparseMatrix,
+    as_tensors,
+    is_sparse_matrix,
+    wide_dtype,
+)
 from fitkit.data.batches import Source
 from fitkit.data.sharding import RankBatch
 from fitkit.errors import ConfigurationError
@@ -119,6 +126,8 @@ class Transfer:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             tensor = as_tensors(leaf, "x", self.float_dtype)
             return self._guarded(self._laid_out(self._sent(tensor, tensor.dtype)))
+        if is_sparse_matrix(leaf):
+            return self._input(leaf.toarray())
         move = getattr(leaf, "to", None)
         return move(self.device) if callable(move) else leaf
 
@@ -151,6 +160,8 @@ class Transfer:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             tensor = as_tensors(leaf, "y", self.wide_dtype, target=True)
             return self._sent(tensor, tensor.dtype)
+        if is_sparse_matrix(leaf):
+            return self._target(leaf.toarray())
         move = getattr(leaf, "to", None)
         return move(self.device) if callable(move) else leaf
 
@@ -307,6 +318,8 @@ class Mover:
         """
         streams, whole = self._own_streams(), source.whole
         if streams is None or not isinstance(whole, ArraySource) or not goes_aside(whole.batch):
+            return False
+        if any(isinstance(leaf, SparseMatrix) for leaf in trees.leaves(whole.batch)):
             return False
         needed = sum(leaf.nbytes for leaf in trees.leaves(whole.batch) if leaf is not None)
         if needed > RESIDENT_FRACTION * streams.free_bytes():

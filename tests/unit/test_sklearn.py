@@ -43,7 +43,10 @@ WEIGHTS = "A weight of 2 is a sample given twice only where both fill the same b
         Classifier(precise, learning_rate=0.02, epochs=20, dtype="float64"),
         Regressor(precise, learning_rate=0.03, epochs=50, dtype="float64"),
     ],
-    expected_failed_checks=lambda _: {"check_sample_weight_equivalence_on_dense_data": WEIGHTS},
+    expected_failed_checks=lambda _: {
+        "check_sample_weight_equivalence_on_dense_data": WEIGHTS,
+        "check_sample_weight_equivalence_on_sparse_data": WEIGHTS,
+    },
 )
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
@@ -199,3 +202,26 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "fitkit.sklearn")
     with pytest.raises(ImportError, match=r"pip install 'fitkit\[sklearn\]'"):
         importlib.import_module("fitkit.sklearn")
+
+
+def test_a_pipeline_of_tfidf_and_a_classifier_trains_on_sparse_text():
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+
+    texts = ["good film", "fine good story", "bad film", "dull bad plot"] * 6
+    labels = ["+", "+", "-", "-"] * 6
+    pipeline = make_pipeline(
+        TfidfVectorizer(),
+        Classifier(lambda n_features: torch.nn.Linear(n_features, 2), epochs=10, random_state=0),
+    )
+    search = GridSearchCV(pipeline, {"classifier__learning_rate": [0.001, 0.1]}, cv=2)
+    search.fit(texts, labels)
+    assert search.best_params_ == {"classifier__learning_rate": 0.1}
+    assert search.score(texts, labels) == 1.0
+    x = TfidfVectorizer().fit_transform(texts)
+    sparse, dense = (
+        Classifier(torch.nn.Linear(x.shape[1], 2), random_state=0).fit(data, labels)
+        for data in (x, x.toarray())
+    )
+    assert np.array_equal(sparse.predict_proba(x), dense.predict_proba(x.toarray()))
