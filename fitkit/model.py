@@ -852,7 +852,9 @@ class Model(Module):
 
 
 def load_model(path: Any, net: nn.Module = None) -> Model:  # type: ignore[assignment]
-    """A compiled model from a checkpoint whose optimizer, loss and metrics were given by name.
+    """A compiled model from a checkpoint whose loss and metrics were given by name.
+
+    The optimizer was given by name too, or as an instance of a class of `torch.optim`.
 
     Args:
         path: a file that `Model.save` wrote. Names in it are looked up among fitkit's own;

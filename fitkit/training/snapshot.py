@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ from fitkit.arguments import describe
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.module import Module
-from fitkit.optimizers import held_by, load_state
+from fitkit.optimizers import OPTIMIZERS, class_of, held_by, load_state
 from fitkit.training.check_state import (
     check_progress,
     check_scheduler_state,
@@ -105,7 +106,7 @@ def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], di
     give = _giving(model, spread=spread)
     progress = model._fitkit.fit_state.progress if run is None else run.progress()
     state = {
-        "compiled": named_arguments(model._fitkit.compilation.given),
+        "compiled": named_arguments(model),
         "progress": None if progress is None else progress.as_dict(),
     }
     with model._fitkit.fit_state.evaluated() as own:
@@ -414,8 +415,13 @@ def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None
         )
 
 
-def named_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`compile`'s arguments as far as they are plain data; others as None and a note."""
+def named_arguments(model: Module) -> dict[str, Any]:
+    """`compile`'s arguments as far as they are plain data; others as None and a note.
+
+    An optimizer that is an instance of a class that has a name is described by that, by what it
+    was made with, and by its groups.
+    """
+    given, names = model._fitkit.compilation.given, _names_of(model)
     kept: dict[str, Any] = {"named": {}, "objects": []}
     for name in NAMED:
         value = given[name]
@@ -425,7 +431,55 @@ def named_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             kept["named"][name] = value
         else:
             kept["objects"].append(name)
+    optimizer = given["optimizer"]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = class_of(optimizer).__name__
+        if kind in OPTIMIZERS and OPTIMIZERS[kind] is class_of(optimizer):
+            kept["instance"] = {
+                "class": kind,
+                "options": plain_options(optimizer),
+                "groups": [
+                    {"names": own, "options": _plain_part(group)}
+                    for own, group in zip(
+                        _names_in(optimizer, names), optimizer.param_groups, strict=True
+                    )
+                ],
+            }
     return kept
+
+
+def _plain_part(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings that a file can hold."""
+    return {name: value for name, value in group.items() if name != "params" and is_plain(value)}
+
+
+def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
+    """The optimizer that `named_arguments` described; None where its parts aren't the model's.
+
+    Raises:
+        Exception: of any kind, where the description is no optimizer's.
+    """
+    if not isinstance(instance, dict) or not is_plain(instance):
+        return None
+    own = dict(model.named_parameters())
+    if not all(name in own for group in instance["groups"] for name in group["names"]):
+        return None
+    kind = OPTIMIZERS[instance["class"]]
+    taken = inspect.signature(kind).parameters
+
+    def settings(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        plain = {name: given[name] for name in names if name in given}
+        return {n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()}
+
+    options = settings(instance["options"], taken)
+    groups = [
+        {
+            **settings(group["options"], [*instance["options"], "name"]),
+            "params": [own[name] for name in group["names"]],
+        }
+        for group in instance["groups"]
+    ]
+    return kind(groups, **options)
 
 
 def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
@@ -436,7 +490,8 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
 
     Raises:
         ArgumentTypeError: `net` is no module.
-        CheckpointError: optimizer, loss or metrics were objects, which no file can hold.
+        CheckpointError: loss, metrics, or an optimizer of a class of the user's own were objects,
+            which no file can hold.
     """
     if not isinstance(net, torch.nn.Module):
         raise ArgumentTypeError(
@@ -453,6 +508,15 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
             "fitkit.Model(net); model.compile(…) as it was; model.load(path)."
         )
     objects = [name for name in NAMED if name in others]
+    if objects == ["optimizer"] and isinstance(compiled, dict) and "instance" in compiled:
+        try:
+            optimizer = _made_again(compiled["instance"], model)
+        except Exception as error:
+            raise CheckpointError(
+                f"{os.fspath(path)} describes an optimizer that can't be made: {error}"
+            ) from error
+        if optimizer is not None:
+            named, objects = {**named, "optimizer": optimizer}, []
     if objects:
         raise CheckpointError(
             f"{os.fspath(path)} was saved by a model whose {', '.join(map(str, objects))} "
