@@ -100,7 +100,9 @@ def named_outputs(prediction: Any) -> dict[str, Any]:
     return {SINGLE: prediction}
 
 
-def by_output(value: Any, names: Sequence[str], what: str) -> dict[str, Any]:
+def by_output(
+    value: Any, names: Sequence[Any], what: str, trained: Sequence[Any] = ()
+) -> dict[Any, Any]:
     """What belongs to each output: `value`, a list or a dict of one entry an output.
 
     Args:
@@ -108,6 +110,7 @@ def by_output(value: Any, names: Sequence[str], what: str) -> dict[str, Any]:
             outputs a list in their order or a dict by their names. A dict may leave out some.
         names: the outputs' names.
         what: what `value` is, for the message ("loss", "target").
+        trained: the outputs that have a loss; a list of so many entries belongs to them, in order.
 
     Raises:
         ConfigurationError: names that no output has, or a list of another length.
@@ -126,6 +129,8 @@ def by_output(value: Any, names: Sequence[str], what: str) -> dict[str, Any]:
             )
         return {name: value[name] for name in names if name in value}
     if isinstance(value, (list, tuple)):
+        if len(value) != len(names) and len(value) == len(trained):
+            return dict(zip(trained, value, strict=True))
         if len(value) != len(names):
             raise ConfigurationError(
                 f"{what} has {len(value)} entries, but the net has {len(names)} outputs: "

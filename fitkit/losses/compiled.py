@@ -68,6 +68,11 @@ class _Plan:
     def is_whole(self) -> bool:
         return self.parts[0].output is None
 
+    @property
+    def trained(self) -> list[Any]:
+        """The outputs that have a loss."""
+        return [part.output for part in self.parts]
+
     def pairs(self, prediction: Any, target: Any) -> list[tuple[_Part, Any, Any]]:
         """Each part with its prediction and its target."""
         if self.is_whole:
@@ -78,7 +83,7 @@ class _Plan:
 
     def targets(self, target: Any) -> dict[Any, Any]:
         """The target of each trained output; None for one that has none."""
-        trained: list[Any] = [part.output for part in self.parts]
+        trained = self.trained
         if self.is_whole:
             return {None: target}
         if target is None or (len(trained) == 1 and not is_container(target)):
@@ -87,7 +92,7 @@ class _Plan:
         is_named = isinstance(target, Mapping) and trained != [SINGLE]
         if len(self.outputs) == 1 and not is_named:
             return {trained[0]: by_output(target, [SINGLE], "target")[SINGLE]}
-        given = by_output(target, self.outputs, "target")
+        given = by_output(target, self.outputs, "target", trained)
         return {name: given.get(name) for name in trained}
 
     def weights(self, weight: Any) -> dict[Any, Any]:
@@ -97,7 +102,7 @@ class _Plan:
         if isinstance(weight, (list, tuple, Mapping)):
             if self.is_whole or len(self.outputs) == 1:
                 return {self.parts[0].output: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
-            return by_output(weight, self.outputs, "sample_weight")
+            return by_output(weight, self.outputs, "sample_weight", self.trained)
         return dict.fromkeys((part.output for part in self.parts), weight)
 
 
@@ -142,6 +147,11 @@ class CompiledLoss:
         if self._plan is None or len(self._plan.parts) < 2:
             return []
         return [part.name for part in self._plan.parts]
+
+    @property
+    def trained(self) -> list[Any]:
+        """The outputs that have a loss; none before `check`, and where a loss takes all at once."""
+        return [] if self._plan is None or self._plan.is_whole else self._plan.trained
 
     def may_count(self, targets: list[Any] | None) -> bool:
         """Whether some loss may be a mean over something else than samples.

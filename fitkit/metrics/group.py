@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class CompiledMetrics:
         self._given = [specs for specs in given if specs]
         self._groups: dict[Hashable, OutputGroup] | None = None
         self.only: OutputGroup | None = None
+        self._trained: Sequence[Any] = ()
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -78,13 +79,20 @@ class CompiledMetrics:
         fresh._groups = fresh.only = None
         return fresh
 
-    def start(self, prediction: Any, target: Any, hint: Callable[[Any], LossHint]) -> None:
+    def start(
+        self,
+        prediction: Any,
+        target: Any,
+        hint: Callable[[Any], LossHint],
+        trained: Sequence[Any] = (),
+    ) -> None:
         """Build the metrics by the first batch; later calls do nothing.
 
         Args:
             prediction: what the net gave.
             target: its targets.
             hint: tells of each output what its loss knows.
+            trained: the outputs that have a loss; targets may be those of them alone.
 
         Raises:
             ConfigurationError: metrics that don't fit the outputs, or an output of which no
@@ -93,7 +101,8 @@ class CompiledMetrics:
         if self._groups is not None:
             return
         outputs: dict[Any, Any] = named_outputs(prediction)
-        targets = _targets(target, list(outputs))
+        self._trained = trained
+        targets = _targets(target, list(outputs), trained)
         keys = LogKeys(outputs)
         given = [(specs, specs.for_outputs(list(outputs))) for specs in self._given]
         groups: dict[Hashable, OutputGroup] = {}
@@ -139,8 +148,8 @@ class CompiledMetrics:
             raise RuntimeError("CompiledMetrics.update() came before CompiledMetrics.start()")
         outputs: dict[Any, Any] = named_outputs(prediction)
         names = list(outputs)
-        targets = _targets(target, names)
-        weights = {} if weight is None else _weights(weight, names)
+        targets = _targets(target, names, self._trained)
+        weights = {} if weight is None else _weights(weight, names, self._trained)
         for name, group in self._groups.items():
             group.update(outputs[name], targets[name], weights.get(name))
 
@@ -204,18 +213,20 @@ def _has_target(specs: Specs, output: Hashable, targets: Mapping[Any, Any]) -> b
     return output in targets
 
 
-def _targets(target: Any, outputs: list[Any]) -> dict[Any, Any]:
+def _targets(target: Any, outputs: list[Any], trained: Sequence[Any]) -> dict[Any, Any]:
     """The targets by output; a net of one named output takes them without its name too."""
     if len(outputs) == 1 and isinstance(target, Tensor):
         return {outputs[0]: target}
-    return by_output(target, outputs, "target")
+    if len(trained) == 1 and isinstance(target, Tensor):
+        return {trained[0]: target}
+    return by_output(target, outputs, "target", trained)
 
 
-def _weights(weight: Any, outputs: list[Any]) -> dict[Any, Any]:
+def _weights(weight: Any, outputs: list[Any], trained: Sequence[Any]) -> dict[Any, Any]:
     """The sample weights by output; one tensor counts for all."""
     if isinstance(weight, Tensor):
         return dict.fromkeys(outputs, weight)
-    return by_output(weight, outputs, "sample_weight")
+    return by_output(weight, outputs, "sample_weight", trained)
 
 
 class OutputGroup:

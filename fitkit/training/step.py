@@ -296,7 +296,7 @@ class CompiledStep:
             for targets in self.all_targets:
                 self.loss.check_labels(targets)
             if self.meters is not None:
-                self.meters.start(prediction, y, self.loss.hint)
+                self.meters.start(prediction, y, self.loss.hint, self.loss.trained)
         self.checked = True
         self._had_target = y is not None
 

@@ -1129,3 +1129,33 @@ def test_a_subclass_may_use_keras_names_for_its_own():
     other = fitkit.Model()
     other.add_module("layers", torch.nn.Linear(4, 3))
     assert isinstance(other.layers, torch.nn.Linear)
+
+
+class Three(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in range(3))
+
+    def forward(self, x):
+        return tuple(layer(x) for layer in self.layers)
+
+
+@pytest.mark.parametrize("weight", [None, np.linspace(0.5, 2, 24).astype("float32")])
+def test_keras_targets_of_the_trained_outputs_alone_are_matched_in_order(weight):
+    a, b = X[:, :1], X[:, 1:2]
+    given = {"loss": [None, "mse", "mae"], "metrics": ["mae"]}
+    found = []
+    for y in ((a, b), {"output_1": a, "output_2": b}):
+        fitkit.set_seed(0)
+        model = fitkit.Model(Three())
+        model.compile("sgd", **given)
+        weights = None if weight is None else weight[: len(X)]
+        history = model.fit(X, y, sample_weight=weights, epochs=2, verbose=0).history
+        found.append((history, model.evaluate(X, y, return_dict=True, verbose=0)))
+    assert found[0] == found[1]
+    assert "output_1_mae" in found[0][0] and "output_0_mae" not in found[0][0]
+    model = fitkit.Model(Three())
+    model.compile("sgd", [None, "mse", None], metrics=["mae"])
+    assert "output_1_mae" in model.fit(X, a, verbose=0).history
+    with pytest.raises(fitkit.ConfigurationError, match=r"target has 4 entries.*3 outputs"):
+        model.fit(X, (a, a, a, a), verbose=0)
