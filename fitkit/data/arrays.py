@@ -209,13 +209,14 @@ def _strings(array: np.ndarray[Any, Any], name: str) -> str:
     except ValueError:
         text = ", ".join(repr(item) for item in dict.fromkeys(array.flat[:3].tolist()))
         return (
-            f"{name} holds strings ({text}, …), and a net computes with numbers. Number the "
-            f"classes: classes, {name} = numpy.unique({name}, return_inverse=True); class i is "
-            "classes[i] then. fitkit.sklearn.Classifier takes labels of strings as they are."
+            f"{name} has the dtype {array.dtype}, strings ({text}, …), and a net computes with "
+            f"numbers. Number the classes: classes, {name} = numpy.unique({name}, "
+            "return_inverse=True); class i is classes[i] then. fitkit.sklearn.Classifier takes "
+            "labels of strings as they are."
         )
     return (
-        f"{name} holds numbers that are written as strings ({array.flat[0]!r}, …). Write "
-        f"{name}.astype('float32')."
+        f"{name} has the dtype {array.dtype}, numbers written as strings ({array.flat[0]!r}, …). "
+        f"Write {name}.astype('float32')."
     )
 
 

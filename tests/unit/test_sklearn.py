@@ -221,7 +221,7 @@ def test_a_pipeline_of_tfidf_and_a_classifier_trains_on_sparse_text():
     assert search.score(texts, labels) == 1.0
     x = TfidfVectorizer().fit_transform(texts)
     sparse, dense = (
-        Classifier(torch.nn.Linear(x.shape[1], 2), random_state=0).fit(data, labels)
+        Classifier(pipeline[-1].net, random_state=0).fit(data, labels)
         for data in (x, x.toarray())
     )
     assert np.array_equal(sparse.predict_proba(x), dense.predict_proba(x.toarray()))
