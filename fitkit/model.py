@@ -866,12 +866,6 @@ def load_model(path: Any, net: nn.Module = None) -> Model:  # type: ignore[assig
         CheckpointError: damaged, not for this net, or objects were compiled, which no file can
             hold; the message says what to compile.
     """
-    if net is None:
-        raise ArgumentTypeError(
-            f"load_model({describe(path)}) needs the net too: a file holds numbers and no code. "
-            "Build the network as it was and write "
-            f"fitkit.load_model({describe(path)}, net)."
-        )
     model: Model = restored_model(path, net, Model)
     return model
 

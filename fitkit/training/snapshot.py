@@ -496,7 +496,8 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
     if not isinstance(net, torch.nn.Module):
         raise ArgumentTypeError(
             f"net={describe(net)} must be the torch.nn.Module whose weights the file has: a file "
-            "holds numbers and no classes."
+            "holds numbers and no code. Build the network as it was, and write "
+            f"fitkit.load_model({describe(path)}, net)."
         )
     with files.open_checkpoint(path) as found:
         compiled = found.state.get("compiled")
