@@ -243,7 +243,8 @@ class Model(Module):
             replace_sampler: whether a loader's sampler is dealt out among the ranks. Default True.
             benchmark: `torch.backends.cudnn.benchmark` for the length of each call; None
                 (default) leaves it.
-            deterministic: True, False or `"warn"`: torch's deterministic algorithms, likewise.
+            deterministic: True, False or `"warn"`: torch's deterministic algorithms, for the
+                length of each call; None (default) leaves them.
             jit_compile: True for `torch.compile` of the net, or a dict of its options.
             matmul_precision: `"highest"` (float32 throughout), `"high"` (TF32 on CUDA) or
                 `"medium"` (bfloat16 where the device has kernels for it): of float32 matrix

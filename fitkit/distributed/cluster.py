@@ -53,7 +53,7 @@ class Cluster:
             taken to fill one node after the other, which is their default.
         num_nodes: how many nodes.
         master_address: where rank 0 can be reached; None where the launcher doesn't say.
-        master_port: likewise.
+        master_port: where it listens there; None where the launcher doesn't say.
         elastic: whether the launcher may start the job again on fewer or more nodes
             (`torchrun --max-restarts` above 0; the range itself is not in the environment).
             Its number of nodes is then the one that counts.
@@ -529,7 +529,8 @@ def check_agreement(cluster: Cluster | None, devices: int | None, num_nodes: int
     Args:
         cluster: what was started; None where nothing was.
         devices: processes for each node; None for as many as there are ("auto").
-        num_nodes: likewise. An elastic launch has its own number, whatever is written here.
+        num_nodes: how many nodes; None for as many as there are. An elastic launch has its own
+            number, whatever is written here.
 
     Raises:
         ConfigurationError: they differ. The message has both numbers. It is raised for one
