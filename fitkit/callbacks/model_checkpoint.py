@@ -26,7 +26,7 @@ from fitkit.callbacks.checkpoint_writer import (
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import AnyRankFlag, from_rank_zero, print_on_rank_zero, several_ranks
 from fitkit.checkpoint import is_there
-from fitkit.checkpoint.formats import FORMATS
+from fitkit.checkpoint.formats import FORMATS, written_suffixes
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import nearest
 
@@ -128,7 +128,7 @@ class ModelCheckpoint(Callback):
             save_top_k = 1 if save_top_k is None else save_top_k
         self._names = FileNames(
             _joined(filepath, dirpath, filename),
-            (*WHOLE, *_written()) if save_weights_only else WHOLE,
+            written_suffixes() if save_weights_only else WHOLE,
             "weights" if save_weights_only else "whole checkpoints",
         )
         if asynchronous and self._names.suffix.lower() == ".dcp":
@@ -425,10 +425,6 @@ class ModelCheckpoint(Callback):
                 remove_unwanted(path)
 
 
-def _written() -> list[str]:
-    return [suffix for suffix in FORMATS if suffix != ".ckpt"]  # Lightning's files are only read
-
-
 def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
     """The template that `filepath`, or `dirpath` and `filename`, ask for."""
     if dirpath is None and filename is None:
@@ -447,7 +443,7 @@ def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
     if filename is not None and (not isinstance(filename, str) or not filename):
         raise ArgumentTypeError(f"filename={describe(filename)} must be a string.")
     name = filename or "{epoch}-{step}"
-    if not name.lower().endswith((*WHOLE, *FORMATS)):  # a point may stand in a format, too
+    if not name.lower().endswith(tuple(FORMATS)):  # a point may stand in a format, too
         name += ".h5"
     # Braces in a folder's name are not fields.
     folder = os.fspath(dirpath or "").replace("{", "{{").replace("}", "}}")

@@ -90,6 +90,11 @@ class WeightFormat(Protocol):
 FORMATS: Registry[WeightFormat] = Registry("suffix")
 
 
+def written_suffixes() -> tuple[str, ...]:
+    """The ends of the names of weight files that can be written, not only read."""
+    return tuple(s for s in FORMATS if not getattr(FORMATS[s], "is_read_only", False))
+
+
 def format_of(path: str | os.PathLike[str]) -> WeightFormat:
     """The format that the end of the file's name asks for; case doesn't matter.
 

@@ -78,6 +78,8 @@ class TorchFile:
 class LightningFile(TorchFile):
     """Lightning's `.ckpt` files, for their weights: the same archive, with more beside these."""
 
+    is_read_only = True
+
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Refuse: a file of that name is expected to hold what only Lightning can make."""
         raise ConfigurationError(

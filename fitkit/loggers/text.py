@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from fitkit.loggers.base import Logger
 
 
 class _TextLogger(Logger):
-    """Writes a line for each record."""
+    """Writes a line for each record, to a file of its kind."""
 
+    _kind: Callable[[Path, str], TextFile]
     _file: TextFile
 
     def __init__(
@@ -35,6 +37,7 @@ class _TextLogger(Logger):
         self.path: Path = checked_path(path)
         check_flag("append", append)
         self.append = append
+        self._file = self._kind(self.path, "step")
 
     def start(self) -> None:
         after = self.step + 1 if self.resumes else None
@@ -64,15 +67,7 @@ class CSV(_TextLogger):
         OSError: when fit begins, a file that can't be written.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        update_freq: str | int = "epoch",
-        *,
-        append: bool = False,
-    ) -> None:
-        super().__init__(path, update_freq, append=append)
-        self._file = Table(self.path, "step")
+    _kind = Table
 
     @property
     def hyperparameters_path(self) -> Path:
@@ -102,17 +97,8 @@ class JSONLines(_TextLogger):
         OSError: when fit begins, a file that can't be written.
     """
 
+    _kind = JSONLinesFile
     _file: JSONLinesFile
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        update_freq: str | int = "epoch",
-        *,
-        append: bool = False,
-    ) -> None:
-        super().__init__(path, update_freq, append=append)
-        self._file = JSONLinesFile(self.path, "step")
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
         if not self.resumes:
