@@ -427,9 +427,7 @@ class Regressor(RegressorMixin, NetEstimator):
     Args:
         net: as in `Classifier`; it gives a column a target, so one where `y` is (N,).
         loss: as in `Model.compile`. Default None: `"mse"`.
-        optimizer, learning_rate, metrics, epochs, batch_size, validation_split, callbacks,
-            verbose, random_state, dtype, net_options, compile_options, fit_options: as in
-            `Classifier`.
+        optimizer: as in `Classifier`, like every argument that follows it there.
 
     Attributes:
         n_features_in_, feature_names_in_, net_, model_, history_: as in `Classifier`.
