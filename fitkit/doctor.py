@@ -15,14 +15,14 @@ import torch
 
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.collectives import SECRET
-from fitkit.distributed.devices import Machine
+from fitkit.distributed.devices import Machine, cpu_count, overload
 from fitkit.distributed.free_devices import GPU, probe_gpus
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.errors import ConfigurationError
 
 NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle", "xxhash", "safetensors")
 VARIABLES = re.compile(
-    r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|OMP_NUM_THREADS|SLURM_(JOB_ID|PROCID|NTASKS|NNODES)"
+    r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|OMP_(NUM_THREADS|WAIT_POLICY)|SLURM_(JOB_ID|PROCID|NTASKS|NNODES)"
     r"|(RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
     r"|TORCHELASTIC_RUN_ID|(OMPI_COMM_WORLD|PMI|HOROVOD)_(RANK|SIZE)"
     r"|(NCCL|GLOO|FITKIT|PYTORCH)_\w+)"
@@ -83,12 +83,13 @@ def _version(package: str) -> str:
 
 
 def _machine() -> dict[str, str]:
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = torch.cuda.device_count()
+    busy = overload()
     built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "no GPU")
     return {
-        "cpu": f"{os.cpu_count()} cores, {own} for this process, of which torch uses "
+        "cpu": f"{os.cpu_count()} cores, {cpu_count()} for this process, of which torch uses "
         f"{torch.get_num_threads()}",
+        **({} if busy is None else {"load": busy}),
         "memory": _memory(),
         "cuda": f"{count} device{'' if count == 1 else 's'} (torch was built for {built})",
         **_gpus(count),

@@ -15,6 +15,7 @@ from fitkit.arguments import check_count, check_flag
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.ranks import from_all_ranks, print_on_rank_zero
 from fitkit.callbacks.rates import optimizers_of
+from fitkit.distributed.devices import overload
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.optimizers import FUSED, class_of
@@ -235,9 +236,9 @@ class Profiler(Callback):
         if self.every and (epoch + 1) % self.every == 0:
             epochs = self.params.get("epochs", epoch + 1)
             title = f"Epoch {epoch + 1}/{epochs} took {self.wall_s:,.3f} s:"
-            print_on_rank_zero(
-                self.model, table(title, self.ranks, self.callbacks, may_fuse=self._may_fuse())
-            )
+            text = table(title, self.ranks, self.callbacks, may_fuse=self._may_fuse())
+            busy = overload()
+            print_on_rank_zero(self.model, text if busy is None else f"{text}\n-> {busy}")
 
     def _may_fuse(self) -> bool:
         """Whether an optimizer could update all weights in one kernel, and doesn't."""

@@ -7,6 +7,7 @@ devices table can be tested without a GPU.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from typing import Any
 
@@ -49,6 +50,34 @@ class Machine:
             "mps": int(self.has_mps),
             "xla": self.xla_count or 0,
         }[kind]
+
+
+def cpu_count() -> int:
+    """How many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def overload(extra: float = 1.5) -> str | None:
+    """What to say of a machine whose programs want more cores than it has; None where it has them.
+
+    Args:
+        extra: how many programs too many there are, over the last minute, before it is said.
+    """
+    try:
+        load, cores = os.getloadavg()[0], cpu_count()
+    except (AttributeError, OSError):  # Windows has no such average
+        return None
+    if load < cores + extra:
+        return None
+    what = f"{load:.0f} programs or threads want this machine's {cores} cores"
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return f"{what}."
+    return (
+        f"{what}, and torch's threads hold a core while they wait for one another. "
+        "Start Python with OMP_WAIT_POLICY=passive, or with OMP_NUM_THREADS=1."
+    )
 
 
 def choose_kind(accelerator: Any, machine: Machine) -> str:

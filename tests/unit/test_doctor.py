@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fitkit import doctor
+from fitkit.distributed import devices
 from fitkit.distributed.free_devices import GPU
 
 LAUNCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",
@@ -80,3 +81,20 @@ def test_gpus_have_a_line_each_and_a_broken_one_its_reason(report, monkeypatch):
     assert lines["cuda:1"] == "can't be used: no answer within 90 s"
     assert lines["devices='auto'"] == "cuda:0, cuda:1"
     assert lines["strategy='auto'"] == "'ddp_spawn', 2 ranks in all"
+
+
+@pytest.mark.parametrize(
+    ("load", "policy", "text"),
+    [
+        (1.0, None, None),
+        (8.2, None, "8 programs or threads want this machine's 2 cores, and torch's threads hold"),
+        (8.2, "passive", "8 programs or threads want this machine's 2 cores."),
+    ],
+)
+def test_a_busy_machine_has_a_line_that_says_what_helps(report, monkeypatch, load, policy, text):
+    monkeypatch.setattr(devices, "cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    lines = lines_of(report(**({} if policy is None else {"OMP_WAIT_POLICY": policy})))
+    assert lines.get("load", "").startswith(text or "") and ("load" in lines) is (text is not None)
+    assert ("OMP_NUM_THREADS=1" in lines.get("load", "")) is (text is not None and policy is None)

@@ -285,6 +285,16 @@ def test_the_advice_is_about_the_largest_part(seconds, text):
     assert text in found[0]
 
 
+def test_a_busy_machine_is_named_below_the_table(monkeypatch, capsys):
+    model = fitkit.Model(torch.nn.Linear(4, 1))
+    model.compile("sgd", "mse", accelerator="cpu", devices=1)
+    for busy in (None, "9 programs want 2 cores."):
+        monkeypatch.setattr(profiler_module, "overload", lambda busy=busy: busy)
+        model.fit(torch.rand(8, 4), torch.rand(8, 1), verbose=0, callbacks=Profiler())
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert (last == "-> 9 programs want 2 cores.") is (busy is not None)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "helps"),
     [
