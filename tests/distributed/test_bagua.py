@@ -14,6 +14,7 @@ import fitkit
 from fitkit.callbacks import Callback
 from fitkit.optimizers import QAdamOptimizer
 from fitkit.strategies import BaguaStrategy, DDPSpawnStrategy
+from tests.limits import patience
 from tests.nets import classification, dense
 from tests.reference import assert_same_weights, plain_loop, slices
 
@@ -337,7 +338,7 @@ def test_torchrun_s_ranks_agree_after_an_async_training(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
          str(script)],
-        capture_output=True, text=True, timeout=100, env=surroundings,
+        capture_output=True, text=True, timeout=patience(100), env=surroundings,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sums = {line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank")}

@@ -15,6 +15,7 @@ import torch
 import fitkit
 from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint
 from fitkit.errors import CheckpointError
+from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -75,7 +76,7 @@ def ended(process, folder, seconds=100):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while left := [path.name for path in folder.glob("pid*") if lives(int(path.name[3:]))]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
@@ -96,7 +97,7 @@ def steps_made(folder):
 
 
 def wait_for_step(folder, number, process):
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + patience(90)
     while steps_made(folder) < number:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline

@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+from tests.limits import patience
+
 pytest.importorskip("torchmetrics")
 pytestmark = pytest.mark.timeout(150)
 
@@ -139,7 +141,7 @@ def nodes_run(folder, text, nodes=2):
             stack.callback(process.wait)
             stack.callback(process.terminate)
             started.append(process)
-        told = [process.communicate(timeout=120)[1] for process in started]
+        told = [process.communicate(timeout=patience(120))[1] for process in started]
     return [(process.returncode, err) for process, err in zip(started, told, strict=True)]
 
 

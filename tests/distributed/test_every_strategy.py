@@ -16,6 +16,7 @@ import torch
 
 from fitkit.distributed.exchange import ALGORITHMS
 from fitkit.distributed.strategies import STRATEGIES
+from tests.limits import patience
 from tests.nets import dense
 from tests.reference import plain_loop, slices
 
@@ -122,7 +123,7 @@ def test_a_strategy_trains_evaluates_predicts_saves_resumes_and_fails_well(
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
     assert ended.returncode != 0 and "on purpose" in ended.stderr, ended.stderr
     result = json.loads(ended.stdout.strip().splitlines()[-1])

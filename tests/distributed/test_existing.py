@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from tests.limits import patience
+
 pytestmark = pytest.mark.timeout(90)
 
 BEGIN = """
@@ -44,7 +46,7 @@ def begin(tmp_path, text, launcher=(), **variables):
 def torchrun(tmp_path, text):
     options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with begin(tmp_path, text, [sys.executable, *options]) as process:
-        out, err = process.communicate(timeout=80)
+        out, err = process.communicate(timeout=patience(80))
     return process.returncode, out, err
 
 
@@ -85,7 +87,7 @@ def test_the_tasks_of_slurm_are_the_ranks(tmp_path):
     ]
     for process in processes:
         with process:
-            _, err = process.communicate(timeout=80)
+            _, err = process.communicate(timeout=patience(80))
         assert process.returncode == 0, err
     assert_two_ranks_agree(tmp_path)
 
@@ -95,6 +97,6 @@ def test_the_tasks_of_slurm_are_the_ranks(tmp_path):
 def test_the_processes_of_mpirun_are_the_ranks(tmp_path):
     options = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
     with begin(tmp_path, NUMBERS, options) as process:
-        _, err = process.communicate(timeout=80)
+        _, err = process.communicate(timeout=patience(80))
     assert process.returncode == 0, err
     assert_two_ranks_agree(tmp_path)

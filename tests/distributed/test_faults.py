@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import fitkit
 from fitkit.callbacks import LambdaCallback
 from fitkit.distributed.launchers.workers import end_workers
+from tests.limits import patience
 from tests.nets import classification
 
 pytestmark = pytest.mark.timeout(120)
@@ -143,7 +144,7 @@ def nothing_left_behind(ports_before):
     memory_before = shared_memory()
     yield
     end_workers()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while children() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert (children(), own_threads(), open_ports()) == ([], [], ports_before)
@@ -206,7 +207,7 @@ def test_a_fault_ends_the_call_and_leaves_nothing(fault, ports_before):
     began = time.monotonic()
     with pytest.raises((fitkit.WorkerError, RuntimeError), match=words) as caught:
         begin()
-    assert time.monotonic() - began < 60  # never a hang; not a measurement
+    assert time.monotonic() - began < patience(60)  # never a hang; not a measurement
     if isinstance(caught.value, fitkit.WorkerError):
         assert caught.value.rank == 1
         # While the user still holds the error, which may be for long in a notebook:
@@ -264,7 +265,7 @@ def test_kill_9_of_the_script_ends_all_ranks_and_their_data_workers(tmp_path):
         assert len(left) == 3  # a worker, and a data worker of each rank
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while any(os.path.exists(f"/proc/{pid}") for pid in left):
         assert time.monotonic() < deadline
         time.sleep(0.1)

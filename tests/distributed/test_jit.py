@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.limits import patience
+
 SCRIPT = """
 import json
 import os
@@ -64,7 +66,7 @@ def test_a_net_of_the_script_is_compiled_on_each_rank_and_computes_the_same(tmp_
     script.write_text(SCRIPT)
     folder.mkdir()
     ran = subprocess.run(
-        [sys.executable, script, folder], capture_output=True, text=True, timeout=110
+        [sys.executable, script, folder], capture_output=True, text=True, timeout=patience(110)
     )
     assert ran.returncode == 0, ran.stderr
     found, processes = json.loads(ran.stdout)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fitkit
+from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -60,7 +61,7 @@ def ended(tmp_path_factory):
     inherited = {name: value for name, value in os.environ.items() if name != "FITKIT_LAUNCHED"}
     done = subprocess.run(
         [sys.executable, *TORCHRUN, str(path)],
-        capture_output=True, text=True, timeout=80, cwd=folder,
+        capture_output=True, text=True, timeout=patience(80), cwd=folder,
         env={**inherited, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     ended = time.time()

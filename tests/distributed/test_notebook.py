@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.limits import patience
+
 nbclient = pytest.importorskip("nbclient", reason="nbclient isn't installed")
 nbformat = pytest.importorskip("nbformat", reason="nbformat isn't installed")
 pytest.importorskip("ipykernel", reason="ipykernel isn't installed")
@@ -48,14 +50,14 @@ print(os.getpid(), subprocess.run(children, capture_output=True, text=True).stdo
 def test_ddp_trains_in_a_notebook_with_worker_processes_that_go_with_it(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=patience(90), kernel_name="python3").execute()
     cells = [[output.get("text", "") for output in cell.outputs] for cell in notebook.cells]
     pids = [int(pid) for pid in "".join(cells.pop()).split()]
     said = [text for texts in cells for text in texts]
     assert sum("this is a notebook: worker processes" in text for text in said) == 1
     assert said[-1] == "2 0.0 False\n"
     assert len(pids) >= 2  # the kernel and a worker (ps itself has gone)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)

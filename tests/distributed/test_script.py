@@ -10,6 +10,7 @@ import time
 import pytest
 
 from fitkit.distributed.launchers.script import what_runs_instead_of_a_script
+from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -53,7 +54,7 @@ def start(tmp_path):
         process.kill()
         process.communicate()
     pids = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + patience(15)
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
@@ -156,11 +157,11 @@ def test_the_ranks_go_with_rank_0(start, tmp_path, number):
     process.send_signal(number)
     sent = time.monotonic()
     code, _, err = ended(process)
-    assert code == -number and time.monotonic() - sent < 30
+    assert code == -number and time.monotonic() - sent < patience(30)
     assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
     other = int((tmp_path / "rank1.pid").read_text())
     while os.path.exists(f"/proc/{other}"):
-        assert time.monotonic() - sent < 30
+        assert time.monotonic() - sent < patience(30)
         time.sleep(0.1)
 
 
@@ -238,7 +239,7 @@ def test_every_rank_reads_what_rank_0_has_saved(start, tmp_path, by_torchrun):
     script = SAVES.replace("compiled()", "compiled(strategy='ddp')")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
     process = start(script, *(torchrun if by_torchrun else ()))
-    output, errors = process.communicate(timeout=80)
+    output, errors = process.communicate(timeout=patience(80))
     assert process.returncode == 0, output + errors
     assert (tmp_path / "alone.h5").exists()
     assert (tmp_path / "read0.txt").read_text().startswith("CheckpointError")

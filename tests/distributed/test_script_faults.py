@@ -12,6 +12,7 @@ import pytest
 
 from fitkit.distributed import free_devices
 from fitkit.distributed.launchers.address_file import process_name
+from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,13 +40,14 @@ def run(tmp_path, text, *launcher, **variables):
     """A script's status and standard error; its processes are gone afterwards."""
     (tmp_path / "train.py").write_text(textwrap.dedent(BEGIN) + textwrap.dedent(text))
     done = subprocess.run(
-        [sys.executable, *launcher, "train.py"], capture_output=True, text=True, timeout=110,
+        [sys.executable, *launcher, "train.py"], capture_output=True, text=True,
+        timeout=patience(110),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1",
              **variables},
     )  # fmt: skip
     pids = [path.read_text() for path in tmp_path.glob("rank*.pid")]
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + patience(15)
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)

@@ -16,6 +16,7 @@ from fitkit.callbacks import LambdaCallback
 from fitkit.distributed import collectives, world
 from fitkit.distributed.launchers.address_file import private_folder
 from fitkit.distributed.launchers.workers import end_workers
+from tests.limits import patience
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -79,7 +80,7 @@ def visit(folder, ports):
     """What a stranger gets to; where tests run as root, he is another user."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", textwrap.dedent(STRANGER), str(folder), *map(str, ports)],
-        capture_output=True, text=True, timeout=60, cwd="/",
+        capture_output=True, text=True, timeout=patience(60), cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -150,7 +151,8 @@ def test_a_script_s_ranks_have_no_store_that_a_stranger_could_reach(tmp_path):
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
     done = subprocess.run(
-        [sys.executable, "train.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path,
+        [sys.executable, "train.py"], capture_output=True, text=True,
+        timeout=patience(100), cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -206,7 +208,7 @@ IMPORT = "import fitkit; print('imported')"
 def imports(**variables):
     """Status, output and errors of a session's first process that imports fitkit."""
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=patience(60),
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
     )  # fmt: skip
@@ -254,10 +256,10 @@ def test_a_job_that_a_rank_has_started_outlives_rank_0_and_imports_fitkit(tmp_pa
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
     (tmp_path / "job.py").write_text(textwrap.dedent(job))
     subprocess.run(
-        [sys.executable, "train.py"], check=True, timeout=100, cwd=tmp_path,
+        [sys.executable, "train.py"], check=True, timeout=patience(100), cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while not (tmp_path / "done").exists():
         assert time.monotonic() < deadline, (tmp_path / "said").read_text()
         time.sleep(0.1)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError
+from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -202,7 +203,7 @@ def folder(tmp_path_factory):
     ]  # fmt: skip
     try:
         for process in started:
-            _, errors = process.communicate(timeout=75)
+            _, errors = process.communicate(timeout=patience(75))
             assert process.returncode == 0, errors
     finally:
         for process in started:

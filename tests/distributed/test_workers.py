@@ -25,6 +25,7 @@ from torch.utils.data import (
 import fitkit
 from fitkit.callbacks import Callback, LambdaCallback
 from fitkit.distributed.launchers.workers import end_workers
+from tests.limits import patience
 from tests.nets import classification, dense
 from tests.reference import assert_same_weights, plain_loop
 
@@ -360,7 +361,7 @@ def test_a_rank_that_fails_ends_the_call_with_its_traceback(act, words):
     started = time.monotonic()
     with pytest.raises(fitkit.WorkerError, match=words) as caught:
         compiled().fit(X, Y, batch_size=8, epochs=5, verbose=0, callbacks=at_second_batch(act))
-    assert time.monotonic() - started < 30  # never a hang; not a measurement
+    assert time.monotonic() - started < patience(30)  # never a hang; not a measurement
     assert caught.value.rank == 1
     if act is raise_mine:
         assert "raise_mine" in caught.value.remote_traceback
@@ -374,7 +375,7 @@ def test_an_error_of_rank_0_stays_itself_and_ends_the_others():
 
 
 def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs():
-    strategy = fitkit.strategies.DDPSpawnStrategy(timeout=2)
+    strategy = fitkit.strategies.DDPSpawnStrategy(timeout=patience(2))
     with pytest.raises(fitkit.WorkerError, match=r"Rank 1 did not take part") as caught:
         compiled(strategy=strategy).fit(
             X, Y, batch_size=8, verbose=0, callbacks=at_second_batch(lambda: time.sleep(600))
@@ -477,7 +478,7 @@ def gone(pids, seconds=15):
 
 def test_a_script_needs_no_guard_and_prints_once(tmp_path):
     with script(tmp_path) as process:
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=patience(50))
     assert process.returncode == 0, err
     assert out.split()[0] == "begin" and out.count("begin") == out.count("end") == 1
     assert err == ""
@@ -487,7 +488,7 @@ def test_a_script_needs_no_guard_and_prints_once(tmp_path):
 def test_workers_go_with_a_parent_that_is_killed(tmp_path):
     with script(tmp_path, epochs=10**6) as process:
         assert process.stdout.readline() == "begin\n"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience(30)
         while not (pids := workers_of(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(1.0)

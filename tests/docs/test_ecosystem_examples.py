@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import patience
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,7 +29,7 @@ def test_an_example_keeps_its_promise(tmp_path, name, package, arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=patience(240),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr, done.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import patience
+
 ROOT = Path(__file__).parents[2]
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
@@ -21,7 +23,7 @@ def run(name, folder, *arguments):
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=patience(240),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr, done.stderr
@@ -150,7 +152,7 @@ def test_the_notebook_runs_and_its_outputs_say_what_the_kept_ones_say(monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     kept = nbformat.read(ROOT / "examples" / "many_devices.ipynb", as_version=4)
     notebook = nbformat.from_dict(kept)
-    nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=patience(200), kernel_name="python3").execute()
     results = [printed_by(notebook), printed_by(kept)]
     assert results[0]["2 processes,"] == results[1]["2 processes,"] == "64 samples a batch"
     assert percentages(results[0]["held-out accuracy"])[0] > 90

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
 from fitkit.strategies import DeepSpeedStrategy
+from tests.limits import patience
 from tests.nets import classes_in_turn, dense
 from tests.reference import assert_same_optimizer_state, assert_same_weights, plain_loop, slices
 
@@ -210,7 +211,8 @@ def test_ranks_of_torchrun_and_of_deepspeeds_own_launcher_train_alike(launcher, 
                       "29611"],
     }[launcher]
     result = subprocess.run(
-        [sys.executable, *start, str(path)], cwd=tmp_path, timeout=150, capture_output=True,
+        [sys.executable, *start, str(path)], cwd=tmp_path,
+        timeout=patience(150), capture_output=True,
         text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
                         "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import patience
+
 if importlib.util.find_spec("horovod") is None:
     pytest.skip("horovod isn't installed here: make test-engines", allow_module_level=True)
 pytestmark = pytest.mark.timeout(200)
@@ -112,7 +114,7 @@ def run(tmp_path, text, strategy, launcher=None):
     began = time.monotonic()
     result = subprocess.run(
         [*launcher, sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True,
-        timeout=150, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
+        timeout=patience(150), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
                           "OMP_NUM_THREADS": "1"})  # fmt: skip
     return result, time.monotonic() - began
 

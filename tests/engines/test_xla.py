@@ -11,6 +11,7 @@ import torch
 
 import fitkit
 from fitkit.distributed.xla_adapters import TorchTPU, adapter_of
+from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(200)
 if importlib.util.find_spec("torch_tpu") is None:
@@ -37,5 +38,5 @@ def test_it_trains_on_the_cpu_where_torch_doesnt_load_the_package():
         model.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
     """
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=90,
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=patience(90),
                    env={**os.environ, **path})

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
+from tests.limits import patience
 
 BATCH = 32
 
@@ -98,7 +99,8 @@ def counted():
     by torch.compile adds 16 calls to each step of all optimizers from then on (torch 2.13)."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.unit.test_calls_per_step"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=100,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+        timeout=patience(100),
     )  # fmt: skip
     return json.loads(ran.stdout)
 

@@ -14,6 +14,8 @@ pytest.importorskip("packaging")
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
+from tests.limits import patience
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGE = CHECKOUT / "fitkit"
 CONFIGURATION = configparser.ConfigParser()
@@ -84,7 +86,9 @@ def test_every_folder_with_code_is_a_package_that_the_wheel_takes_along():
 def test_importing_fitkit_imports_nothing_heavy_besides_torch():
     code = f"import sys, fitkit; fitkit.Model; print([m for m in {HEAVY} if m in sys.modules])"
     command = [sys.executable, "-c", code]
-    outcome = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    outcome = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=patience(60)
+    )
     assert outcome.stdout.strip() == "[]", outcome.stdout + outcome.stderr
 
 

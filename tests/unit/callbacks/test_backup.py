@@ -23,6 +23,7 @@ from fitkit.callbacks.backup import Preempted, SignalNotes
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.folders import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from tests.limits import patience
 from tests.nets import regression
 from tests.reference import assert_same_weights
 
@@ -304,7 +305,7 @@ def run(folder, *arguments):
 
 def ended(process):
     try:
-        return process.wait(timeout=40)
+        return process.wait(timeout=patience(40))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -323,7 +324,7 @@ def steps_made(folder):
 def test_a_script_with_loader_workers_goes_on_after(tmp_path, number, monkeypatch):
     """The signal goes to the whole group, as a scheduler sends it: the loader's workers too."""
     process = run(tmp_path, "0.2", "cut.h5")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while steps_made(tmp_path) < 13 and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)

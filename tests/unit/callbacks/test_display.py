@@ -15,6 +15,7 @@ import pytest
 from fitkit.callbacks.display import chosen_verbose, display_for, encodable, in_notebook
 from fitkit.callbacks.progress import ProgressBar
 from fitkit.errors import ConfigurationError
+from tests.limits import patience
 
 from .progress_runs import CONTROL, Clock, Logs, fit, one_pass, terminal, written
 
@@ -84,7 +85,7 @@ def test_rich_is_not_imported_where_no_bar_is_drawn():
         "bar.on_train_end({}); import fitkit.summary; assert 'rich' not in sys.modules\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patience(60)
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("Epoch 1/1 - ")
@@ -199,7 +200,7 @@ try:
     for epoch in range(2):
         bar.on_epoch_begin(epoch, {})
         for batch in range(40):
-            time.sleep(0.01)
+            time.sleep(0.1 if epoch and batch > 20 else 0.01)  # a busy machine draws late
             if batch == 20: print("printed"); evaluate("auto"); evaluate(1)
             if epoch == 1 and batch == 30: raise KeyboardInterrupt
             bar.on_train_batch_end(batch, {"loss": 0.25})
@@ -239,7 +240,7 @@ def test_in_a_real_terminal_prints_and_nested_calls_leave_the_bar_whole():
     assert re.fullmatch(r"Evaluate - \d+ms - loss 0.5000", screen[1])
     assert re.fullmatch(r"Epoch 1/2 • (\d+ms|[\d.]+s) • loss 0.2500", screen[2])
     assert screen[3] == "printed"
-    assert re.fullmatch(r"Epoch 2/2 ━+╸?─+ 30/40 • loss 0.2500 • 0:00 left", screen[5])
+    assert re.fullmatch(r"Epoch 2/2 ━+╸?─+ 30/40 • loss 0.2500 • 0:0\d left", screen[5])
     assert screen[6:] == ["end TextIOWrapper"]
     assert text.rindex(b"\x1b[?25h") > text.rindex(b"\x1b[?25l")
 

@@ -25,6 +25,7 @@ from fitkit.distributed.free_devices import (
     why_occupied,
 )
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from tests.limits import patience
 
 
 def gpu(index, free=80.0, used=0.5, load=0.0, holders=(), failure=None):
@@ -220,7 +221,7 @@ def test_a_gpu_that_never_answers_is_given_up_and_named(monkeypatch):
     monkeypatch.setattr(free_devices, "run_child", lambda _, timeout_s: run_child(code, timeout_s))
     start = time.monotonic()
     found = probe_gpus(timeout_s=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < patience(5)
     assert found[0] == gpu(0)
     assert "no answer: nothing within 0.5 s" in found[1].failure
 
@@ -242,5 +243,7 @@ def test_a_real_gpu_is_found_and_no_context_is_left():
         "from fitkit.distributed.free_devices import find_usable_cuda_devices; import torch; "
         "print(find_usable_cuda_devices(1), torch.cuda.is_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(100)
+    )
     assert done.stdout.split() == ["[0]", "False"] or "are free" in done.stderr

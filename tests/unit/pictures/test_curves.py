@@ -10,6 +10,7 @@ import torch
 import fitkit
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, ConfigurationError, MissingPackageError
+from tests.limits import patience
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -68,7 +69,7 @@ history.history, history.epoch = {{"loss": [1.0, 2.0]}}, [0, 1]
 history.plot(path={str(tmp_path / "a.png")!r})
 assert "matplotlib.pyplot" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(100))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -14,6 +14,7 @@ from fitkit.distributed.launchers import watch
 from fitkit.distributed.launchers.process import RankProcess, first_lost
 from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
 from fitkit.errors import WorkerError
+from tests.limits import patience
 
 CUT = RuntimeError("[../gloo.cc:99] Connection closed by peer [127.0.0.1]:1234")
 
@@ -117,7 +118,7 @@ def started(code):
 )
 def test_a_process_that_has_ended_says_how(code, words):
     process = started(code)
-    assert process.ends_before(time.monotonic() + 30)
+    assert process.ends_before(time.monotonic() + patience(30))
     failure = first_lost([process])
     assert (failure.rank, failure.what) == (1, words)
     assert failure.text.strip() == ("last" if "last" in code else "")
@@ -131,11 +132,11 @@ print(child.pid, file=sys.stderr)
 """
     process = started(code)
     assert first_lost([process]) is None or not process.lives()
-    assert process.ends_before(time.monotonic() + 30)
+    assert process.ends_before(time.monotonic() + patience(30))
     child = int(process.words())
     os.kill(child, 0)  # it lives
     assert process.failure() is not None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while state(child) not in ("", "Z"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
