@@ -1,5 +1,5 @@
 """Metrics: names and callables, and what torchmetrics computes, summed up over batches."""
 
-from fitkit.metrics.group import CompiledMetrics
+from fitkit.metrics.compiled import CompiledMetrics
 
 __all__ = ["CompiledMetrics"]

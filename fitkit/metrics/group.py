@@ -1,20 +1,18 @@
-"""The metrics that compile was given, summed up over the batches of a call: a group an output."""
+"""The metrics of one output: built by its first batch, fed with batches that wait for others."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
-from fitkit.metrics.buffer import Buffer
 from fitkit.metrics.conversions import AsGiven, FirstBatch, Shifted
 from fitkit.metrics.named import NAMES
-from fitkit.metrics.specs import LogKeys, MetricSpec, Specs
 from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
 from fitkit.metrics.torchmetrics_adapter import (
     TorchMetric,
@@ -22,211 +20,25 @@ from fitkit.metrics.torchmetrics_adapter import (
     share_states,
     wrap_object,
 )
-from fitkit.outputs import SINGLE, LossHint, by_output, named_outputs
 from fitkit.trees import leaves
 
-
-class CompiledMetrics:
-    """The metrics that compile was given, checked at once.
-
-    `begin` gives those of one call of fit or evaluate, which `start` builds by the first batch and
-    `update` feeds. All values are over the samples of this process.
-
-    Args:
-        metrics: a metric, or a list (for every output), a list of lists (one an output) or a
-            dict (one entry an output; for a net with a single output chosen names). A metric is
-            a name, a torchmetrics object, a `MetricCollection`, or a callable
-            `(prediction, target)` that gives the batch's mean or one value a sample.
-        weighted_metrics: the same; their values are weighted by the sample weights. Only means
-            over samples can be: names such as `"accuracy"` and `"mae"`, and callables that
-            give one value a sample.
-
-    Raises:
-        ConfigurationError: an unknown name, or what can't be a metric.
-
-    Attributes:
-        only: the group of the net's one output; None before a first batch, and where it has
-            several.
-    """
-
-    def __init__(self, metrics: Any = None, weighted_metrics: Any = None) -> None:
-        given = Specs(metrics, "metrics"), Specs(weighted_metrics, "weighted_metrics")
-        self._given = [specs for specs in given if specs]
-        self._groups: dict[Hashable, OutputGroup] | None = None
-        self.only: OutputGroup | None = None
-        self._trained: Sequence[Any] = ()
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._given)
-
-    @property
-    def known_names(self) -> list[str]:
-        """The names logged by a net with a single output, as far as they are known by now."""
-        keys = LogKeys([SINGLE])
-        return [
-            keys.key(SINGLE, spec.name, weighted=spec.weighted)
-            for specs in self._given
-            for spec in specs.for_unnamed_output()
-        ]
-
-    def begin(self) -> CompiledMetrics:
-        """These metrics for one call of a verb, without any samples, so that calls can nest.
-
-        The user's torchmetrics objects are copied; the objects themselves stay as they are.
-        """
-        fresh = copy.copy(self)
-        fresh._groups = fresh.only = None
-        return fresh
-
-    def start(
-        self,
-        prediction: Any,
-        target: Any,
-        hint: Callable[[Any], LossHint],
-        trained: Sequence[Any] = (),
-    ) -> None:
-        """Build the metrics by the first batch; later calls do nothing.
-
-        Args:
-            prediction: what the net gave.
-            target: its targets.
-            hint: tells of each output what its loss knows.
-            trained: the outputs that have a loss; targets may be those of them alone.
-
-        Raises:
-            ConfigurationError: metrics that don't fit the outputs, or an output of which no
-                task can be told.
-        """
-        if self._groups is not None:
-            return
-        outputs: dict[Any, Any] = named_outputs(prediction)
-        self._trained = trained
-        targets = _targets(target, list(outputs), trained)
-        keys = LogKeys(outputs)
-        given = [(specs, specs.for_outputs(list(outputs))) for specs in self._given]
-        groups: dict[Hashable, OutputGroup] = {}
-        for output in outputs:
-            found = [
-                spec
-                for specs, specs_of in given
-                if specs_of[output] and _has_target(specs, output, targets)
-                for spec in specs_of[output]
-            ]
-            if found:
-                named = {keys.key(output, s.name, weighted=s.weighted): s for s in found}
-                first = FirstBatch(outputs[output], targets[output], hint(output))
-                with changeable():
-                    groups[output] = OutputGroup(named, first)
-        self._groups = groups
-        if len(outputs) == 1:
-            self.only = next(iter(groups.values()), None)
-
-    @property
-    def has_user_code(self) -> bool:
-        """Whether code of the user's sees each batch; after `start`."""
-        return any(group.sees_each for group in self._started())
-
-    def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
-        """Add a batch; its gradients don't count.
-
-        Args:
-            prediction: what the net gave.
-            target: its targets.
-            weight: one weight a sample, or a dict or list of them by output; None: 1 each.
-        """
-        only = self.only
-        if (
-            only is not None
-            and isinstance(prediction, Tensor)
-            and isinstance(target, Tensor)
-            and (weight is None or isinstance(weight, Tensor))
-        ):
-            only.update(prediction, target, weight)
-            return
-        if self._groups is None:
-            raise RuntimeError("CompiledMetrics.update() came before CompiledMetrics.start()")
-        outputs: dict[Any, Any] = named_outputs(prediction)
-        names = list(outputs)
-        targets = _targets(target, names, self._trained)
-        weights = {} if weight is None else _weights(weight, names, self._trained)
-        for name, group in self._groups.items():
-            group.update(outputs[name], targets[name], weights.get(name))
-
-    def flush(self) -> None:
-        """Count the batches that wait, now that no more come."""
-        for group in self._started():
-            group.flush()
-
-    @contextlib.contextmanager
-    def up_to_date(self) -> Iterator[None]:
-        """Meanwhile all values count the batches that wait, which are joined once for them."""
-        with contextlib.ExitStack() as stack:
-            for group in self._started():
-                stack.enter_context(group.up_to_date())
-            yield
-
-    def results(self) -> dict[str, Any]:
-        """The values over all samples so far, by name.
-
-        Returns:
-            Python floats; an array for a metric of several numbers; for a metric that gives a
-            dict one entry a key, `<name>_<key>`. Metrics without samples are left out.
-        """
-        return dict(pair for group in self._started() for pair in group.results())
-
-    def loss_sums(self) -> tuple[float, float]:
-        """The sum of the losses that `OutputGroup.join_loss` lets be computed, and their number."""
-        return (0.0, 0) if self.only is None else self.only.loss_sums()
-
-    def reset(self) -> None:
-        """Forget all samples; what the first batch told stays."""
-        for group in self._started():
-            group.reset()
-
-    def state(self) -> dict[str, State] | None:
-        """What was summed up on this rank, as plain data by name; None before `start`."""
-        if self._groups is None:
-            return None
-        return {k: state for group in self._started() for k, state in group.states().items()}
-
-    def merge(self, states: list[dict[str, State]]) -> None:
-        """Take the sums of all ranks in place of this rank's own; `reset` ends that.
-
-        Args:
-            states: the `state` of each rank that has one.
-        """
-        for group in self._started():
-            group.load_merged(states)
-
-    def _started(self) -> Iterable[OutputGroup]:
-        return () if self._groups is None else self._groups.values()
+MOST_BATCHES = 256
+"""So many batches are joined at most; an update of torchmetrics then costs 2 µs a batch, not 80."""
+MOST_ELEMENTS = 2**16
+"""So many numbers wait at most, predictions and targets: 0.25 MB in float32, which caches hold."""
+GROWTH = 8
+"""A block is so many times as large as the one before: few blocks are joined, and copied for it."""
+LARGE = 2**15
+"""Batches of more numbers don't wait: to copy them takes longer than what joining saves."""
 
 
-def _has_target(specs: Specs, output: Hashable, targets: Mapping[Any, Any]) -> bool:
-    """Whether an output has targets; metrics for every output go to those that have."""
-    if output not in targets and specs.is_by_output:
-        raise ConfigurationError(
-            f"{specs.argument} were given for the output {output!r}, but the targets are those of "
-            f"{list(targets)}."
-        )
-    return output in targets
+@dataclasses.dataclass(frozen=True)
+class MetricSpec:
+    """One metric and the name that it logs, before clashes are settled."""
 
-
-def _targets(target: Any, outputs: list[Any], trained: Sequence[Any]) -> dict[Any, Any]:
-    """The targets by output; a net of one named output takes them without its name too."""
-    if len(outputs) == 1 and isinstance(target, Tensor):
-        return {outputs[0]: target}
-    if len(trained) == 1 and isinstance(target, Tensor):
-        return {trained[0]: target}
-    return by_output(target, outputs, "target", trained)
-
-
-def _weights(weight: Any, outputs: list[Any], trained: Sequence[Any]) -> dict[Any, Any]:
-    """The sample weights by output; one tensor counts for all."""
-    if isinstance(weight, Tensor):
-        return dict.fromkeys(outputs, weight)
-    return by_output(weight, outputs, "sample_weight", trained)
+    name: str
+    metric: Any
+    weighted: bool
 
 
 class OutputGroup:
@@ -406,3 +218,130 @@ def _naming(name: str) -> Iterator[None]:
         raise ConfigurationError(
             f"metric {name!r} can't be computed of the first batch: {type(error).__name__}: {error}"
         ) from error
+
+
+class Buffer:
+    """Predictions, targets and weights that wait until there are enough of them.
+
+    What waits is copied: a generator may refill its own buffers with the next batch (also
+    through NumPy, of which torch sees nothing), a net may give its input, and one that is
+    compiled with `mode="reduce-overhead"` overwrites its outputs. Large batches neither wait
+    nor are copied.
+
+    Batches of one shape are copied into a block, memory in one piece that is used again and again:
+    a new tensor takes twice a copy's time, and joining them takes no further copy.
+
+    Args:
+        keeps: whether what is taken stays with a metric, which then needs its own memory.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
+        self._kind: Any = None  # what batches that are joined have in common
+        self._like: Any = None  # the shapes and types of the block's batches
+        self._block: tuple[Tensor, Tensor] | None = None
+        self._places: Sequence[tuple[Tensor, Tensor]] = ()  # each batch's part of the block
+        self._used = 0  # of these
+        self._size = 0  # how many numbers one of them has
+        self._full: list[tuple[Tensor, Tensor]] = []  # blocks before this one
+        self._weights: list[Tensor] = []
+        self._waiting = self._elements = 0
+
+    def __bool__(self) -> bool:
+        """Whether any wait."""
+        return self._waiting > 0
+
+    def add(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> Sequence[Batch]:
+        """Let a batch wait, without its gradients.
+
+        Returns:
+            What is to be counted now, before the next `add`, which uses its memory again.
+        """
+        ready: Sequence[Batch] = ()
+        like = (
+            prediction.shape, target.shape, prediction.dtype, target.dtype,
+            None if weight is None else weight.shape,
+        )  # fmt: skip
+        if like != self._like or self._used == len(self._places):
+            if prediction.numel() + target.numel() > LARGE:
+                return *self.take(), self._large(prediction, target, weight)
+            ready = self._begin_block(prediction, target, like)
+        to_prediction, to_target = self._places[self._used]
+        # Asking costs a tenth of detaching.
+        to_prediction.copy_(prediction.detach() if prediction.requires_grad else prediction)
+        to_target.copy_(target.detach() if target.requires_grad else target)
+        if weight is not None:
+            self._weights.append(torch.atleast_1d(weight.detach()).clone())
+        self._used += 1
+        self._waiting += 1
+        self._elements += self._size
+        if self._waiting >= MOST_BATCHES or self._elements >= MOST_ELEMENTS:
+            return *ready, *self.take()
+        return ready
+
+    def _large(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> Batch:
+        prediction, target = prediction.detach(), target.detach().to(prediction.device)
+        if self._keeps:
+            prediction, target = prediction.clone(), target.clone()
+        return Batch(prediction, target, weight)
+
+    def _begin_block(self, prediction: Tensor, target: Tensor, like: Any) -> Sequence[Batch]:
+        """Make an empty block: larger than the last, if that was of this batch's shape.
+
+        Batches whose shapes change from one to the next so take no more memory than their own.
+
+        Returns:
+            What is to be counted, as it can't be joined with such a batch.
+        """
+        shape, target_shape = prediction.shape or (1,), target.shape or (1,)
+        weights = like[4]
+        kind = (
+            len(shape), shape[1:], len(target_shape), target_shape[1:],
+            None if weights is None else (len(weights), weights[1:]),
+        )  # fmt: skip
+        ready: Sequence[Batch] = ()
+        if kind != self._kind:
+            ready, self._kind = self.take(), kind
+        elif self._used:
+            self._full.append(self._used_part())
+        self._size = prediction.numel() + target.numel()
+        most = -(-MOST_ELEMENTS // max(self._size, 1))
+        room = min(GROWTH * len(self._places) if like == self._like else 1, most, MOST_BATCHES)
+        with torch.inference_mode(False), torch.no_grad():
+            # What is made in inference mode can't be written to outside of it.
+            self._block = (
+                prediction.new_empty((room, *shape)),
+                target.new_empty((room, *target_shape), device=prediction.device),
+            )
+            self._places = list(zip(*(part.unbind() for part in self._block), strict=True))
+        self._like, self._used = like, 0
+        return ready
+
+    def _used_part(self) -> tuple[Tensor, Tensor]:
+        assert self._block is not None
+        predictions, targets = (part[: self._used].flatten(0, 1) for part in self._block)
+        return predictions, targets
+
+    def joined(self) -> Batch:
+        """All that wait as one batch."""
+        blocks = [*self._full, self._used_part()] if self._used else self._full
+        predictions, targets = zip(*blocks, strict=True)
+        weight = torch.cat(self._weights) if self._weights else None
+        return Batch(self._one(predictions), self._one(targets), weight)
+
+    def _one(self, parts: tuple[Tensor, ...]) -> Tensor:
+        if len(parts) > 1:
+            return torch.cat(parts)
+        return parts[0].clone() if self._keeps else parts[0]
+
+    def take(self) -> Sequence[Batch]:
+        """All that wait as one batch, if any do, which wait no longer."""
+        batches = (self.joined(),) if self._waiting else ()
+        self.clear()
+        return batches
+
+    def clear(self) -> None:
+        """Forget all that wait; the last block is kept for what comes."""
+        self._full.clear()
+        self._weights.clear()
+        self._used = self._waiting = self._elements = 0

@@ -1,256 +1,256 @@
-"""Meters over their life, and what compile refuses."""
-
-import subprocess
-import sys
-import warnings
+"""Batches wait and are joined; no value changes by that."""
 
 import numpy as np
 import pytest
 import torch
 import torchmetrics
-from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
-from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics.named import NAMES
+from fitkit.metrics import group as module
+from fitkit.metrics.group import MOST_BATCHES, Buffer
 from fitkit.outputs import LossHint
 
 CLASSES = LossHint("logits", "classes")
-LOGITS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [2.0, 0.0, 1.0]])
-LABELS = torch.tensor([0, 2, 1, 1])
 
 
-def test_neither_import_nor_the_commonest_metrics_import_torchmetrics():
-    code = (
-        "import sys, torch; from fitkit.metrics import CompiledMetrics;"
-        "from fitkit.outputs import LossHint;"
-        "m = CompiledMetrics(['accuracy', lambda p, t: 0.0], 'mae').begin();"
-        "p = torch.eye(2); m.start(p, p, lambda _: LossHint('logits', 'classes'));"
-        "m.update(p, p); assert m.results()['accuracy'] == 1.0;"
-        "assert 'torchmetrics' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_before_start_there_is_nothing():
-    meters = CompiledMetrics("accuracy").begin()
-    assert isinstance(meters, CompiledMetrics)
-    assert meters.results() == {}
-    meters.reset()
-    with pytest.raises(RuntimeError, match="start"):
-        meters.update(LOGITS, LABELS)
-
-
-def test_a_started_metric_without_updates_is_left_out_without_a_warning():
-    meters = CompiledMetrics(["accuracy", "f1", lambda p, t: 0.0]).begin()
-    meters.start(LOGITS, LABELS, lambda _: CLASSES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert meters.results() == {}
-
-
-def test_starting_again_changes_nothing():
-    meters = CompiledMetrics("accuracy").begin()
-    meters.start(LOGITS, LABELS, lambda _: CLASSES)
-    meters.update(LOGITS, LABELS)
-    meters.start(torch.zeros(2), torch.zeros(2), lambda _: LossHint())
-    assert meters.results() == {"accuracy": 0.75}
-
-
-def test_results_are_python_floats_in_order():
-    meters = CompiledMetrics(["f1", "accuracy", lambda p, t: p[:, 0] > 0, "auc"]).begin()
-    meters.start(LOGITS, LABELS, lambda _: CLASSES)
-    meters.update(LOGITS, LABELS)
-    found = meters.results()
-    assert list(found) == ["f1", "accuracy", "lambda", "auc"]
-    assert all(type(value) is float for value in found.values())
-
-
-def test_states_made_in_inference_mode_work_outside_it_and_back():
-    composed = MulticlassAccuracy(3) + 0  # one that sees each batch
-    meters = CompiledMetrics(["accuracy", "f1", "auc", lambda p, t: p.mean(), composed]).begin()
-    with torch.inference_mode():
-        prediction = LOGITS * 1
-        meters.start(prediction, LABELS, lambda _: CLASSES)
-        meters.update(prediction, LABELS)
-    inside = meters.results()
-    meters.update(LOGITS, LABELS)
-    with torch.inference_mode():
-        meters.update(LOGITS * 1, LABELS)
-        assert meters.results() == pytest.approx(inside)
-        meters.reset()
-    meters.update(LOGITS, LABELS)
-    assert meters.results() == pytest.approx(inside)
-
-
-def test_the_states_of_two_ranks_merge_to_the_value_over_both():
-    names = ["accuracy", "rmse", "f1", "recall", "auc", "r2", "pearson", "spearman"]
-    whole, one, two = (CompiledMetrics(names).begin() for _ in range(3))
-    prediction, target = torch.rand(10), torch.tensor([0, 1] * 5).float()
-    for meters, part in ((whole, slice(None)), (one, slice(0, 3)), (two, slice(3, None))):
-        meters.start(prediction, target, lambda _: LossHint("probabilities", "binary"))
-        meters.update(prediction[part], target[part])
-    one.merge([one.state(), two.state()])
-    assert one.results() == pytest.approx(whole.results())
-    one.reset()
-    one.update(prediction, target)
-    assert one.results() == pytest.approx(whole.results())
-
-
-@pytest.mark.parametrize("name", list(NAMES))
-def test_every_name_works_on_some_output_over_two_passes(name):
-    meters = CompiledMetrics(name).begin()
-    ways = [
-        (torch.rand(8), torch.tensor([0, 1] * 4), LossHint("probabilities", "binary")),
-        (torch.randn(8, 3), torch.tensor([0, 1, 2, 0] * 2), CLASSES),
-        (torch.rand(8, 3), torch.rand(8, 3), LossHint(task="regression")),
+def batches(count, size=4, classes=3):
+    generator = torch.Generator().manual_seed(12)
+    return [
+        (
+            torch.randn(size, classes, generator=generator),
+            torch.randint(classes, (size,), generator=generator),
+        )
+        for _ in range(count)
     ]
-    for prediction, target, hint in ways:
-        try:
-            meters.start(prediction, target, lambda _: hint)  # noqa: B023
-            meters.update(prediction, target)
-            break
-        except ConfigurationError:
-            meters = CompiledMetrics(name).begin()
-    first = meters.results()
-    assert list(first) == [name]
-    meters.reset()
-    meters.update(prediction, target)
-    second = meters.results()
-    assert (torch.as_tensor(second[name]) == torch.as_tensor(first[name])).all()
 
 
-# ---- what compile refuses ----
-
-
-def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(ConfigurationError, match="metric='acuracy'.*Did you mean 'accuracy'"):
-        CompiledMetrics(["acuracy"])
-    with pytest.raises(ConfigurationError, match="presicion.*precision"):
-        CompiledMetrics({"a": ["presicion"]})
-
-
-@pytest.mark.parametrize("metric", [MulticlassAccuracy, torch.nn.L1Loss])
-def test_a_class_is_refused_with_what_to_write(metric):
-    with pytest.raises(ArgumentTypeError, match=rf"class {metric.__name__}: add \(\)"):
-        CompiledMetrics([metric])
-
-
-@pytest.mark.parametrize("metric", [3, 0.5, torch.ones(2), b"acc"])
-def test_what_is_no_metric_is_refused(metric):
-    with pytest.raises(ArgumentTypeError, match="weighted_metrics has .*a metric is a name"):
-        CompiledMetrics(weighted_metrics=[metric])
-
-
-@pytest.mark.parametrize("metrics", [{None: "accuracy"}, {"": "accuracy"}, {"a": {0: "accuracy"}}])
-def test_keys_must_be_names(metrics):
-    with pytest.raises(ArgumentTypeError, match="has the key (None|''|0)"):
-        CompiledMetrics(metrics)
-
-
-def test_a_function_of_other_arguments_is_refused():
-    def alone(prediction):
-        return prediction
-
-    with pytest.raises(ConfigurationError, match=r"alone takes .*\(prediction, target\)"):
-        CompiledMetrics([alone])
-
-
-def test_functions_that_take_the_target_first_are_refused():
-    with pytest.raises(ConfigurationError, match=r"accuracy_score takes \(y_true, y_pred.*swap"):
-        CompiledMetrics([pytest.importorskip("sklearn.metrics").accuracy_score])
-
-
-def test_aggregations_are_refused_because_they_know_no_targets():
-    with pytest.raises(ConfigurationError, match=r"MeanMetric.*self\.log"):
-        CompiledMetrics([torchmetrics.MeanMetric()])
-
-
-# ---- what the first batch refuses ----
-
-
-def first_batch(metrics, prediction, target, hint=CLASSES):
+def summed(metrics, data, most_batches=MOST_BATCHES, each_step=None):
     meters = CompiledMetrics(metrics).begin()
-    meters.start(prediction, target, lambda _: hint)
-    meters.update(prediction, target)
-    return meters
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_BATCHES", most_batches)
+        for prediction, target in data:
+            meters.start(prediction, target, lambda _: CLASSES)
+            meters.update(prediction, target)
+            if each_step is not None:
+                each_step(meters)
+    return meters.results()
 
 
-def test_what_torchmetrics_refuses_names_the_metric_and_keeps_the_cause():
-    with pytest.raises(ConfigurationError, match="'multiclass_accuracy'") as caught:
-        first_batch(MulticlassAccuracy(5), LOGITS, LABELS)
-    assert isinstance(caught.value.__cause__, ValueError)
+METRICS = ["accuracy", "f1", "auc", "mcc", "cross_entropy", "top_2_accuracy"]
 
 
-def test_a_binary_object_on_two_columns_is_refused_with_both_shapes():
-    with pytest.raises(ConfigurationError, match=r"'binary_accuracy'.*\(4, 3\).*\(4,\)"):
-        first_batch(BinaryAccuracy(), LOGITS, LABELS)
+@pytest.mark.parametrize("count", [1, 2, 64, 65, 130])
+def test_joined_batches_give_the_values_of_single_ones(count):
+    objects = [MulticlassAccuracy(3), MulticlassConfusionMatrix(3, normalize="true")]
+    metrics = [*METRICS, objects[0]]
+    assert summed(metrics, batches(count)) == pytest.approx(summed(metrics, batches(count), 1))
+    joined, single = (
+        summed(objects[1], batches(count), k)["multiclass_confusion_matrix"] for k in (64, 1)
+    )
+    assert (joined == single).all()
 
 
-def test_a_callable_that_fails_names_itself():
-    def broken(prediction, target):
-        raise KeyError("missing")
-
-    with pytest.raises(ConfigurationError, match="'broken'.*KeyError.*missing") as caught:
-        first_batch(broken, LOGITS, LABELS)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_errors_of_later_batches_stay_what_they_are():
-    calls = []
-
-    def broken(prediction, target):
-        calls.append(1)
-        if len(calls) > 1:
-            raise KeyError("missing")
-        return 0.0
-
-    meters = first_batch(broken, LOGITS, LABELS)
-    with pytest.raises(KeyError):
-        meters.update(LOGITS, LABELS)
+@pytest.mark.parametrize(
+    "metric", ["r2", "pearson", "spearman", "mae", PearsonCorrCoef(3), SpearmanCorrCoef(3)]
+)
+def test_joined_regression_batches_give_the_values_of_single_ones(metric):
+    data = [(p, p * 0.5 + torch.randn(4, 3)) for p, _ in batches(25)]
+    joined, single = (list(summed(metric, data, k).values()) for k in (20, 1))
+    assert len(joined) == 1
+    assert joined[0] == pytest.approx(single[0], rel=1e-4)
 
 
-def test_a_later_batch_that_would_broadcast_is_refused():
-    meters = first_batch("mse", torch.rand(4, 1), torch.rand(4), LossHint())
-    meters.update(torch.rand(4, 1), torch.rand(4, 4))
-    with pytest.raises(ConfigurationError, match=r"\(4, 1\).*\(4, 4\)"):
-        meters.results()
+def test_results_at_any_step_are_those_of_all_batches_so_far():
+    data = batches(70)
+    running = []
+    summed(METRICS, data, each_step=lambda meters: running.append(meters.results()))
+    for step in (0, 1, 62, 63, 64, 69):
+        assert running[step] == pytest.approx(summed(METRICS, data[: step + 1]))
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "mse", "r2", MulticlassAccuracy(3)])
-def test_a_named_metric_without_target_tensors_says_so(metric):
-    with pytest.raises(ConfigurationError, match="target must be a tensor, but is None"):
-        first_batch(metric, LOGITS, None)
+def test_asking_for_results_does_not_change_later_ones():
+    data = batches(45)
+    asked = summed(METRICS, data, each_step=lambda meters: meters.results())
+    assert asked == pytest.approx(summed(METRICS, data))
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_half_precision_predictions_meet_targets_and_weights_in_float32(half):
-    prediction, target = torch.zeros(2, 1, dtype=half), torch.tensor([257.0, 1.0])
-    meters = CompiledMetrics(["mse", "mae"], ["mae"]).begin()
-    meters.start(prediction, target, lambda _: LossHint(task="regression"))
-    meters.update(prediction, target, torch.tensor([1.0, 1.001]))
-    expected = {"mse": 66050 / 2, "mae": 129.0, "weighted_mae": (257 + 1.001) / 2.001}
-    assert meters.results() == pytest.approx(expected, 1e-6)
+def test_an_uneven_last_batch_counts_by_its_samples():
+    ((logits, target),) = batches(1, size=9)
+    right = (logits.argmax(1) == target).float().mean().item()
+    parts = [(logits[:8], target[:8]), (logits[8:], target[8:])]
+    assert summed("accuracy", parts)["accuracy"] == pytest.approx(right)
 
 
-@pytest.mark.parametrize("name", list(NAMES))
-def test_every_name_takes_half_precision_predictions_as_the_same_numbers_in_float32(name):
-    generator = torch.Generator().manual_seed(15)
-    logits = torch.randn(12, 3, generator=generator).bfloat16()
-    ways = [
-        (logits[:, 0].sigmoid(), torch.tensor([0, 1] * 6), LossHint("probabilities", "binary")),
-        (logits, torch.tensor([0, 1, 2, 0] * 3), CLASSES),
-        (logits, torch.rand(12, 3, generator=generator), LossHint(task="regression")),
+def test_sizes_that_change_from_batch_to_batch_are_not_joined():
+    generator = torch.Generator().manual_seed(13)
+    data = [
+        (
+            torch.randn(2, 3, size, size, generator=generator),
+            torch.randint(3, (2, size, size), generator=generator),
+        )
+        for size in (4, 4, 5, 4, 6, 6)
     ]
-    for prediction, target, hint in ways:
-        found = []
-        for given in (prediction, prediction.float()):
-            meters = CompiledMetrics(name).begin()
-            try:
-                meters.start(given, target, lambda _: hint)  # noqa: B023
-                meters.update(given, target)
-            except ConfigurationError as error:
-                found.append(type(error).__name__)
-            else:
-                found.append(meters.results()[name])
-        np.testing.assert_equal(*found)
+    found = summed(["accuracy", "iou"], data)
+    assert found == pytest.approx(summed(["accuracy", "iou"], data, 1))
+    right = sum((p.argmax(1) == t).sum().item() for p, t in data)
+    assert found["accuracy"] == pytest.approx(right / sum(t.numel() for _, t in data))
+
+
+def test_so_many_batches_wait_and_no_more(monkeypatch):
+    monkeypatch.setattr(module, "MOST_BATCHES", 3)
+    buffer = Buffer()
+    prediction, target = batches(1)[0]
+    assert [len(buffer.add(prediction, target, None)) for _ in range(2)] == [0, 0]
+    (batch,) = buffer.add(prediction, target, None)
+    assert batch.samples == 12
+    assert list(buffer.take()) == []
+
+
+def test_large_batches_do_not_wait_and_are_not_copied(monkeypatch):
+    monkeypatch.setattr(module, "LARGE", 12)
+    prediction, target = batches(1)[0]
+    (batch,) = Buffer().add(prediction, target, None)
+    assert batch.prediction.data_ptr() == prediction.data_ptr()
+    assert batch.target.data_ptr() == target.data_ptr()
+
+
+def refilled(data, way):
+    """The batches in buffers that are filled anew for each, as a generator may do."""
+    if way == "numpy":
+        arrays = [np.empty_like(part.numpy()) for part in data[0]]
+        for batch in data:
+            for array, part in zip(arrays, batch, strict=True):
+                array[...] = part.numpy()
+            yield tuple(torch.from_numpy(array) for array in arrays)
+    elif way == "numpy of torch's":
+        tensors = [part.clone() for part in data[0]]
+        arrays = [tensor.numpy() for tensor in tensors]
+        for batch in data:
+            for array, part in zip(arrays, batch, strict=True):
+                array[...] = part.numpy()
+            yield tuple(tensors)
+    elif way == "two buffers":  # as they were made, at first
+        buffers = [tuple(part.clone() for part in batch) for batch in data[:2]]
+        yield from buffers
+        for index, batch in enumerate(data[2:]):
+            for tensor, part in zip(buffers[index % 2], batch, strict=True):
+                tensor.copy_(part)
+            yield buffers[index % 2]
+    else:
+        buffer = tuple(torch.empty_like(part) for part in data[0])
+        for batch in data:
+            for tensor, part in zip(buffer, batch, strict=True):
+                (tensor.data if way == "data" else tensor).copy_(part)
+            yield tuple(tensor[:] for tensor in buffer) if way == "views" else buffer
+
+
+class KeepsWhatItSees(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("labels", default=[], dist_reduce_fx="cat")
+
+    def update(self, preds, target):
+        self.labels.append(target)
+
+    def compute(self):
+        return torch.cat(self.labels).float().mean()
+
+
+@pytest.mark.parametrize(
+    "way", ["numpy", "numpy of torch's", "two buffers", "in place", "views", "data"]
+)
+@pytest.mark.parametrize("limits", [{}, {"LARGE": 12}, {"MOST_ELEMENTS": 30}])
+def test_a_generator_may_refill_its_own_buffers(monkeypatch, way, limits):
+    # With an identity for a net, predictions are in the generator's memory too.
+    metrics = [*METRICS, MulticlassAccuracy(3), KeepsWhatItSees()]
+    expected = summed(metrics, batches(23))
+    for name, limit in limits.items():
+        monkeypatch.setattr(module, name, limit)
+    assert summed(metrics, refilled(batches(23), way)) == pytest.approx(expected)
+    data = [(prediction[:, 0], target.float()) for prediction, target in batches(23)]
+    regression = ["mae", "spearman", SpearmanCorrCoef()]
+    assert summed(regression, refilled(data, way)) == pytest.approx(summed(regression, data))
+
+
+def test_weights_may_be_refilled_too():
+    buffer, data = torch.empty(4), batches(23)
+    weights = torch.rand(23, 4)
+    found, expected = (CompiledMetrics(weighted_metrics="accuracy").begin() for _ in range(2))
+    with torch.no_grad():
+        for (prediction, target), weight in zip(data, weights, strict=True):
+            for meters in (found, expected):
+                meters.start(prediction, target, lambda _: CLASSES)
+            found.update(prediction, target, buffer.copy_(weight))
+            expected.update(prediction, target, weight)
+    assert found.results() == expected.results()
+
+
+def test_what_waits_holds_no_graph():
+    buffer = Buffer()
+    weight = torch.randn(4, 3, requires_grad=True)
+    buffer.add(weight * 2, torch.zeros(4), None)
+    assert not buffer.take()[0].prediction.requires_grad
+
+
+def test_batches_of_other_lengths_are_joined_and_those_of_other_columns_come_after():
+    buffer = Buffer()
+    long, short, wide = torch.rand(4, 2), torch.rand(3, 2), torch.rand(4, 5)
+    for part in (long, long, short, long, short):
+        assert not buffer.add(part, part[:, 0], None)
+    (batch,) = buffer.add(wide, wide[:, 0], None)
+    assert batch.prediction.equal(torch.cat([long, long, short, long, short]))
+    assert batch.target.equal(batch.prediction[:, 0])
+    (batch,) = buffer.take()
+    assert batch.prediction.equal(wide)
+    assert not buffer
+
+
+def test_reset_forgets_what_waits_too():
+    data = batches(5)
+    meters = CompiledMetrics(METRICS).begin()
+    for prediction, target in data:
+        meters.start(prediction, target, lambda _: CLASSES)
+        meters.update(prediction, target)
+    meters.reset()
+    assert meters.results() == {}
+    meters.update(*data[0])
+    assert meters.results() == pytest.approx(summed(METRICS, data[:1]))
+
+
+def own_states(meters):
+    """The metrics that sum up numbers of their own, rather than read another's."""
+    return [name for name, state in meters.state().items() if "states" in state]
+
+
+def test_metrics_that_count_the_same_update_one_state():
+    meters = CompiledMetrics(
+        ["precision", "recall", "f1", "mcc", "iou", "auc", "average_precision"]
+    ).begin()
+    data = batches(1)[0]
+    meters.start(*data, lambda _: CLASSES)
+    assert own_states(meters) == ["precision", "mcc", "auc"]
+
+
+def test_metrics_of_other_settings_keep_their_own_state_though_they_start_alike():
+    metrics = {
+        "low": torchmetrics_precision(0.5),
+        "high": torchmetrics_precision(0.9),
+        "low_again": torchmetrics_precision(0.5),
+    }
+    meters = CompiledMetrics(metrics).begin()
+    sure, unsure = torch.tensor([0.95, 0.1]), torch.tensor([0.95, 0.6])
+    target = torch.tensor([1, 0])
+    meters.start(sure, target, lambda _: LossHint("probabilities", "binary"))
+    meters.update(sure, target)
+    meters.update(unsure, target)
+    assert own_states(meters) == ["low", "high"]
+    expected = {"low": 2 / 3, "high": 1.0, "low_again": 2 / 3}
+    assert meters.results() == pytest.approx(expected)
+
+
+def torchmetrics_precision(threshold):
+    from torchmetrics.classification import BinaryPrecision
+
+    return BinaryPrecision(threshold=threshold)

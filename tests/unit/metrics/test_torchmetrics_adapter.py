@@ -9,7 +9,7 @@ import torchmetrics
 from torchmetrics import classification, regression
 
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics import buffer as waiting
+from fitkit.metrics import group as waiting
 from fitkit.metrics import torchmetrics_adapter as adapter
 from fitkit.metrics.torchmetrics_adapter import update_owner
 from fitkit.outputs import LossHint
