@@ -14,9 +14,8 @@ from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, Source
+from fitkit.data.batches import NoRows, Source, limited
 from fitkit.data.sharding import RankBatch
-from fitkit.data.stream import limited
 from fitkit.data.to_device import CudaStreams, tensors_in
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy

@@ -14,9 +14,8 @@ from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.callbacks.watches import non_finite_losses
-from fitkit.data.batches import NoRows
+from fitkit.data.batches import NoRows, Stream
 from fitkit.data.class_weights import ClassWeights
-from fitkit.data.stream import Stream
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import synchronized

@@ -21,7 +21,7 @@ from fitkit.arguments import (
 from fitkit.callbacks.base import CallbackList
 from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.arrays import check_alike
-from fitkit.data.batches import Source
+from fitkit.data.batches import Source, check_readable
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import (
     check_data_type,
@@ -30,7 +30,6 @@ from fitkit.data.sources import (
     split_tail,
     validation_parts,
 )
-from fitkit.data.stream import check_readable
 from fitkit.distributed.devices import older_spelling
 from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.distributed.resolve import resolve_strategy

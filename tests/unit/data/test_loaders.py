@@ -17,9 +17,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from fitkit.data.batches import Stream
 from fitkit.data.loaders import reads_by_index
 from fitkit.data.sources import make_source
-from fitkit.data.stream import Stream
 
 TENSORS = (
     torch.arange(66.0).reshape(22, 3),

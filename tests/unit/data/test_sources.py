@@ -6,10 +6,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fitkit.data.arrays import VIEWS, ArraySource
-from fitkit.data.batches import unpack
+from fitkit.data.batches import Stream, check_readable, limited, unpack
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import make_source, split_tail, validation_parts
-from fitkit.data.stream import Stream, check_readable, limited
 from fitkit.data.to_device import Transfer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
