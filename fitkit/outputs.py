@@ -19,6 +19,8 @@ from fitkit.errors import ConfigurationError
 SINGLE = ""
 """The name of the only output of a net; logs carry no prefix for it."""
 
+IGNORED = -100
+"""Labels of this value count for nothing, in torch's losses and in Hugging Face's models."""
 
 MOVES_VALUES = frozenset({
     "Alias", "Cat", "Clone", "Expand", "Gather", "Index", "Permute", "ReshapeAlias", "Select",

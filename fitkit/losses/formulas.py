@@ -19,9 +19,6 @@ Match = Callable[[torch.Tensor, torch.Tensor], Pair]
 
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
-IGNORED = -100
-"""Labels of this value count for nothing, in torch's losses and in Hugging Face's models."""
-
 # ---- how a target meets its prediction: at each step, the usual case in two comparisons ----
 
 

@@ -15,9 +15,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
-from fitkit.losses.formulas import HALF_TYPES, IGNORED, classes, values_by_class, weighted_mean
+from fitkit.losses.formulas import HALF_TYPES, classes, values_by_class, weighted_mean
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
-from fitkit.outputs import LossHint, scale_of
+from fitkit.outputs import IGNORED, LossHint, scale_of
 from fitkit.trees import leaves
 
 Count = float | torch.Tensor | None

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError, warn
-from fitkit.losses.formulas import IGNORED
 from fitkit.losses.loss import Count, Loss
-from fitkit.outputs import SINGLE, LossHint, named_outputs
+from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs
 
 
 class OwnLoss(Loss):

@@ -1,12 +1,13 @@
 """What an output's numbers mean, told by its first batch, and how metrics are given them.
 
-Each conversion is a frozen dataclass that turns a prediction and its target into another pair:
-equal conversions of a batch are made once, however many metrics want them.
+A conversion is a function that turns a prediction and its target into the pair that a metric is
+given. Each is made once a batch, however many metrics want the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
-from fitkit.outputs import LossHint, scale_of
+from fitkit.outputs import IGNORED, LossHint, scale_of
 
-IGNORED = -100
-"""Class targets of this value count for nothing: `torch.nn.CrossEntropyLoss` ignores them too."""
+Pair = tuple[Tensor, Tensor]
+Conversion = Callable[[Tensor, Tensor], Pair]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,108 +249,90 @@ def _tensor(value: object, what: str) -> Tensor:
     return value
 
 
-Conversion = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# ---- conversions: those by a task are made once for equal tasks, so that equal ones are one ----
 
 
-@dataclasses.dataclass(frozen=True)
-class AsGiven:
+def as_given(prediction: Tensor, target: Tensor) -> Pair:
     """Both as they came."""
-
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return prediction, target
+    return prediction, target
 
 
-@dataclasses.dataclass(frozen=True)
-class Shifted:
-    """Each place's prediction beside the next place's label; the last prediction has none.
-
-    Attributes:
-        conversion: how such a pair is read.
-    """
-
-    conversion: Conversion
-
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return self.conversion(*shifted(prediction, target))
+@functools.cache
+def next_places(conversion: Conversion) -> Conversion:
+    """Convert each place's prediction with the next place's label; the last prediction has none."""
+    return lambda prediction, target: conversion(*shifted(prediction, target))
 
 
-@dataclasses.dataclass(frozen=True)
-class Matched:
+def matched(prediction: Tensor, target: Tensor) -> Pair:
     """The target in the prediction's shape where (N, 1) met (N,); half precision as float32.
 
-    Attributes:
-        strict: whether shapes that don't belong together are refused.
+    Raises:
+        ConfigurationError: shapes that don't belong together.
     """
-
-    strict: bool = True
-
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        if target.shape != prediction.shape:
-            if same_entries(prediction, target):
-                target = target.reshape(prediction.shape)
-            elif self.strict:
-                raise mismatch(prediction, target)
-        return at_least_float32(prediction), at_least_float32(target)
+    if not same_entries(prediction, target):
+        raise mismatch(prediction, target)
+    return matched_if_alike(prediction, target)
 
 
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """Both as (N,) or (N, D), in the precision in which sums over an epoch are kept."""
+def matched_if_alike(prediction: Tensor, target: Tensor) -> Pair:
+    """As `matched`, but shapes that don't belong together stay as they are."""
+    if target.shape != prediction.shape and same_entries(prediction, target):
+        target = target.reshape(prediction.shape)
+    return at_least_float32(prediction), at_least_float32(target)
 
-    dtype: torch.dtype
 
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        prediction, target = Matched()(prediction, target)
-        return self._columns(prediction), self._columns(target)
+@functools.cache
+def columns(dtype: torch.dtype) -> Conversion:
+    """Give both as (N,) or (N, D), in the precision in which sums over an epoch are kept."""
 
-    def _columns(self, values: Tensor) -> Tensor:
-        values = values.to(self.dtype)
+    def in_columns(values: Tensor) -> Tensor:
+        values = values.to(dtype)
         if values.ndim > 1:
             values = values.flatten(1)  # (N, D)
             values = values.squeeze(1) if values.shape[1] == 1 else values
         return values
 
+    def convert(prediction: Tensor, target: Tensor) -> Pair:
+        prediction, target = matched(prediction, target)
+        return in_columns(prediction), in_columns(target)
 
-@dataclasses.dataclass(frozen=True)
-class Choices:
-    """Predictions of whatever scale with classes in dimension 1, and labels.
-
-    Returns: (N, C, ...) and (N, ...).
-    """
-
-    task: Task
-
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        labels = _class_labels(self.task, prediction, target)
-        return _classes_to_axis_1(self.task, prediction), labels
+    return convert
 
 
-@dataclasses.dataclass(frozen=True)
-class Labels:
-    """The predicted and the right labels, as integers of one shape."""
+@functools.cache
+def scores_and_labels(task: Task) -> Conversion:
+    """Give predictions of whatever scale with classes in dimension 1, (N, C, ...), and labels
+    (N, ...)."""
 
-    task: Task
+    def convert(prediction: Tensor, target: Tensor) -> Pair:
+        labels = _class_labels(task, prediction, target)
+        return _classes_to_axis_1(task, prediction), labels
 
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        task = self.task
+    return convert
+
+
+@functools.cache
+def chosen_labels(task: Task) -> Conversion:
+    """Give the predicted and the right labels, as integers of one shape."""
+    threshold = {"logits": 0.0, "log_probabilities": -0.6931471805599453}.get(task.scale, 0.5)
+
+    def convert(prediction: Tensor, target: Tensor) -> Pair:
         if task.kind == "multiclass":
             return prediction.argmax(task.axis), _class_labels(task, prediction, target)
-        threshold = {"logits": 0.0, "log_probabilities": -0.6931471805599453}.get(task.scale, 0.5)
         chosen = prediction > threshold if prediction.is_floating_point() else prediction
         return chosen.int(), _entry_labels(prediction, target)
 
+    return convert
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """Probabilities with classes in dimension 1, never logits, and labels.
+
+@functools.cache
+def probabilities_and_labels(task: Task) -> Conversion:
+    """Give probabilities with classes in dimension 1, never logits, and labels.
 
     They lie within [0, 1] always: torchmetrics takes a batch that doesn't for logits.
     """
 
-    task: Task
-
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        task = self.task
+    def convert(prediction: Tensor, target: Tensor) -> Pair:
         if task.kind == "multiclass":
             labels = _class_labels(task, prediction, target)
             scores = _probabilities(_classes_to_axis_1(task, prediction), task.scale, axis=1)
@@ -359,16 +342,18 @@ class Scores:
             return prediction, labels
         return _probabilities(prediction, task.scale), labels
 
+    return convert
 
-@dataclasses.dataclass(frozen=True)
-class Distributions:
-    """Probabilities over the last dimension, beside targets that are some too."""
 
-    scale: str
+@functools.cache
+def distributions(scale: str) -> Conversion:
+    """Give probabilities over the last dimension, beside targets that are some too."""
 
-    def __call__(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        prediction, target = Matched()(prediction, target)
-        return _probabilities(prediction, self.scale, axis=-1), target
+    def convert(prediction: Tensor, target: Tensor) -> Pair:
+        prediction, target = matched(prediction, target)
+        return _probabilities(prediction, scale, axis=-1), target
+
+    return convert
 
 
 def _probabilities(prediction: Tensor, scale: str, axis: int | None = None) -> Tensor:

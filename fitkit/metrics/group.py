@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
-from fitkit.metrics.conversions import AsGiven, FirstBatch, Shifted
+from fitkit.metrics.conversions import FirstBatch, as_given, next_places
 from fitkit.metrics.named import NAMES
 from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
 from fitkit.metrics.torchmetrics_adapter import (
@@ -20,7 +20,7 @@ from fitkit.metrics.torchmetrics_adapter import (
     share_states,
     wrap_object,
 )
-from fitkit.trees import leaves
+from fitkit.trees import tensors
 
 MOST_BATCHES = 256
 """So many batches are joined at most; an update of torchmetrics then costs 2 µs a batch, not 80."""
@@ -58,7 +58,9 @@ class OutputGroup:
         for name, spec in specs.items():
             with _naming(name):
                 self.sums[name] = _build(spec, first)
-        share_states(self.sums.values())
+        of_torchmetrics = [one for one in self.sums.values() if isinstance(one, TorchMetric)]
+        if of_torchmetrics:
+            share_states(of_torchmetrics)
         self._each = {name: one for name, one in self.sums.items() if not one.joins}
         self._joined = {name: one for name, one in self.sums.items() if one.joins}
         self.sees_each = bool(self._each)
@@ -98,7 +100,8 @@ class OutputGroup:
             device: where they are.
         """
         self.flush()
-        self._loss = self._joined["loss"] = Mean(AsGiven(), values, device)
+        self._loss = self._joined["loss"] = Mean(as_given, values)
+        self._loss.to(device)
 
     def loss_sums(self) -> tuple[float, float]:
         """The sum of the losses that were joined, and their number."""
@@ -162,27 +165,22 @@ class OutputGroup:
 
 
 def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
-    device = _device(first.given[0])
     one: Mean | TorchMetric
     if isinstance(spec.metric, str):
         one = NAMES[spec.metric].build(first)
     elif is_torchmetric(spec.metric):
         one = wrap_object(spec.metric, first)
     else:
-        one = CallableMean(spec.metric, device)
+        one = CallableMean(spec.metric)
     if first.hint.is_shifted and one.conversion is not None:
-        one.conversion = Shifted(one.conversion)
+        one.conversion = next_places(one.conversion)
     if one.joins:
         first.check_tensors()  # such batches wait and are joined
     if isinstance(one, Mean):
         one.weighted = spec.weighted
-    one.to(device)
+    devices = [tensor.device for tensor in tensors(first.given[0])]
+    one.to(devices[0] if devices else torch.device("cpu"))
     return one
-
-
-def _device(prediction: Any) -> torch.device:
-    tensors = (leaf.device for leaf in leaves(prediction) if isinstance(leaf, Tensor))
-    return next(tensors, torch.device("cpu"))
 
 
 def _logged(name: str, result: Any) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,20 +20,21 @@ from torch.nn import functional
 
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.conversions import (
-    IGNORED,
-    AsGiven,
-    Choices,
-    Columns,
-    Distributions,
+    Conversion,
     FirstBatch,
-    Labels,
-    Matched,
-    Scores,
     Task,
+    as_given,
     at_least_float32,
+    chosen_labels,
+    columns,
+    distributions,
+    matched,
+    probabilities_and_labels,
+    scores_and_labels,
 )
 from fitkit.metrics.sums import Mean, Values, widest_dtype
 from fitkit.metrics.torchmetrics_adapter import TorchMetric, torchmetrics_module
+from fitkit.outputs import IGNORED
 from fitkit.registry import Registry
 
 SMALLEST = 1e-7
@@ -54,55 +56,44 @@ def all_equal(prediction: Tensor, target: Tensor) -> Tensor:
     return ((prediction == target) | (target == IGNORED)).reshape(len(target), -1).all(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class AmongTop:
+def among_top(prediction: Tensor, target: Tensor, k: int) -> Tensor:
     """Whether the label is among the k classes that the prediction puts highest.
 
     Shapes: prediction (N, C, ...), target (N, ...).
     """
-
-    k: int
-
-    def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
-        chosen = prediction.topk(self.k, dim=1).indices
-        return (chosen == target.unsqueeze(1)).any(1)
+    chosen = prediction.topk(k, dim=1).indices
+    return (chosen == target.unsqueeze(1)).any(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class CrossEntropy:
+def cross_entropy(prediction: Tensor, target: Tensor, task: Task) -> Tensor:
     """Minus the logarithm of the probability that the prediction gives to the target.
 
     Shapes: multiclass: target of labels, or of class probabilities in the prediction's shape.
         Otherwise one shape for both, targets from 0 to 1.
     """
+    prediction = at_least_float32(prediction)
+    if task.kind != "multiclass":
+        target = target.reshape(prediction.shape).to(prediction.dtype)
+        return _binary_cross_entropy(prediction, target, task.scale)
+    by_class = prediction.movedim(task.axis, 1)  # (N, C, ...)
+    if task.scale == "probabilities":
+        shares = by_class / by_class.sum(1, keepdim=True)
+        logs = shares.clamp(SMALLEST, 1 - SMALLEST).log()
+    else:
+        logs = by_class.log_softmax(1)
+    if task.one_hot:
+        return -(target.reshape(prediction.shape).movedim(task.axis, 1) * logs).sum(1)
+    labels = target.reshape(logs.shape[:1] + logs.shape[2:]).long()
+    return functional.nll_loss(logs, labels, reduction="none", ignore_index=IGNORED)
 
-    task: Task
 
-    def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
-        task = self.task
-        prediction = at_least_float32(prediction)
-        if task.kind != "multiclass":
-            target = target.reshape(prediction.shape).to(prediction.dtype)
-            return self._each_entry(prediction, target)
-        logs = self._logs(prediction.movedim(task.axis, 1))  # (N, C, ...)
-        if task.one_hot:
-            return -(target.reshape(prediction.shape).movedim(task.axis, 1) * logs).sum(1)
-        labels = target.reshape(logs.shape[:1] + logs.shape[2:]).long()
-        return functional.nll_loss(logs, labels, reduction="none", ignore_index=IGNORED)
-
-    def _logs(self, prediction: Tensor) -> Tensor:
-        if self.task.scale == "probabilities":
-            shares = prediction / prediction.sum(1, keepdim=True)
-            return shares.clamp(SMALLEST, 1 - SMALLEST).log()
-        return prediction.log_softmax(1)
-
-    def _each_entry(self, prediction: Tensor, target: Tensor) -> Tensor:
-        if self.task.scale == "logits":
-            return functional.binary_cross_entropy_with_logits(prediction, target, reduction="none")
-        if self.task.scale == "log_probabilities":
-            prediction = prediction.exp()
-        prediction = prediction.clamp(SMALLEST, 1 - SMALLEST)
-        return functional.binary_cross_entropy(prediction, target, reduction="none")
+def _binary_cross_entropy(prediction: Tensor, target: Tensor, scale: str) -> Tensor:
+    if scale == "logits":
+        return functional.binary_cross_entropy_with_logits(prediction, target, reduction="none")
+    if scale == "log_probabilities":
+        prediction = prediction.exp()
+    prediction = prediction.clamp(SMALLEST, 1 - SMALLEST)
+    return functional.binary_cross_entropy(prediction, target, reduction="none")
 
 
 def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
@@ -213,7 +204,7 @@ def _mean(name: str, *aliases: str) -> Callable[[Build], Build]:
 def _label_mean(first: FirstBatch, values: Values, force: str = "") -> Mean:
     task = first.task(force)
     ignores = task.kind == "multiclass"
-    return Mean(Labels(task), values, first.prediction.device, skip_ignored=ignores)
+    return Mean(chosen_labels(task), values, skip_ignored=ignores)
 
 
 @_mean("accuracy", "acc")
@@ -244,8 +235,8 @@ def _hamming_distance(first: FirstBatch) -> Mean:
 def _top_k(k: int) -> Build:
     def build(first: FirstBatch) -> Mean:
         task = first.task("classes")
-        values = AmongTop(min(k, task.columns))
-        return Mean(Choices(task), values, first.prediction.device, skip_ignored=True)
+        values = partial(among_top, k=min(k, task.columns))
+        return Mean(scores_and_labels(task), values, skip_ignored=True)
 
     return build
 
@@ -264,9 +255,8 @@ def _cross_entropy(force: str = "", finish: Callable[[float], float] | None = No
     def build(first: FirstBatch) -> Mean:
         task = first.task(force)
         ignores = task.kind == "multiclass" and not task.one_hot
-        device = first.prediction.device
-        values = CrossEntropy(task)
-        return Mean(AsGiven(), values, device, skip_ignored=ignores, finish=finish)
+        values = partial(cross_entropy, task=task)
+        return Mean(as_given, values, skip_ignored=ignores, finish=finish)
 
     return build
 
@@ -280,10 +270,7 @@ _mean("perplexity")(_cross_entropy("classes", finish=math.exp))
 def _error_mean(
     name: str, *aliases: str, values: Values, finish: Callable[[float], float] | None = None
 ) -> None:
-    def build(first: FirstBatch) -> Mean:
-        return Mean(Matched(), values, first.prediction.device, finish=finish)
-
-    _mean(name, *aliases)(build)
+    _mean(name, *aliases)(lambda first: Mean(matched, values, finish=finish))
 
 
 _error_mean("mse", "mean_squared_error", values=squared_error)
@@ -306,14 +293,13 @@ _error_mean("poisson", values=poisson)
 @_mean("cosine_similarity")
 def _cosine_similarity(first: FirstBatch) -> Mean:
     _need_columns(first)
-    return Mean(Matched(), cosine, first.prediction.device)
+    return Mean(matched, cosine)
 
 
 @_mean("kl_divergence", "kld", "kullback_leibler_divergence")
 def _kl_divergence(first: FirstBatch) -> Mean:
     _need_columns(first)
-    conversion = Distributions(first.scale("multiclass"))
-    return Mean(conversion, divergence, first.prediction.device)
+    return Mean(distributions(first.scale("multiclass")), divergence)
 
 
 def _need_columns(first: FirstBatch) -> None:
@@ -330,7 +316,7 @@ def _need_columns(first: FirstBatch) -> None:
 def _counted(
     suffix: str,
     *aliases: str,
-    conversion: Callable[[Task], Any] = Labels,
+    conversion: Callable[[Task], Conversion] = chosen_labels,
     kinds: tuple[str, ...] = ("binary", "multiclass", "multilabel"),
     finish: Callable[[Tensor], Any] | None = None,
     **options: str,
@@ -388,11 +374,22 @@ _counted("ConfusionMatrix", "balanced_accuracy", kinds=_ONE_OF, finish=_mean_rec
 _counted("CohenKappa", "cohen_kappa", "kappa", kinds=_ONE_OF)
 _counted("MatthewsCorrCoef", "matthews_corrcoef", "mcc")
 _counted("JaccardIndex", "jaccard", "jaccard_index", "iou", "mean_iou", average="macro")
-_counted("AUROC", "auc", "auroc", "roc_auc", conversion=Scores, average="macro")
+_counted("AUROC", "auc", "auroc", "roc_auc", conversion=probabilities_and_labels, average="macro")
 _counted(
-    "AveragePrecision", "average_precision", "pr_auc", "auprc", conversion=Scores, average="macro"
+    "AveragePrecision",
+    "average_precision",
+    "pr_auc",
+    "auprc",
+    conversion=probabilities_and_labels,
+    average="macro",
 )
-_counted("CalibrationError", "calibration_error", "ece", kinds=_ONE_OF, conversion=Scores)
+_counted(
+    "CalibrationError",
+    "calibration_error",
+    "ece",
+    kinds=_ONE_OF,
+    conversion=probabilities_and_labels,
+)
 
 
 # ---- torchmetrics' regression ----
@@ -403,11 +400,11 @@ def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> No
 
     def build(first: FirstBatch) -> TorchMetric:
         dtype = widest_dtype(first.prediction.device)
-        conversion = Columns(dtype)
-        columns, _ = conversion(first.prediction, first.target)
+        conversion = columns(dtype)
+        prediction, _ = conversion(first.prediction, first.target)
         settings: dict[str, Any] = {"sync_on_compute": False}
-        if columns_argument and columns.ndim > 1:
-            settings["num_outputs"] = columns.shape[1]
+        if columns_argument and prediction.ndim > 1:
+            settings["num_outputs"] = prediction.shape[1]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that Spearman's keeps all samples
             metric = getattr(torchmetrics_module("regression"), class_name)(**settings)

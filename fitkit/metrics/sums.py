@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError
-from fitkit.metrics.conversions import IGNORED, AsGiven, Conversion
+from fitkit.metrics.conversions import Conversion, as_given
+from fitkit.outputs import IGNORED
 from fitkit.trees import sample_count
 
 Values = Callable[[Any, Any], Any]
@@ -57,7 +58,6 @@ class Mean:
     Args:
         conversion: what the function is given.
         values: gives one value a sample (N,) or an entry (N, ...).
-        device: where the sums are kept.
         skip_ignored: whether entries whose target is `IGNORED` count for nothing; the
             function must give 0 for them.
         finish: what makes the result of the mean; None: nothing.
@@ -78,14 +78,13 @@ class Mean:
         self,
         conversion: Conversion,
         values: Values,
-        device: torch.device,
         *,
         skip_ignored: bool = False,
         finish: Callable[[float], float] | None = None,
     ) -> None:
         self.conversion = conversion
         self.weighted = self.updated = False
-        self.totals = torch.zeros(2, dtype=widest_dtype(device), device=device)
+        self.totals = torch.zeros(2, dtype=torch.float64)
         self._last: list[tuple[Tensor | float, Tensor | float]] = []
         self._values = values
         self._skip_ignored = skip_ignored
@@ -170,6 +169,7 @@ class Mean:
         self.updated = False
 
     def to(self, device: torch.device) -> None:
+        """Keep the sums on a device."""
         self._fold()
         self.totals = self.totals.to(device=device, dtype=widest_dtype(device))
 
@@ -180,13 +180,12 @@ class CallableMean(Mean):
     Args:
         function: `(prediction, target)` → a scalar, the batch's mean, or one value a sample, which
             it must give to be weighted.
-        device: where the sums are kept.
     """
 
     joins = False
 
-    def __init__(self, function: Values, device: torch.device) -> None:
-        super().__init__(AsGiven(), function, device)
+    def __init__(self, function: Values) -> None:
+        super().__init__(as_given, function)
 
     def update(self, batch: Batch) -> None:
         """Call the function and add what it gives."""

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.conversions import (
-    AsGiven,
-    Choices,
     Conversion,
     FirstBatch,
-    Matched,
-    Scores,
     Task,
+    as_given,
+    matched_if_alike,
+    probabilities_and_labels,
+    scores_and_labels,
 )
 from fitkit.metrics.sums import Batch, State, changeable
 from fitkit.trees import map_leaves
@@ -201,7 +201,7 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def share_states(sums: Iterable[object]) -> None:
+def share_states(metrics: Iterable[TorchMetric]) -> None:
     """Let metrics that gather the same numbers gather them once.
 
     Precision, recall and F1 all count true and false positives. Equal are metrics with the
@@ -210,8 +210,8 @@ def share_states(sums: Iterable[object]) -> None:
     thresholds can agree by chance, and stay grouped.)
     """
     leaders: dict[Any, TorchMetric] = {}
-    for one in sums:
-        if isinstance(one, TorchMetric) and one.joins:
+    for one in metrics:
+        if one.joins:
             key = _update_key(one)
             if key is not None and leaders.setdefault(key, one) is not one:
                 one.leader = leader = leaders[key]
@@ -278,7 +278,7 @@ def wrap_object(metric: Metric, first: FirstBatch) -> TorchMetric:
     owner = update_owner(own)
     conversion: Conversion
     if _package(owner) == "torchmetrics.regression":
-        conversion = Matched(strict=False)
+        conversion = matched_if_alike
     elif _package(owner) == "torchmetrics.classification" and "group" not in owner.__module__:
         conversion = _object_conversion(_inner(own), owner, first)
     else:
@@ -291,12 +291,12 @@ def _object_conversion(metric: Metric, owner: type, first: FirstBatch) -> Conver
         scale = first.scale()
         if getattr(metric, "normalization", "sigmoid") is None:
             scale = "as_given"  # the user asked that nothing be done to predictions
-        return Scores(Task("binary", scale=scale))
+        return probabilities_and_labels(Task("binary", scale=scale))
     if not first.prediction.is_floating_point():
-        return AsGiven()
+        return as_given
     task = first.shape_of_task("classes")
     by_probability = any(base.__name__ in _BY_PROBABILITY for base in type(metric).__mro__)
-    return Scores(task) if by_probability else Choices(task)
+    return probabilities_and_labels(task) if by_probability else scores_and_labels(task)
 
 
 def _keep_local(metric: Metric) -> None:
