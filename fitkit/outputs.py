@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fitkit.errors import ConfigurationError
+from fitkit.trees import is_container
 
 SINGLE = ""
 """The name of the only output of a net; logs carry no prefix for it."""
@@ -143,6 +144,46 @@ def by_output(
         f"{what} is a {type(value).__name__}, but the net has {len(names)} outputs: {list(names)}. "
         "Give a list in that order or a dict by name."
     )
+
+
+def targets_by_output(
+    target: Any, outputs: Sequence[Any], trained: Sequence[Any]
+) -> dict[Any, Any]:
+    """The target of each output that has one.
+
+    A net's only output, or the only one that has a loss, takes its target without a name.
+
+    Args:
+        target: one target, or a list or dict of one an output.
+        outputs: the outputs' names.
+        trained: those of them that have a loss.
+
+    Raises:
+        ConfigurationError: names that no output has, or a list of another length.
+    """
+    if target is None and trained:
+        return dict.fromkeys(trained)
+    lone = next((names for names in (trained, outputs) if len(names) == 1), None)
+    if lone is not None and not is_container(target):
+        return {lone[0]: target}
+    by_name = isinstance(target, Mapping) and list(outputs) != [SINGLE]
+    if len(outputs) == 1 and not by_name:
+        return {outputs[0]: by_output(target, [SINGLE], "target")[SINGLE]}
+    return by_output(target, outputs, "target", trained)
+
+
+def weights_by_output(
+    weight: Any, outputs: Sequence[Any], trained: Sequence[Any]
+) -> dict[Any, Any]:
+    """The sample weights of each output that has some; the arguments are as those of
+    `targets_by_output`, but one tensor weighs all outputs."""
+    if weight is None:
+        return {}
+    if not isinstance(weight, (list, tuple, Mapping)):
+        return dict.fromkeys(outputs, weight)
+    if len(outputs) == 1:
+        return {outputs[0]: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
+    return by_output(weight, outputs, "sample_weight", trained)
 
 
 def log_name(output: str, name: str) -> str:

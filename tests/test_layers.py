@@ -51,6 +51,7 @@ WITHIN_A_LAYER = {
     ("arguments", "registry"),
     ("hooks", "callbacks"),
     ("logging_options", "arguments"),
+    ("outputs", "trees"),
     ("random_states", "arguments"),
 }
 """Imports within one layer that can't make a ring."""

@@ -17,8 +17,16 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses.guards import check_learns
 from fitkit.losses.loss import Count, KnownLoss, Loss, resolve
 from fitkit.losses.own import OwnLoss
-from fitkit.outputs import SINGLE, LossHint, by_output, log_name, named_outputs
-from fitkit.trees import is_container, leaves
+from fitkit.outputs import (
+    SINGLE,
+    LossHint,
+    by_output,
+    log_name,
+    named_outputs,
+    targets_by_output,
+    weights_by_output,
+)
+from fitkit.trees import leaves
 
 Losses = Loss | list[Loss | None] | dict[Hashable, Loss | None]
 Scales = float | list[float] | dict[Hashable, float]
@@ -83,27 +91,15 @@ class _Plan:
 
     def targets(self, target: Any) -> dict[Any, Any]:
         """The target of each trained output; None for one that has none."""
-        trained = self.trained
         if self.is_whole:
             return {None: target}
-        if target is None or (len(trained) == 1 and not is_container(target)):
-            return dict.fromkeys(trained, target)
-        # A lone output of a net that gives a dict has a name, but its target needs none.
-        is_named = isinstance(target, Mapping) and trained != [SINGLE]
-        if len(self.outputs) == 1 and not is_named:
-            return {trained[0]: by_output(target, [SINGLE], "target")[SINGLE]}
-        given = by_output(target, self.outputs, "target", trained)
-        return {name: given.get(name) for name in trained}
+        given = targets_by_output(target, self.outputs, self.trained)
+        return {name: given.get(name) for name in self.trained}
 
     def weights(self, weight: Any) -> dict[Any, Any]:
         """The sample weights of each part; parts without any are left out."""
-        if weight is None:
-            return {}
-        if isinstance(weight, (list, tuple, Mapping)):
-            if self.is_whole or len(self.outputs) == 1:
-                return {self.parts[0].output: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
-            return by_output(weight, self.outputs, "sample_weight", self.trained)
-        return dict.fromkeys((part.output for part in self.parts), weight)
+        outputs = [None] if self.is_whole else self.outputs
+        return weights_by_output(weight, outputs, self.trained)
 
 
 class CompiledLoss:

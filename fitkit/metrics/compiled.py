@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,14 @@ from fitkit.metrics.group import MetricSpec, OutputGroup
 from fitkit.metrics.named import NAMES, weightable_names
 from fitkit.metrics.sums import State, changeable
 from fitkit.metrics.torchmetrics_adapter import is_torchmetric, refuse_aggregation
-from fitkit.outputs import SINGLE, LossHint, by_output, log_name, named_outputs
+from fitkit.outputs import (
+    SINGLE,
+    LossHint,
+    log_name,
+    named_outputs,
+    targets_by_output,
+    weights_by_output,
+)
 
 
 class CompiledMetrics:
@@ -57,12 +65,8 @@ class CompiledMetrics:
     @property
     def known_names(self) -> list[str]:
         """The names logged by a net with a single output, as far as they are known by now."""
-        keys = LogKeys([SINGLE])
-        return [
-            keys.key(SINGLE, spec.name, weighted=spec.weighted)
-            for specs in self._given
-            for spec in specs.for_unnamed_output()
-        ]
+        given = [spec for specs in self._given for spec in specs.for_unnamed_output()]
+        return list(by_log_name({SINGLE: given})[SINGLE])
 
     def begin(self) -> CompiledMetrics:
         """These metrics for one call of a verb, without any samples, so that calls can nest.
@@ -96,19 +100,15 @@ class CompiledMetrics:
             return
         outputs: dict[Any, Any] = named_outputs(prediction)
         self._trained = trained
-        targets = _targets(target, list(outputs), trained)
-        keys = LogKeys(outputs)
-        given = [(specs, specs.for_outputs(list(outputs))) for specs in self._given]
+        targets = targets_by_output(target, list(outputs), trained)
+        found: dict[Any, list[MetricSpec]] = {output: [] for output in outputs}
+        for specs in self._given:
+            for output, of_output in specs.for_outputs(list(outputs)).items():
+                if of_output and _has_target(specs, output, targets):
+                    found[output] += of_output
         groups: dict[Hashable, OutputGroup] = {}
-        for output in outputs:
-            found = [
-                spec
-                for specs, specs_of in given
-                if specs_of[output] and _has_target(specs, output, targets)
-                for spec in specs_of[output]
-            ]
-            if found:
-                named = {keys.key(output, s.name, weighted=s.weighted): s for s in found}
+        for output, named in by_log_name(found).items():
+            if named:
                 first = FirstBatch(outputs[output], targets[output], hint(output))
                 with changeable():
                     groups[output] = OutputGroup(named, first)
@@ -142,8 +142,8 @@ class CompiledMetrics:
             raise RuntimeError("CompiledMetrics.update() came before CompiledMetrics.start()")
         outputs: dict[Any, Any] = named_outputs(prediction)
         names = list(outputs)
-        targets = _targets(target, names, self._trained)
-        weights = {} if weight is None else _weights(weight, names, self._trained)
+        targets = targets_by_output(target, names, self._trained)
+        weights = weights_by_output(weight, names, self._trained)
         for name, group in self._groups.items():
             group.update(outputs[name], targets[name], weights.get(name))
 
@@ -205,22 +205,6 @@ def _has_target(specs: Specs, output: Hashable, targets: Mapping[Any, Any]) -> b
             f"{list(targets)}."
         )
     return output in targets
-
-
-def _targets(target: Any, outputs: list[Any], trained: Sequence[Any]) -> dict[Any, Any]:
-    """The targets by output; a net of one named output takes them without its name too."""
-    if len(outputs) == 1 and isinstance(target, Tensor):
-        return {outputs[0]: target}
-    if len(trained) == 1 and isinstance(target, Tensor):
-        return {trained[0]: target}
-    return by_output(target, outputs, "target", trained)
-
-
-def _weights(weight: Any, outputs: list[Any], trained: Sequence[Any]) -> dict[Any, Any]:
-    """The sample weights by output; one tensor counts for all."""
-    if isinstance(weight, Tensor):
-        return dict.fromkeys(outputs, weight)
-    return by_output(weight, outputs, "sample_weight", trained)
 
 
 class Specs:
@@ -381,24 +365,24 @@ def _is_group(value: Any) -> bool:
     return value is None or isinstance(value, (list, tuple, Mapping))
 
 
-class LogKeys:
-    """Gives each metric a key of its own, as Keras does.
+def by_log_name(specs: Mapping[Any, Iterable[MetricSpec]]) -> dict[Any, dict[str, MetricSpec]]:
+    """Each output's metrics by the names under which they are logged, as Keras chooses them.
 
     The second `mae` becomes `mae_1`. A weighted metric whose name a plain one has becomes
     `weighted_mae`. `loss` is taken from the start: a metric of that name becomes `loss_1`.
+
+    Args:
+        specs: the metrics of each output, of those without any too.
     """
-
-    def __init__(self, outputs: Iterable[Hashable]) -> None:
-        self._taken = {"loss", *(log_name(str(output), "loss") for output in outputs)}
-
-    def key(self, output: Hashable, name: str, *, weighted: bool = False) -> str:
-        """The key of the next metric, which is then taken."""
-        if weighted and log_name(str(output), name) in self._taken:
-            name = f"weighted_{name}"
-        key = candidate = log_name(str(output), name)
-        number = 0
-        while candidate in self._taken:
-            number += 1
-            candidate = f"{key}_{number}"
-        self._taken.add(candidate)
-        return candidate
+    taken = {"loss", *(log_name(str(output), "loss") for output in specs)}
+    named: dict[Any, dict[str, MetricSpec]] = {output: {} for output in specs}
+    for output, of_output in specs.items():
+        for spec in of_output:
+            name = log_name(str(output), spec.name)
+            if spec.weighted and name in taken:
+                name = log_name(str(output), f"weighted_{spec.name}")
+            numbered = (f"{name}_{number}" for number in itertools.count(1))
+            name = next(free for free in itertools.chain([name], numbered) if free not in taken)
+            taken.add(name)
+            named[output][name] = spec
+    return named

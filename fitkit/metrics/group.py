@@ -34,7 +34,7 @@ LARGE = 2**15
 
 @dataclasses.dataclass(frozen=True)
 class MetricSpec:
-    """One metric and the name that it logs, before clashes are settled."""
+    """One metric and its name, which another metric may have too."""
 
     name: str
     metric: Any
