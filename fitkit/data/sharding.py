@@ -59,16 +59,14 @@ class RankBatch:
 def sharded(
     source: Source, ranks: Collectives, *, training: bool, replace_sampler: bool, scatter: bool
 ) -> Source:
-    """The rank's shard of a source; the source itself where there is one rank.
+    """The rank's shard of a source.
 
     Args:
-        ranks: those that share the data.
+        ranks: those that share the data, two at least.
         training: whether ranks must make equal numbers of steps, of `RankBatch`es.
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether rank 0 alone can read plain iterables and hands batches out.
     """
-    if ranks.world_size == 1:
-        return source
     dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
     if isinstance(dataset, IterableDataset):
         is_part = bool(getattr(dataset, SHARDS_ITSELF, False))

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -231,9 +230,18 @@ class CompiledLoss:
         return any(loss is not None and loss.has_user_code for loss in _each(self._losses))
 
     def hint(self, output: Hashable) -> LossHint:
-        """What `output`'s loss tells; an empty hint where that isn't known, or not yet."""
-        loss = self._loss_of(output)
-        return LossHint() if loss is None else loss.hint
+        """What `output`'s loss tells; before `check` that of a net with one output.
+
+        The hint is empty where there is no loss, or where it isn't known yet.
+        """
+        if isinstance(self._losses, Loss):
+            return self._losses.hint
+        if self._plan is not None:
+            losses = [part.loss for part in self._plan.parts if part.output == output]
+        else:
+            given = list(_each(self._losses))
+            losses = [loss for loss in given if loss and output == SINGLE and len(given) == 1]
+        return losses[0].hint if losses else LossHint()
 
     def check(self, prediction: Any, target: Any) -> None:
         """Decide which loss meets which output, and refuse a first batch that can't be meant.
@@ -361,19 +369,6 @@ class CompiledLoss:
                 )
             return {outputs[0]: self._scales}
         return _structured(self._scales, outputs, "loss_weights")
-
-    def _loss_of(self, output: Hashable) -> Loss | None:
-        if isinstance(self._losses, Loss):
-            return self._losses
-        if self._plan is not None:
-            return next((p.loss for p in self._plan.parts if p.output == output), None)
-        if output == SINGLE:
-            return next(iter(_each(self._losses))) if len(self._losses) == 1 else None
-        if isinstance(self._losses, dict):
-            return self._losses.get(output)
-        place = re.fullmatch(r"output_(\d+)", str(output))
-        index = int(place[1]) if place else len(self._losses)
-        return self._losses[index] if index < len(self._losses) else None
 
 
 def _resolved(loss: Any) -> Losses:

@@ -338,15 +338,18 @@ def match_strides(optimizers: Iterable[Optimizer]) -> None:
 
 
 def rank_source(model: Module, source: Source, *, training: bool) -> Source:
-    """This rank's part of a source.
+    """This rank's shard of a source; the source itself where no other rank reads it.
 
     Ranks:
         Collective.
     """
     compilation = model._fitkit.compilation
+    ranks = compilation.strategy.data_ranks
+    if ranks.world_size == 1:
+        return source
     return sharded(
         source,
-        compilation.strategy.data_ranks,
+        ranks,
         training=training,
         replace_sampler=compilation.replace_sampler,
         scatter=compilation.strategy.reads_on_rank_zero,

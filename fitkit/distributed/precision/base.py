@@ -227,7 +227,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 def restore_dtypes(module: nn.Module) -> None:
     """Undo `cast`, where it was called; a tensor whose dtype changed since then keeps it."""
-    if not hasattr(module, CAST):
+    if CAST not in vars(module):
         return
     present = dict(_floating(module))
     own = {name: _own(module, name, tensor) for name, tensor in present.items()}
@@ -274,7 +274,7 @@ def _matched(value: Any, parameter: torch.Tensor) -> Any:
 
 def _own(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
     """The dtype that a tensor had before `cast`; its present one where that isn't from there."""
-    record: tuple[torch.dtype | None, dict[str, torch.dtype]] = getattr(module, CAST, (None, {}))
+    record: tuple[torch.dtype | None, dict[str, torch.dtype]] = vars(module).get(CAST, (None, {}))
     cast_to, own = record
     return own.get(name, tensor.dtype) if tensor.dtype is cast_to else tensor.dtype
 

@@ -362,18 +362,10 @@ def test_what_can_be_refused_before_data_are_seen_is(loss, scales, error, text):
         CompiledLoss(loss, scales)
 
 
-def test_hints_are_known_before_the_first_batch_where_names_are():
+def test_the_hint_of_one_loss_is_known_before_the_first_batch():
     assert CompiledLoss("bce").hint(SINGLE) == LossHint("probabilities", "binary")
     assert CompiledLoss(["bce"]).hint(SINGLE).task == "binary"
-    listed = CompiledLoss(["bce", None, "mse"])
-    assert [listed.hint(f"output_{index}").task for index in range(4)] == [
-        "binary", None, "regression", None
-    ]  # fmt: skip
-    assert listed.hint("a") == listed.hint(SINGLE) == LossHint()
-    named = CompiledLoss({"a": "bce", "b": None})
-    assert (named.hint("a").task, named.hint("b").task, named.hint("c").task) == (
-        "binary", None, None
-    )  # fmt: skip
+    assert CompiledLoss(["bce", None, "mse"]).hint(SINGLE) == LossHint()
     listed = CompiledLoss(["cross_entropy", "mse"])
     listed.check({"kind": LOGITS, "size": NUMBERS}, [INDICES, TRUTHS])
     assert listed.hint("size").task == "regression"
