@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -141,6 +142,29 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     same_type = any(type(value) is type(choice) for choice in choices)
     kind = ConfigurationError if same_type else ArgumentTypeError
     raise kind(f"{name}={describe(value)} must be one of {listing}.{suggestion}")
+
+
+VERBOSE = "FITKIT_VERBOSE"
+"""The variable of the environment that `verbose="auto"` gives way to."""
+
+
+def chosen_verbose(verbose: int | str) -> int | str:
+    """`verbose` as it counts: `"auto"` gives way to the environment's FITKIT_VERBOSE.
+
+    Raises:
+        ConfigurationError: neither 0, 1, 2 nor `"auto"`.
+    """
+    if isinstance(verbose, bool):
+        verbose = int(verbose)
+    check_choice("verbose", verbose, (0, 1, 2, "auto"))
+    asked = os.environ.get(VERBOSE, "").strip().lower()
+    if verbose != "auto" or asked in ("", "auto"):
+        return verbose
+    if asked not in ("0", "1", "2"):
+        raise ConfigurationError(
+            f"The environment has {VERBOSE}={asked!r}, which must be 0, 1, 2 or auto."
+        )
+    return int(asked)
 
 
 TARGET_NAMES = frozenset({"y_true", "y", "true", "truth", "target", "targets", "label", "labels"})

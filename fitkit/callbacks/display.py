@@ -15,9 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from fitkit.arguments import check_choice
-from fitkit.errors import ConfigurationError
-
 if TYPE_CHECKING:  # rich takes a while to import: only where a bar is drawn
     from rich.console import Console
     from rich.live import Live
@@ -393,7 +390,6 @@ class LinesDisplay:
 
 Display = TerminalDisplay | NotebookDisplay | LinesDisplay
 
-ENVIRONMENT = "FITKIT_VERBOSE"
 LINES_ONLY_INTERVAL_S = 60.0
 """A sign of life where there is no bar: a line a minute within a long epoch."""
 
@@ -430,25 +426,6 @@ def display_for(
         # Asked for by isatty() alone: FORCE_COLOR makes rich take a pipe for a terminal.
         console = Console(file=file, force_terminal=True, force_jupyter=False)
     return TerminalDisplay(console, interval_s)
-
-
-def chosen_verbose(verbose: int | str) -> int | str:
-    """`verbose` as it counts: `"auto"` gives way to the environment's FITKIT_VERBOSE.
-
-    Raises:
-        ConfigurationError: neither 0, 1, 2 nor `"auto"`.
-    """
-    if isinstance(verbose, bool):
-        verbose = int(verbose)
-    check_choice("verbose", verbose, (0, 1, 2, "auto"))
-    asked = os.environ.get(ENVIRONMENT, "").strip().lower()
-    if verbose != "auto" or asked in ("", "auto"):
-        return verbose
-    if asked not in ("0", "1", "2"):
-        raise ConfigurationError(
-            f"The environment has {ENVIRONMENT}={asked!r}, which must be 0, 1, 2 or auto."
-        )
-    return int(asked)
 
 
 def in_notebook() -> bool:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fitkit.arguments import check_number
+from fitkit.arguments import check_number, chosen_verbose
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.display import Display, Moment, chosen_verbose, display_for, shown_metrics
+from fitkit.callbacks.display import Display, Moment, display_for, shown_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console

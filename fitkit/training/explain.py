@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,8 +17,6 @@ from fitkit.errors import (
     SHAPE_ERRORS,
     ConfigurationError,
     FitkitError,
-    OutOfMemoryError,
-    is_out_of_memory,
     raised_in_torch,
 )
 from fitkit.module import Module
@@ -190,40 +187,6 @@ def shapes_of(tree: Any, name: str) -> str:
 
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
-
-
-@contextlib.contextmanager
-def memory_explained(model: Module, verb: str, batch_size: int | None) -> Iterator[None]:
-    """Turn a device's or the allocator's error into one that says what took the memory.
-
-    What the failed step held (activations in the frames of the error's traceback) is dropped, so
-    that the next call has the memory.
-
-    Args:
-        verb: what was called.
-        batch_size: samples in a batch; None where the data have their own.
-
-    Raises:
-        OutOfMemoryError: the original is its cause.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
-            raise
-        message = explanation(model, verb, batch_size, str(error).splitlines()[0])
-        let_go(error, model._fitkit.compilation.strategy.device)
-        raise OutOfMemoryError(message) from error
-
-
-def let_go(error: BaseException, device: torch.device) -> None:
-    """Drop what the frames of an error hold, and give unused memory back to the device."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__context__
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def explanation(model: Module, verb: str, batch_size: int | None, original: str) -> str:

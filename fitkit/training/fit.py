@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
-from fitkit.callbacks.display import chosen_verbose
 from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.batches import NoRows, Stream
 from fitkit.data.class_weights import ClassWeights

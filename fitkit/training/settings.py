@@ -16,10 +16,10 @@ from fitkit.arguments import (
     check_count,
     check_flag,
     check_number,
+    chosen_verbose,
     describe,
 )
 from fitkit.callbacks.base import CallbackList
-from fitkit.callbacks.display import chosen_verbose
 from fitkit.data.arrays import check_alike
 from fitkit.data.batches import Source, check_readable
 from fitkit.data.class_weights import ClassWeights

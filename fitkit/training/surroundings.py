@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.optim import Optimizer
 from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
-from fitkit.errors import ConfigurationError, warn
+from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory, warn
 from fitkit.modes import in_use
 from fitkit.module import Module
-from fitkit.training.explain import memory_explained
+from fitkit.training.explain import explanation
 from fitkit.training.own_step import StepContext, running
 from fitkit.training.settings import MEMORY_FORMATS
 
@@ -51,6 +52,40 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
                 compilation.strategy.place(model)
         stack.enter_context(net_prepared(model))
         yield
+
+
+@contextlib.contextmanager
+def memory_explained(model: Module, verb: str, batch_size: int | None) -> Iterator[None]:
+    """Turn a device's or the allocator's error into one that says what took the memory.
+
+    What the failed step held (activations in the frames of the error's traceback) is dropped, so
+    that the next call has the memory.
+
+    Args:
+        verb: what was called.
+        batch_size: samples in a batch; None where the data have their own.
+
+    Raises:
+        OutOfMemoryError: the original is its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        message = explanation(model, verb, batch_size, str(error).splitlines()[0])
+        let_go(error, model._fitkit.compilation.strategy.device)
+        raise OutOfMemoryError(message) from error
+
+
+def let_go(error: BaseException, device: torch.device) -> None:
+    """Drop what the frames of an error hold, and give unused memory back to the device."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__context__
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

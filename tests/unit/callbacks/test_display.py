@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fitkit.callbacks.display import chosen_verbose, display_for, encodable, in_notebook
+from fitkit.arguments import chosen_verbose
+from fitkit.callbacks.display import display_for, encodable, in_notebook
 from fitkit.callbacks.progress import ProgressBar
 from fitkit.errors import ConfigurationError
 from tests.limits import patience
