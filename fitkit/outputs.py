@@ -38,7 +38,7 @@ SCALES = {
 
 @dataclasses.dataclass(frozen=True)
 class LossHint:
-    """What an output's loss tells about its numbers; metrics read predictions by it.
+    """What an output's loss says about its numbers; metrics read predictions by it.
 
     Attributes:
         takes: `"logits"`, `"probabilities"` or `"log_probabilities"`; None where unknown.
@@ -59,7 +59,7 @@ class LossHint:
 def last_operation(prediction: torch.Tensor) -> str | None:
     """What has made a prediction's values, as autograd calls it (`"Sigmoid"`, `"Addmm"`).
 
-    None where no graph tells: in an evaluation, or where nothing learns.
+    None where there is no graph: in an evaluation, or where nothing learns.
     """
     node: Any = prediction.grad_fn
     while node is not None:
@@ -71,7 +71,7 @@ def last_operation(prediction: torch.Tensor) -> str | None:
 
 
 def scale_of(prediction: Any) -> str | None:
-    """`"logits"` or `"probabilities"`, where the last operation tells; else None."""
+    """`"logits"` or `"probabilities"`, where the last operation makes one of them; else None."""
     if not isinstance(prediction, torch.Tensor):
         return None
     return SCALES.get(last_operation(prediction) or "")

@@ -31,9 +31,9 @@ COLLATE_ERRORS = {
 
 
 class NoRows:
-    """Stands, itself, for a batch without rows: it keeps its place, and nothing is computed of it.
+    """Stands for a batch without rows: it keeps its place, and nothing is computed of it.
 
-    A class, because that stays the same object where it is sent to another process.
+    The class itself does: it stays the same object where it is sent to another process.
     """
 
 
@@ -80,7 +80,7 @@ class Source:
 
 
 def marked(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, with `NoRows` for each that has none (an empty shard, a filter's leavings).
+    """The batches, with `NoRows` for each that has none (an empty shard, or what a filter leaves).
 
     Raises:
         ConfigurationError: samples of a kind that torch's collate doesn't join.
@@ -105,7 +105,7 @@ def is_empty(batch: Any) -> bool:
     """
     found = False
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    for part in parts:  # the first one tells it of most batches, without a walk over a tree
+    for part in parts:  # the first one decides for most batches, without a walk over a tree
         for leaf in (part,) if isinstance(part, torch.Tensor) else trees.leaves(part):
             if isinstance(leaf, (torch.Tensor, np.ndarray)):
                 # A nested tensor has rows, but no shape.

@@ -41,7 +41,7 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
     """Begin a pass, with the same draws of random numbers whether workers are new or live on.
 
     torch draws a seed for workers where it starts them, and none where `persistent_workers=True`
-    keeps them: the order would hang on which process has begun them, and when.
+    keeps them: the order would depend on which process has begun them, and when.
     """
     if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
         iter(getattr(loader, sampler_name(loader)))  # torch begins twice there
@@ -129,7 +129,7 @@ def batches_by_index(loader: DataLoader[Any], chosen: Iterable[Any]) -> Iterator
 
 
 def _selected(whole: TensorDataset, among: Tensor | None, rows: Tensor) -> list[Tensor] | None:
-    """A batch of rows; None where some aren't there: torch's own way may count from the end."""
+    """A batch of rows; None where some aren't there: torch itself may count from the end."""
     try:
         if among is not None:
             rows = among.index_select(0, rows)
@@ -185,7 +185,7 @@ def _cut(parts: Iterator[Tensor], size: int, drop_last: bool) -> Iterator[Tensor
 def _rows_of(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None:
     """The data set that holds the tensors, and the rows of it that `dataset` has (None for all).
 
-    None where a subset's indices aren't plain: torch's own way says what is wrong with them.
+    None where a subset's indices aren't plain: torch itself says what is wrong with them.
     """
     among: Tensor | None = None
     while type(dataset) is Subset:
@@ -244,7 +244,7 @@ def _sample_by_sample(loader: DataLoader[Any], indices: Any) -> Any:
 
 
 def own_state_of(loader: Any) -> OwnState | None:
-    """What follows a loader's own state; None for a loader that keeps none."""
+    """What keeps track of a loader's own state; None for a loader that has none."""
     methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
     return OwnState(loader) if all(callable(method) for method in methods) else None
 

@@ -131,7 +131,7 @@ class _Shard(Source):
         """Batches as steps that all ranks make, though they may have different numbers of them.
 
         Ranks:
-            Collective at each step: the ranks tell each other how many samples they have.
+            Collective at each step: the ranks exchange how many samples they have.
         """
         last: Any = None
         self._seen = None
@@ -349,7 +349,7 @@ LOOKED_AT = 256
 
 
 def check_same_on_all_ranks(source: ArraySource | LoaderSource, ranks: Collectives) -> None:
-    """Refuse data that differ between the ranks, told from little of them.
+    """Refuse data that differ between the ranks, as far as a small part of them shows.
 
     Where each rank runs the script, each makes its own data. Random data or splits without a seed
     then differ, and the ranks would deal out parts of different wholes, which nothing shows.

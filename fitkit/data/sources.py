@@ -114,7 +114,7 @@ def _without_masks(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def collate_without_masks(samples: Any) -> Any:
-    """Torch's collate; the first of a batch's samples tells whether they are masked arrays."""
+    """Join samples as torch does, and refuse masked arrays, which the first sample shows."""
     refuse_masked(samples[0], "A sample")
     return default_collate(samples)
 
@@ -305,7 +305,7 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
 
 
 def _is_map_style(x: Any) -> bool:
-    """Whether `x` gives samples by their index: torch's Dataset, or Hugging Face's."""
+    # Hugging Face's data sets have `__getitems__`.
     return not isinstance(x, (DataLoader, IterableDataset)) and (
         isinstance(x, Dataset) or hasattr(x, "__getitems__")
     )
@@ -349,7 +349,7 @@ def _warn_unused_batch_size(name: str, x: Any, asked: int, own: int | None) -> N
 
 
 def _is_plain_tensors(x: Any) -> bool:
-    """Whether `x` is a TensorDataset whose samples are its rows (a subclass may change them)."""
+    # Exactly: a subclass may make other samples of its rows.
     return type(x) is TensorDataset and 1 <= len(x.tensors) <= 3
 
 

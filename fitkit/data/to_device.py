@@ -341,7 +341,7 @@ def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
 
 
 def goes_aside(batch: Any) -> bool:
-    """Whether a batch is in main memory, and its memory on the device can be told to streams.
+    """Whether a batch is in main memory, and streams can know of its memory on the device.
 
     An object that only knows how to move itself (`.to`) is moved where it is used, and so are
     sparse and nested tensors, for which torch has no `record_stream`: nobody could say which of

@@ -206,17 +206,17 @@ class CompiledLoss:
     @property
     def direct(self) -> Callable[[Any, Any], torch.Tensor] | None:
         """The loss of a net with one output, for a tensor and its target; None before `check`, and
-        where there is more to it."""
+        where a batch must be taken apart for it."""
         return None if self._only is None else self._only.__call__
 
     def of_each(self, targets: list[Any]) -> Callable[[Any, Any], torch.Tensor] | None:
-        """What gives each sample's loss (N,), where the mean over any samples is made of these.
+        """A function that gives each sample's loss (N,), whose mean over any samples is the loss.
 
         Args:
             targets: all that there will be, as far as they are known.
 
         Returns:
-            None before `check`, and where there is, or may be, more to it than such a mean.
+            None before `check`, and where the loss isn't, or may not be, such a mean.
         """
         only = self._only
         if not isinstance(only, KnownLoss) or not targets:
@@ -230,7 +230,7 @@ class CompiledLoss:
         return any(loss is not None and loss.has_user_code for loss in _each(self._losses))
 
     def hint(self, output: Hashable) -> LossHint:
-        """What `output`'s loss tells; before `check` that of a net with one output.
+        """What `output`'s loss says of its numbers; before `check` that of a net with one output.
 
         The hint is empty where there is no loss, or where it isn't known yet.
         """

@@ -286,8 +286,7 @@ def torch_binary_cross_entropy(
     return F.binary_cross_entropy(prediction, target, reduction=reduction)
 
 
-def _last_axis_mean(values: torch.Tensor) -> torch.Tensor:
-    """Mean over the values of a sample, (N, ..., D) → (N, ...); (N,) stays."""
+def _last_axis_mean(values: torch.Tensor) -> torch.Tensor:  # (N, ..., D) → (N, ...)
     return values if values.ndim == 1 else values.mean(-1)
 
 
@@ -296,7 +295,6 @@ def _clipped(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def _shares(prediction: torch.Tensor) -> torch.Tensor:
-    """Rows scaled to sum to 1, clipped. Shapes: (N, ..., C) → the same."""
     return _clipped(prediction / prediction.sum(-1, keepdim=True))
 
 
@@ -387,9 +385,8 @@ def poisson(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(target: torch.Tensor) -> torch.Tensor:
-    """0/1 labels as ±1; other labels as they are."""
     is_binary = ((target == 0) | (target == 1)).all()
-    # `where` on a tensor: an `if` would make the host wait for the device at each step.
+    # Others stay. `where` on a tensor: an `if` would make the host wait at each step.
     return torch.where(is_binary, 2.0 * target - 1.0, target)
 
 

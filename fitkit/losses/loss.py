@@ -52,7 +52,7 @@ class Loss(abc.ABC):
 
     Attributes:
         name: as given, for a name; a function's own; a module's class in snake case.
-        hint: what it tells about predictions and task.
+        hint: what it says about predictions and task.
         label: how messages call it.
         takes_whole: given once for several outputs, it gets all of them at once.
         has_user_code: whether code of the user's acts in its call, or keeps what is in it.
@@ -306,7 +306,7 @@ class CustomLoss(Loss):
 
     def check(self, prediction: Any, target: Any) -> None:
         guards.check_broadcast(self.label, self._function, prediction, target)
-        # Kept for evaluations, in which no graph tells.
+        # Kept for evaluations, in which there is no graph to read it from.
         self.hint = LossHint(scale_of(prediction) or self.hint.takes)
         ignored = getattr(self._function, "ignore_index", IGNORED)
         if self._has_warned or not isinstance(ignored, int):
@@ -395,7 +395,6 @@ def resolve(loss: Any) -> Loss:
 
 
 def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:
-    """A half-precision prediction in float32 where its target has another floating type."""
     if not isinstance(target, torch.Tensor) or not target.is_floating_point():
         return prediction
     return prediction if target.dtype is prediction.dtype else prediction.float()

@@ -28,7 +28,7 @@ class Definition:
         mean: `(prediction, target)`, matched, to the mean over the batch.
         each: the same to values of shape (N, ...), whose mean over all is `mean`.
         match: how the target is brought to the prediction, from `formulas.py`.
-        hint: what the loss tells about predictions and task.
+        hint: what the loss says about predictions and task.
         twin: the loss for a net that gives the other form: of one that takes probabilities, the
             one that takes logits, and the other way round. None where there is none.
         rows_sum_to_one: predictions are probabilities of classes, which must sum to 1.
@@ -107,7 +107,6 @@ _CROSSENTROPIES = ("cross_entropy", "sparse_categorical_crossentropy", "categori
 
 
 def _spelled(name: str) -> str:
-    """`name` in lower case with each run of blanks, hyphens and underscores as one underscore."""
     return re.sub(r"[\s_-]+", "_", name.strip().lower())
 
 

@@ -84,7 +84,7 @@ class OwnLoss(Loss):
         """Find out which labels the net's loss is the mean over, at a batch where some count."""
         ignored = target == IGNORED
         if bool(ignored.all()):
-            return  # nothing was computed yet that could tell
+            return  # no loss was computed of any label yet
         self._take(labels_rule(prediction, target))
         if self.rule is None and bool(ignored.any()) and not self._has_warned:
             self._has_warned = True
@@ -137,7 +137,7 @@ def labels_rule(prediction: Any, target: Any) -> str | None:
 
     Returns:
         `"shifted"`: logits[:, t] are for labels[:, t + 1], and the last for none; `"aligned"`:
-        each is for the label in its place; None: that can't be told.
+        each is for the label in its place; None: that isn't clear.
     """
     loss, logits = _carried(prediction), named_outputs(prediction).get(SINGLE)
     if loss is None or not isinstance(logits, torch.Tensor) or not is_labels(target):
@@ -166,7 +166,7 @@ def labels_rule(prediction: Any, target: Any) -> str | None:
 
 
 LABELS_RULES = ("aligned", "shifted")
-"""What `labels_rule` tells, by how many places further a logit's label is."""
+"""What `labels_rule` finds, by how many places further a logit's label is."""
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> float:

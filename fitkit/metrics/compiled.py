@@ -89,12 +89,12 @@ class CompiledMetrics:
         Args:
             prediction: what the net gave.
             target: its targets.
-            hint: tells of each output what its loss knows.
+            hint: gives for an output what its loss says about its numbers.
             trained: the outputs that have a loss; targets may be those of them alone.
 
         Raises:
-            ConfigurationError: metrics that don't fit the outputs, or an output of which no
-                task can be told.
+            ConfigurationError: metrics that don't fit the outputs, or an output whose
+                task isn't clear.
         """
         if self._groups is not None:
             return
@@ -174,7 +174,7 @@ class CompiledMetrics:
         return (0.0, 0) if self.only is None else self.only.loss_sums()
 
     def reset(self) -> None:
-        """Forget all samples; what the first batch told stays."""
+        """Forget all samples; the metrics stay as the first batch let them be built."""
         for group in self._started():
             group.reset()
 
@@ -240,7 +240,7 @@ class Specs:
 
     @property
     def is_by_output(self) -> bool:
-        """Whether outputs were told apart, rather than given the same list."""
+        """Whether each output was given metrics of its own, rather than all the same list."""
         return not self._flat
 
     def for_unnamed_output(self) -> list[MetricSpec]:
@@ -354,14 +354,14 @@ def _default_name(metric: Any) -> str:
 
 
 def _renamed(entries: list[MetricSpec], name: str) -> list[MetricSpec]:
-    """One thing's entries under its chosen name; a collection's keep their own behind it."""
+    # The metrics of a collection keep their own names behind the chosen one.
     if len(entries) == 1:
         return [dataclasses.replace(entries[0], name=name)]
     return [dataclasses.replace(entry, name=f"{name}_{entry.name}") for entry in entries]
 
 
 def _is_group(value: Any) -> bool:
-    """Whether a value stands for the metrics of one output, rather than for one metric."""
+    # The metrics of one output, rather than one metric.
     return value is None or isinstance(value, (list, tuple, Mapping))
 
 

@@ -1,4 +1,4 @@
-"""What an output's numbers mean, told by its first batch, and how metrics are given them.
+"""What an output's numbers mean, decided by its first batch, and how metrics are given them.
 
 A conversion is a function that turns a prediction and its target into the pair that a metric is
 given. Each is made once a batch, however many metrics want the same.
@@ -52,7 +52,7 @@ class FirstBatch:
     Args:
         prediction: the output's tensor.
         target: its target.
-        hint: what its loss tells.
+        hint: what its loss says about them.
     """
 
     def __init__(self, prediction: object, target: object, hint: LossHint) -> None:
@@ -81,11 +81,11 @@ class FirstBatch:
         """The classification task.
 
         Args:
-            force: `"classes"`: one of C, whatever the loss tells; `"entries"`: each entry yes or
-                no; empty: as prediction, target and loss tell.
+            force: `"classes"`: one of C, whatever the loss says; `"entries"`: each entry yes or
+                no; empty: decided by prediction, target and loss.
 
         Raises:
-            ConfigurationError: shapes that don't fit, a task that can't be told, targets that
+            ConfigurationError: shapes that don't fit, a task that isn't clear, targets that
                 aren't classes.
         """
         if force not in self._tasks:
@@ -95,7 +95,7 @@ class FirstBatch:
         return self._tasks[force]
 
     def shape_of_task(self, force: str = "") -> Task:
-        """The task without a look at the targets' values where their shape tells enough."""
+        """The task; the targets' values are read only where their shape isn't enough."""
         prediction, target = self.prediction, self.target
         axis = None if force == "entries" else self._class_axis()
         if axis is not None:
@@ -122,7 +122,7 @@ class FirstBatch:
         return class_axis(self.prediction.shape, self.target.shape, self._axes())
 
     def _axes(self) -> tuple[int, int]:
-        """The two places of classes, the loss's first; torch's where it tells none."""
+        # The loss's first, torch's where it says nothing.
         last = self.prediction.ndim - 1
         return (last, 1) if self.hint.class_axis == -1 else (1, last)
 
@@ -142,8 +142,10 @@ class FirstBatch:
         return self._task("multiclass", target.shape[axis], axis, one_hot=True)
 
     def scale(self, kind: str = "binary") -> str:
-        """What predictions are: the loss tells, else the net's last operation where the first batch
-        lies in [0, 1], as logits may by chance."""
+        """What predictions are: as the loss says, else logits or the net's probabilities.
+
+        Logits may lie in [0, 1] by chance, so the net's last operation decides there.
+        """
         prediction = self.prediction
         if self.hint.takes is not None:
             return self.hint.takes

@@ -116,8 +116,8 @@ class OutputGroup:
         """Meanwhile the sums count what waits too.
 
         A sum of fractions depends in its last digits on which batches are joined; that must
-        not depend on who reads values when, as a progress bar does by the clock. So reading
-        changes nothing, but where it can't matter.
+        not depend on who reads values when, as a progress bar does by the clock. Reading
+        therefore leaves the sums as they are, except where they are exact.
         """
         sums = self._joined.values()
         if not self._buffer or self._is_up_to_date:
@@ -265,7 +265,7 @@ class Buffer:
                 return *self.take(), self._large(prediction, target, weight)
             ready = self._begin_block(prediction, target, like)
         to_prediction, to_target = self._places[self._used]
-        # Asking costs a tenth of detaching.
+        # To ask for requires_grad costs a tenth of detaching.
         to_prediction.copy_(prediction.detach() if prediction.requires_grad else prediction)
         to_target.copy_(target.detach() if target.requires_grad else target)
         if weight is not None:
@@ -304,12 +304,12 @@ class Buffer:
             self._full.append(self._used_part())
         self._size = prediction.numel() + target.numel()
         most = -(-MOST_ELEMENTS // max(self._size, 1))
-        room = min(GROWTH * len(self._places) if like == self._like else 1, most, MOST_BATCHES)
+        capacity = min(GROWTH * len(self._places) if like == self._like else 1, most, MOST_BATCHES)
         with torch.inference_mode(False), torch.no_grad():
             # What is made in inference mode can't be written to outside of it.
             self._block = (
-                prediction.new_empty((room, *shape)),
-                target.new_empty((room, *target_shape), device=prediction.device),
+                prediction.new_empty((capacity, *shape)),
+                target.new_empty((capacity, *target_shape), device=prediction.device),
             )
             self._places = list(zip(*(part.unbind() for part in self._block), strict=True))
         self._like, self._used = like, 0

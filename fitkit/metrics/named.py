@@ -352,7 +352,7 @@ def _count(index: int) -> Callable[[Tensor], Tensor]:
 
 
 def _mean_recall(matrix: Tensor) -> Tensor:
-    """The mean recall over the classes that have samples, from their confusion matrix (C, C)."""
+    # From the confusion matrix (C, C): over the classes that have samples.
     found, present = matrix.diagonal(), matrix.sum(1)
     return (found[present > 0] / present[present > 0]).mean()
 

@@ -192,7 +192,7 @@ def merged_metric_value(metric: Metric, states: list[State]) -> Any:
 
 
 def _states_of(metric: Metric) -> dict[str, Tensor | list[Tensor]]:
-    """A metric's states, which later updates don't change."""
+    # Copies: later updates change the states in place.
     states = {name: getattr(metric, name) for name in metric._defaults}
     return {n: list(s) if isinstance(s, list) else s.clone() for n, s in states.items()}
 
