@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -97,12 +98,15 @@ class Callback:
             doesn't say so, the ranks ask each other after every step.
         comes_last: whether the hooks are called after those of all other callbacks, fitkit's own
             too: what saves has to see what they have done.
+        watches_losses: whether this callback acts on losses that are NaN or infinite; a run then
+            leaves out its own warning about them.
     """
 
     model: Module
     params: dict[str, Any]
     stops_alike: bool = False
     comes_last: bool = False
+    watches_losses: bool = False
 
     def set_model(self, model: Module) -> None:
         """Called once before the first hook with the model that runs."""
@@ -291,6 +295,17 @@ class CallbackList:
         """Call one hook on every callback that overrides it."""
         for hook in self._hooks[name]:
             hook(*args)
+
+    def warning_of(self, logs: Logs) -> str | None:
+        """The warning about losses that are NaN or infinite; None where a callback watches them."""
+        losses = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
+        found = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
+        if not found or any(callback.watches_losses for callback in self.callbacks):
+            return None
+        return (
+            f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names "
+            "the first module in training whose output or gradient is NaN or infinite."
+        )
 
 
 def flatten(callbacks: object) -> Iterator[Callback]:

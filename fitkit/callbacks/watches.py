@@ -37,6 +37,7 @@ class TerminateOnNaN(Callback):
     """
 
     stops_alike = True
+    watches_losses = True
 
     def __init__(self, raise_error: bool = False, check_every: int = 10) -> None:
         check_flag("raise_error", raise_error)
@@ -141,6 +142,7 @@ class DetectLossSpike(Callback):
     """
 
     stops_alike = True
+    watches_losses = True
 
     def __init__(
         self,
@@ -270,6 +272,7 @@ class DetectNonFinite(Callback):
     """
 
     stops_alike = True
+    watches_losses = True
 
     def __init__(
         self, action: str = "raise", check_every: int = 10, gradients: bool = True
@@ -409,23 +412,3 @@ class DetectNonFinite(Callback):
             handle.remove()
         self._handles = []
         self._looks = False
-
-
-def non_finite_losses(logs: Logs, callbacks: Iterable[Callback]) -> str | None:
-    """The warning about an epoch's or an evaluation's losses that are NaN or infinite.
-
-    Returns:
-        A sentence, or None: there is none, or a callback looks after them.
-    """
-    losses = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
-    found = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
-    if not found or any(isinstance(callback, WATCHES) for callback in callbacks):
-        return None
-    return (
-        f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names the "
-        "first module in training whose output or gradient is NaN or infinite."
-    )
-
-
-WATCHES = (DetectNonFinite, TerminateOnNaN, DetectLossSpike)
-"""Who says or does something about such losses by itself."""

@@ -32,7 +32,7 @@ Scales = float | list[float] | dict[Hashable, float]
 
 
 @dataclasses.dataclass
-class _Part:
+class _OutputLoss:
     """One output's share of the loss; `output` is None where a loss takes all outputs at once.
 
     `classes` is the number of classes where the first batch's targets were class indices.
@@ -69,7 +69,7 @@ class _Plan:
     """Which loss meets which output, for the outputs that the net was seen to give."""
 
     outputs: list[Any]
-    parts: list[_Part]
+    parts: list[_OutputLoss]
 
     @property
     def is_whole(self) -> bool:
@@ -78,9 +78,9 @@ class _Plan:
     @property
     def trained(self) -> list[Any]:
         """The outputs that have a loss."""
-        return [part.output for part in self.parts]
+        return list(dict.fromkeys(part.output for part in self.parts))
 
-    def pairs(self, prediction: Any, target: Any) -> list[tuple[_Part, Any, Any]]:
+    def pairs(self, prediction: Any, target: Any) -> list[tuple[_OutputLoss, Any, Any]]:
         """Each part with its prediction and its target."""
         if self.is_whole:
             return [(self.parts[0], prediction, target)]
@@ -333,16 +333,16 @@ class CompiledLoss:
     def _planned(self, outputs: list[Any]) -> _Plan:
         losses = self._losses
         if isinstance(losses, OwnLoss):
-            return _Plan(outputs, [_Part(None, losses, self._whole_scale())])
+            return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
         if isinstance(losses, Loss):
             if losses.takes_whole and len(outputs) > 1:
-                return _Plan(outputs, [_Part(None, losses, self._whole_scale())])
+                return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
             by_name: dict[Any, Any] = dict.fromkeys(outputs, losses)
         else:
             by_name = _structured(losses, outputs, "loss")
         scales = self._scales_for(outputs)
         parts = [
-            _Part(name, loss, scales.get(name, 1.0))
+            _OutputLoss(name, loss, scales.get(name, 1.0))
             for name, loss in by_name.items()
             if loss is not None
         ]

@@ -12,7 +12,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit import trees
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
-from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, limited
 from fitkit.data.sharding import RankBatch
@@ -49,7 +48,7 @@ def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
             values = evaluate_source(model, source, arguments.steps, context, step, callbacks)
         finally:
             close_bars(callbacks)
-    sentence = non_finite_losses(values, arguments.callback_list.callbacks)
+    sentence = arguments.callback_list.warning_of(values)
     if sentence is not None and model.is_global_zero and model._fitkit.fit_state.run is None:
         warn(f"In evaluate {sentence}")
     return values

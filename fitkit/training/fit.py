@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
-from fitkit.callbacks.watches import non_finite_losses
 from fitkit.data.batches import NoRows, Stream
 from fitkit.data.class_weights import ClassWeights
 from fitkit.distributed.collectives import Collectives
@@ -362,7 +361,7 @@ class Fit:
         """Say once that a loss is no number, on rank 0."""
         if self.has_warned_of_non_finite or self.collectives.rank:
             return
-        sentence = non_finite_losses(logs, self.arguments.callback_list.callbacks)
+        sentence = self.arguments.callback_list.warning_of(logs)
         if sentence is not None:
             self.has_warned_of_non_finite = True
             warn(f"In epoch {epoch + 1} {sentence}")
