@@ -212,16 +212,6 @@ def values_by_class(
     return each(prediction.t().contiguous().unsqueeze(0), target.unsqueeze(0))[0]
 
 
-class MeanOf:
-    """A loss function that gives the mean of what another one gives."""
-
-    def __init__(self, function: LossFunction) -> None:
-        self.function = function
-
-    def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.function(prediction, target).mean()
-
-
 class SumPerSample:
     """A loss function that gives, for each sample, the sum of what another one gives."""
 

@@ -172,6 +172,8 @@ class KnownLoss(Loss):
 
     def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         prediction, target = self._match(prediction, target)
+        if self._mean is None:
+            return self._each(prediction, target).mean()
         return self._mean(prediction, target)
 
     def per_sample(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,15 @@ import copy
 import dataclasses
 import re
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
 
 from fitkit.errors import ConfigurationError
 from fitkit.losses import formulas
-from fitkit.losses.formulas import CountedLabels, LossFunction, Match, MeanOf, SumPerSample
-from fitkit.outputs import LossHint
+from fitkit.losses.formulas import CountedLabels, LossFunction, Match, SumPerSample
+from fitkit.outputs import IGNORED, LossHint
 from fitkit.registry import Registry
 
 
@@ -25,10 +26,10 @@ class Definition:
     """A loss whose meaning fitkit knows.
 
     Attributes:
-        mean: `(prediction, target)`, matched, to the mean over the batch.
-        each: the same to values of shape (N, ...), whose mean over all is `mean`.
+        each: `(prediction, target)`, matched, to values of shape (N, ...).
         match: how the target is brought to the prediction, from `formulas.py`.
         hint: what the loss says about predictions and task.
+        mean: `(prediction, target)`, matched, to the mean over the batch; None: that of `each`.
         twin: the loss for a net that gives the other form: of one that takes probabilities, the
             one that takes logits, and the other way round. None where there is none.
         rows_sum_to_one: predictions are probabilities of classes, which must sum to 1.
@@ -41,10 +42,10 @@ class Definition:
             computed as one.
     """
 
-    mean: LossFunction
     each: LossFunction
     match: Match
     hint: LossHint
+    mean: LossFunction | None = None
     twin: str | None = None
     rows_sum_to_one: bool = False
     shares: bool = False
@@ -122,22 +123,18 @@ def _torch(
     function: LossFunction,
     match: Match = formulas.elements,
     hint: LossHint = REGRESSION,
-    twin: str | None = None,
-    signs: bool = False,
     ignore_index: int | None = None,
-    joins: bool = True,
+    **options: Any,
 ) -> Definition:
     definition = Definition(
-        function,
         partial(function, reduction="none"),
         match,
         hint,
-        twin=twin,
+        mean=function,
         shares=match is formulas.classes,
-        signs=signs,
         ignore_index=ignore_index,
         counted=None if ignore_index is None else CountedLabels(ignore_index),
-        joins=joins,
+        **options,
     )
     TORCH_FUNCTIONS[function] = definition
     return LOSSES.add(name, definition, *aliases)
@@ -149,23 +146,9 @@ def _keras(
     function: LossFunction,
     match: Match = formulas.elements,
     hint: LossHint = REGRESSION,
-    twin: str | None = None,
-    rows_sum_to_one: bool = False,
-    shares: bool = False,
-    joins: bool = True,
+    **options: Any,
 ) -> Definition:
-    definition = Definition(
-        MeanOf(function),
-        function,
-        match,
-        hint,
-        twin=twin,
-        rows_sum_to_one=rows_sum_to_one,
-        shares=shares,
-        clips=True,
-        joins=joins,
-    )
-    return LOSSES.add(name, definition, *aliases)
+    return LOSSES.add(name, Definition(function, match, hint, clips=True, **options), *aliases)
 
 
 _BCE = _torch(
@@ -179,12 +162,12 @@ TORCH_FUNCTIONS[F.binary_cross_entropy] = _BCE
 _torch(
     "cross_entropy", "cross_entropy_loss",
     function=F.cross_entropy, match=formulas.classes, hint=TORCH_LOGITS,
-    twin="sparse_categorical_crossentropy", ignore_index=-100,
+    twin="sparse_categorical_crossentropy", ignore_index=IGNORED,
 )  # fmt: skip
 _torch(
     "nll", "nll_loss",
     function=F.nll_loss, match=formulas.indices, hint=TORCH_LOG_PROBABILITIES,
-    twin="cross_entropy", ignore_index=-100,
+    twin="cross_entropy", ignore_index=IGNORED,
 )  # fmt: skip
 _torch(
     "bce_with_logits", "bce_with_logits_loss", "binary_cross_entropy_with_logits",
@@ -221,10 +204,10 @@ _torch(
 LOSSES.add(
     "kl_div",
     Definition(
-        partial(F.kl_div, reduction="batchmean"),
         SumPerSample(partial(F.kl_div, reduction="none")),
         formulas.vectors,
         LossHint("log_probabilities", "classes"),
+        mean=partial(F.kl_div, reduction="batchmean"),
     ),
 )
 
@@ -322,8 +305,8 @@ def known_module(module: nn.Module) -> Definition | None:
         counted = CountedLabels(module.ignore_index, module)
     return dataclasses.replace(
         known,
-        mean=MeanOf(each) if reduction == "none" else module,
         each=SumPerSample(each) if reduction == "batchmean" else each,
+        mean=None if reduction == "none" else module,
         ignore_index=getattr(module, "ignore_index", known.ignore_index),
         counted=counted,
     )
