@@ -119,6 +119,7 @@ class CompiledLoss:
 
     def __init__(self, loss: Any, loss_weights: Any = None) -> None:
         self._losses = _resolved(loss)
+        self._all: list[Loss] = [loss for loss in leaves(self._losses) if loss is not None]
         self._scales = _checked_scales(loss_weights, self._losses)
         self._forget()
 
@@ -155,7 +156,7 @@ class CompiledLoss:
             targets: all that there will be; None where that isn't known.
         """
         known = None if targets is None else list(leaves(targets))
-        return any(loss is not None and loss.may_count(known) for loss in _each(self._losses))
+        return any(loss.may_count(known) for loss in self._all)
 
     def counted(
         self, prediction: Any, target: Any, weight: Any, *, is_part: bool
@@ -227,7 +228,7 @@ class CompiledLoss:
     @property
     def has_user_code(self) -> bool:
         """Whether code of the user's acts in some loss."""
-        return any(loss is not None and loss.has_user_code for loss in _each(self._losses))
+        return any(loss.has_user_code for loss in self._all)
 
     def hint(self, output: Hashable) -> LossHint:
         """What `output`'s loss says of its numbers; before `check` that of a net with one output.
@@ -239,8 +240,7 @@ class CompiledLoss:
         if self._plan is not None:
             losses = [part.loss for part in self._plan.parts if part.output == output]
         else:
-            given = list(_each(self._losses))
-            losses = [loss for loss in given if loss and output == SINGLE and len(given) == 1]
+            losses = self._all if output == SINGLE and len(self._losses) == 1 else []
         return losses[0].hint if losses else LossHint()
 
     def check(self, prediction: Any, target: Any) -> None:
@@ -319,9 +319,8 @@ class CompiledLoss:
 
     def to(self, device: torch.device | str) -> None:
         """Move class weights and other buffers of the losses."""
-        for loss in _each(self._losses):
-            if loss is not None:
-                loss.to(device)
+        for loss in self._all:
+            loss.to(device)
 
     def _plan_of(self, prediction: Any) -> _Plan:
         reads_itself = isinstance(self._losses, OwnLoss)
@@ -380,7 +379,7 @@ def _resolved(loss: Any) -> Losses:
         entries = [_entry(value) for value in loss]
     else:
         return resolve(loss)
-    if not any(_each(entries)):
+    if not any(leaves(entries)):
         raise ConfigurationError(
             f"loss={describe(loss)} trains no output: at least one needs a loss. "
             "loss=None alone stands for the net's own loss."
@@ -397,35 +396,27 @@ def _entry(loss: Any) -> Loss | None:
     return None if loss is None else resolve(loss)
 
 
-def _each(losses: Losses) -> Iterator[Loss | None]:
-    if isinstance(losses, Loss):
-        yield losses
-    else:
-        yield from losses.values() if isinstance(losses, dict) else losses
-
-
 def _checked_scales(scales: Any, losses: Losses) -> Scales | None:
     if scales is None:
         return None
+    if not isinstance(scales, (list, tuple, Mapping)):
+        check_number("loss_weights", scales)
+        return float(scales)
+    by_key = dict(scales if isinstance(scales, Mapping) else enumerate(scales))
+    for key, value in by_key.items():
+        check_number(f"loss_weights[{key!r}]", value)
     if isinstance(scales, Mapping):
-        for key, value in scales.items():
-            check_number(f"loss_weights[{key!r}]", value)
         unknown = [key for key in scales if isinstance(losses, dict) and key not in losses]
         if unknown:
             raise ConfigurationError(
                 f"loss_weights names {unknown}, but loss has entries for {list(losses)}."  # type: ignore[arg-type]
             )
-        return {key: float(value) for key, value in scales.items()}
-    if isinstance(scales, (list, tuple)):
-        for index, value in enumerate(scales):
-            check_number(f"loss_weights[{index}]", value)
-        if isinstance(losses, (list, dict)) and len(losses) != len(scales):
-            raise ConfigurationError(
-                f"loss_weights has {len(scales)} entries, but loss has {len(losses)}."
-            )
-        return [float(value) for value in scales]
-    check_number("loss_weights", scales)
-    return float(scales)
+        return {key: float(value) for key, value in by_key.items()}
+    if isinstance(losses, (list, dict)) and len(losses) != len(scales):
+        raise ConfigurationError(
+            f"loss_weights has {len(scales)} entries, but loss has {len(losses)}."
+        )
+    return [float(value) for value in scales]
 
 
 def _structured(value: Any, outputs: list[Any], what: str) -> dict[Any, Any]:
