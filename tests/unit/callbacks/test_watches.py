@@ -177,8 +177,12 @@ def test_evaluate_says_too_that_its_loss_is_no_number():
     assert said(lambda: model.evaluate(X, Y, verbose=0)) == []
 
 
+class OwnWatch(Callback):
+    watches_losses = True
+
+
 @pytest.mark.parametrize("watch", [
-    TerminateOnNaN(), DetectNonFinite("stop"), DetectLossSpike(action="stop"),
+    TerminateOnNaN(), DetectNonFinite("stop"), DetectLossSpike(action="stop"), OwnWatch(),
 ])  # fmt: skip
 def test_who_looks_after_such_losses_is_left_to_it(watch):
     assert said(lambda: trained(watch, y=with_nan(9))) == []
