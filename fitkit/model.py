@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit import trees
+from fitkit import model_names, trees
 from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.history import History
 from fitkit.data.arrays import made_dense
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.logging_options import is_metric
+from fitkit.model_names import GivesWay, check_attribute, check_definitions, public_names
 from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
@@ -58,28 +58,6 @@ class Record:
     batch_size: int | None = None
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)
-
-
-class _GivesWay:
-    """A method of Keras's name, before which a subclass's own attribute, layer or method goes."""
-
-    def __init__(self, function: Callable[..., Any], is_property: bool = False) -> None:
-        self.function, self.is_property = function, is_property
-        functools.update_wrapper(self, function)  # type: ignore[arg-type]
-
-    @classmethod
-    def as_property(cls, function: Callable[..., Any]) -> Any:
-        return cls(function, is_property=True)
-
-    def __get__(self, model: Any, kind: type | None = None) -> Any:
-        if model is None:
-            return self.function
-        name = self.function.__name__
-        for own in (model._modules, model._parameters, model._buffers):
-            if name in own:
-                return own[name]
-        bound = self.function.__get__(model)
-        return bound() if self.is_property else bound
 
 
 class Model(Module):
@@ -131,13 +109,11 @@ class Model(Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for name, value in vars(cls).items():
-            if name in _public_names() and not _may_define(name, value):
-                raise _other_meaning(cls, name)
+        check_definitions(cls, Model)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _public_names() and not _may_set(name, value):
-            raise _other_meaning(type(self), name)
+        if name in public_names(Model):
+            check_attribute(self, name, value, Model)
         super().__setattr__(name, value)
 
     def load_state_dict(
@@ -457,7 +433,7 @@ class Model(Module):
         arguments = EvaluateArguments(**_given(locals(), leave_out="as_numpy"))
         with self._computing("predict"):
             outputs = self._launch_of(arguments)(run_predict, self, arguments)
-        return _to_numpy(outputs) if as_numpy else outputs
+        return trees.to_numpy(outputs) if as_numpy else outputs
 
     def _computing(self, verb: str) -> AbstractContextManager[None]:
         """Surrounds a call that computes and changes nothing, beside which other threads may make
@@ -537,7 +513,7 @@ class Model(Module):
     def predict_on_batch(self, x: Any) -> Any:
         """The net's outputs for one batch, as NumPy arrays."""
         with self._computing("predict_on_batch"), surroundings(self, "predict_on_batch"):
-            return _to_numpy(predict_batch(self, self._one_batch(x)))
+            return trees.to_numpy(predict_batch(self, self._one_batch(x)))
 
     def _one_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> tuple[Any, ...]:
         """The arrays of one batch as tensors."""
@@ -610,73 +586,14 @@ class Model(Module):
 
     # ------------------------------------------------------------------ Keras's looks at weights
 
-    @_GivesWay
-    def get_weights(self) -> list[np.ndarray[Any, Any]]:
-        """The weights as NumPy arrays of their own, in the order of the net's `state_dict()`.
-
-        Ranks:
-            Local within a run, but where a strategy has spread the weights: there collective.
-        """
-        with self._fitkit.fit_state.evaluated():
-            found = [_whole(value).clone() for value in self._held_weights()]
-        arrays: list[np.ndarray[Any, Any]] = _to_numpy([value.cpu() for value in found])
-        return arrays
-
-    @_GivesWay
-    def set_weights(self, weights: Any) -> None:
-        """Put back what `get_weights` gave.
-
-        Args:
-            weights: as many arrays, of the same shapes and in the same order.
-
-        Raises:
-            ConfigurationError: they don't fit (the weights are as they were), or a strategy has
-                spread the weights over the ranks of a run.
-        """
-        held, given = self._held_weights(), [torch.as_tensor(weight) for weight in weights]
-        now, then = ([tuple(part.shape) for part in parts] for parts in (held, given))
-        if now != then:
-            raise ConfigurationError(
-                f"set_weights got {len(then)} arrays of the shapes {_some(then)}, but the net has "
-                f"{len(now)} of the shapes {_some(now)}. Give what its get_weights() gives."
-            )
-        if any(hasattr(part, "full_tensor") for part in held):
-            raise ConfigurationError(
-                "set_weights can't be called in a run that has spread the weights over its ranks. "
-                "Call it between two calls of fit."
-            )
-        with torch.no_grad():
-            for own, new in zip(held, given, strict=True):
-                own.copy_(new)
-
-    @_GivesWay
-    def count_params(self) -> int:
-        """The number of parameters, frozen ones too; one that is used twice counts once."""
-        return sum(parameter.numel() for parameter in self._without_lazy(self.parameters()))
-
-    @_GivesWay.as_property
-    def layers(self) -> list[nn.Module]:
-        """The net's layers of the first level, in a list made for each look."""
-        net = self._weights_module()
-        return [layer for layer in net.children() if layer is not None] or [net]
-
-    def _held_weights(self) -> list[torch.Tensor]:
-        """The tensors of the net's state dict; those in use."""
-        state = self._weights_module().state_dict().values()
-        return self._without_lazy(part for part in state if isinstance(part, torch.Tensor))
-
-    def _without_lazy(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        found = list(tensors)
-        if any(nn.parameter.is_lazy(tensor) for tensor in found):
-            raise ConfigurationError(
-                "The net has lazy layers whose shapes aren't known yet. Run one batch through it "
-                "first: model.predict_on_batch(x[:1])."
-            )
-        return found
+    get_weights = GivesWay(model_names.get_weights)
+    set_weights = GivesWay(model_names.set_weights)
+    count_params = GivesWay(model_names.count_params)
+    layers = GivesWay(model_names.layers, is_property=True)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """As torch's, which refuses names that there are: a layer may have a name of Keras's."""
-        if isinstance(inspect.getattr_static(type(self), name, None), _GivesWay):
+        if isinstance(inspect.getattr_static(type(self), name, None), GivesWay):
             self._modules.setdefault(name, None)
         super().add_module(name, module)
 
@@ -882,70 +799,3 @@ def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
         return Results(values)
     found = list(values.values())
     return found[0] if len(found) == 1 else found or None
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, joined from all ranks where a strategy has spread it (a `DTensor`)."""
-    joined = getattr(tensor, "full_tensor", None)
-    return tensor.detach() if joined is None else joined().detach()
-
-
-def _some(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, shapes[:4])) + (", …" if len(shapes) > 4 else "")
-
-
-def _to_numpy(outputs: Any) -> Any:
-    """Tensors as NumPy arrays, in their structure; NumPy has no bfloat16 or float8, so float32."""
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        leaf = leaf.detach()
-        if leaf.layout is not torch.strided:
-            leaf = leaf.to_dense()
-        if leaf.dtype is torch.bfloat16 or (leaf.dtype.itemsize == 1 and leaf.is_floating_point()):
-            leaf = leaf.float()
-        return leaf.numpy()
-
-    return trees.map_leaves(convert, outputs)
-
-
-@functools.cache
-def _public_names() -> frozenset[str]:
-    """The names that a `Model` has beside any module's."""
-    own = {name for name in dir(Model) if not name.startswith("_")} - set(dir(nn.Module))
-    own -= {name for name in own if isinstance(vars(Model).get(name), _GivesWay)}
-    return frozenset(own | {"compile", "history"})
-
-
-def _may_define(name: str, value: Any) -> bool:
-    """Whether a subclass may have `value` under a public name: the same kind of thing."""
-    own = inspect.getattr_static(Model, name, None)
-    if isinstance(own, property):
-        return isinstance(value, property)
-    if callable(own):
-        is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
-        return is_method and not isinstance(value, (type, nn.Module))
-    return not callable(value)
-
-
-def _may_set(name: str, value: Any) -> bool:
-    """Whether a model may be given `value` under a public name."""
-    own = inspect.getattr_static(Model, name, None)
-    if isinstance(own, property):
-        return own.fset is not None
-    if name == "history":
-        return value is None or isinstance(value, History)
-    return _may_define(name, value)
-
-
-def _other_meaning(kind: type, name: str) -> ConfigurationError:
-    """The error for a public name that a subclass uses for something else."""
-    own = inspect.getattr_static(Model, name, None)
-    text = "the History of the last fit" if name == "history" else inspect.getdoc(own) or ""
-    first = text.partition("\n")[0].rstrip(".")
-    about = f" ({first[:1].lower()}{first[1:]})" if first else ""
-    return ConfigurationError(
-        f"{kind.__name__} can't use the name {name!r} for something of its own: a fitkit.Model has "
-        f"it already{about}. Give yours another name, such as 'own_{name}'."
-    )

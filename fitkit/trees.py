@@ -94,6 +94,22 @@ def sample_count(tree: Any) -> int:
     return 1
 
 
+def to_numpy(tree: Any) -> Any:
+    """Turn a tree's tensors into NumPy arrays; NumPy has no bfloat16 or float8, so float32."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        if leaf.layout is not torch.strided:
+            leaf = leaf.to_dense()
+        if leaf.dtype is torch.bfloat16 or (leaf.dtype.itemsize == 1 and leaf.is_floating_point()):
+            leaf = leaf.float()
+        return leaf.numpy()
+
+    return map_leaves(convert, tree)
+
+
 def _has_rows(tree: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
 

@@ -37,6 +37,7 @@ LAYERS = {
     "export": 6,
     "summary": 2,
     "model": 7,
+    "model_names": 6,
     "precisions": 8,
     "strategies": 8,
     "sklearn": 8,
