@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from fitkit.callbacks.history import History
 from fitkit.data.arrays import made_dense
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
-from fitkit.distributed.launchers import InlineLauncher
+from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.errors import ArgumentTypeError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.logging_options import is_metric
@@ -351,13 +351,14 @@ class Model(Module):
                 for callback in arguments.callback_list.callbacks:
                     callback.prepare_optimizers(self)
                 load(self, path, functools.partial(self._check_place, arguments))
-            launch = self._launch_of(arguments)
-            history: History = launch(run_fit, self, arguments)
+            self._prepare(arguments)
+            history: History = self._launcher().launch(run_fit, self, arguments)
         return history
 
     def _check_place(self, arguments: FitArguments, progress: Progress | None) -> None:
         """Let a fit begin where another was cut, if its data are the same."""
-        arguments.go_on_from(progress)
+        if progress is not None:
+            arguments.resumed, arguments.initial_epoch = progress, progress.epoch
         self._prepare(arguments)
         if progress is not None:
             check_data(arguments.source, progress)
@@ -398,7 +399,8 @@ class Model(Module):
         check_flag("return_dict", return_dict)
         arguments = EvaluateArguments(**_given(locals(), leave_out="return_dict"))
         with self._computing("evaluate"):
-            values = self._launch_of(arguments)(run_evaluate, self, arguments)
+            self._prepare(arguments)
+            values = self._launcher().launch(run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -432,7 +434,8 @@ class Model(Module):
         check_flag("as_numpy", as_numpy)
         arguments = EvaluateArguments(**_given(locals(), leave_out="as_numpy"))
         with self._computing("predict"):
-            outputs = self._launch_of(arguments)(run_predict, self, arguments)
+            self._prepare(arguments)
+            outputs = self._launcher().launch(run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
 
     def _computing(self, verb: str) -> AbstractContextManager[None]:
@@ -448,28 +451,23 @@ class Model(Module):
             alone = any(map(is_metric, self.modules()))
         return in_use(self, verb, alone=alone)
 
-    def _launch_of(self, arguments: FitArguments | EvaluateArguments) -> Callable[..., Any]:
-        """Check a call's data; what brings it to every rank."""
-        strategy = self._fitkit.compilation.strategy
-        if arguments.source is None:
-            self._prepare(arguments)
-        if strategy.collectives.world_size > 1:
-            return InlineLauncher().launch  # a callback's call inside a run: all ranks are here
-        launch: Callable[..., Any] = strategy.launcher.launch
-        return launch
-
     def _prepare(self, arguments: FitArguments | EvaluateArguments) -> None:
-        """Check what a call needs of the model, and its data."""
+        """Check what a call needs of the model, and make its data's sources: once a call."""
+        if arguments.source is not None:
+            return
         strategy = self._fitkit.compilation.strategy
         check_steps(self)
         check_callbacks(arguments.callback_list.callbacks)
-        if self.net is None and type(self).forward is Module.forward and not self._never_forwards():
+        has_steps = any(overridden(self, f"{stage}_step") for stage in STAGES)
+        if self.net is None and type(self).forward is Module.forward and not has_steps:
             self.forward()  # says what is missing
         arguments.prepare(strategy.precision.input_dtype(self), strategy.data_rank_count)
 
-    def _never_forwards(self) -> bool:
-        """Whether steps of its own may do without the model's forward."""
-        return any(overridden(self, f"{stage}_step") for stage in STAGES)
+    def _launcher(self) -> Launcher:
+        """What brings a call to every rank; within a run (in a callback) all ranks are here."""
+        strategy = self._fitkit.compilation.strategy
+        inside = strategy.collectives.world_size > 1
+        return InlineLauncher() if inside else strategy.launcher
 
     # ------------------------------------------------------------------ single batches
 

@@ -354,12 +354,6 @@ class FitArguments:
         self.held_out: Source | None = None
         self.resumed: Progress | None = None
 
-    def go_on_from(self, progress: Progress | None) -> None:
-        """Begin where another fit was cut; None: at the beginning."""
-        self.resumed = progress
-        if progress is not None:
-            self.initial_epoch = progress.epoch
-
     def _check_validation_freq(self) -> None:
         frequency = self.validation_freq
         if isinstance(frequency, (list, tuple, set)):
