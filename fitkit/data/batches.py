@@ -334,6 +334,26 @@ def limited(source: Source, steps: int | None) -> Iterator[Any]:
     return batches if steps is None else itertools.islice(batches, steps)
 
 
+def in_groups(
+    batches: Iterable[Any], size: int, first: int = 0
+) -> Iterator[Iterable[tuple[int, Any]]]:
+    """Number batches, and give them with their numbers in groups of `size`; the last may be short.
+
+    A group's batches are read while somebody goes through it, which must be to its end.
+
+    Args:
+        first: the first batch's number. A group ends where its size divides the next number, so
+            that an epoch which was cut within a group goes on with the group's rest.
+    """
+    numbered = enumerate(batches, first)
+    if size == 1:
+        return zip(numbered, strict=True)  # the same as below, without a call for each batch
+    return (
+        itertools.chain([entry], itertools.islice(numbered, size - 1 - entry[0] % size))
+        for entry in numbered
+    )
+
+
 def check_readable(source: Source, epochs: int, steps: int | None, name: str = "x") -> None:
     """Refuse a one-pass iterator where several passes would be needed.
 

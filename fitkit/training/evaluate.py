@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fitkit import trees
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, Source, limited
+from fitkit.data.batches import NoRows, Source, in_groups, limited
 from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import CudaStreams, tensors_in
 from fitkit.distributed.collectives import Collectives
@@ -72,7 +73,7 @@ def evaluate_source(
         ConfigurationError: there was no batch on any rank.
     """
     strategy: Strategy = model._fitkit.compilation.strategy
-    data_ranks, group = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
+    data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     logbook = step.logbook
     step.begin()
     model.stop_evaluating = False
@@ -82,16 +83,18 @@ def evaluate_source(
         begin, end = callbacks.hooks("on_test_batch_begin"), callbacks.hooks("on_test_batch_end")
         plan = EvaluationPlan(model, step, callbacks, "test", source)
         index, empty = -1, 0
-        waits = False  # the group's batches so far, for the hooks at its end
         try:
             with plan:
                 advance: Callable[..., Any] = step
                 together = InStep(_first(source, steps, data_ranks), strategy)
-                for index, batch in enumerate(plan.batches(step.mover.fed(iter(together)))):
-                    if batch is NoRows:
-                        empty += 1
-                    else:
-                        if begin and not waits:
+                batches = plan.batches(step.mover.fed(iter(together)))
+                for group in in_groups(batches, group_size):
+                    has_rows = False
+                    for index, batch in group:
+                        if batch is NoRows:
+                            empty += 1
+                            continue
+                        if begin and not has_rows:
                             context.call_before_batch(begin, index, {})
                         advance(batch, index)
                         if context.waiting:
@@ -99,26 +102,20 @@ def evaluate_source(
                         if index == empty:
                             step.undo_writes()
                             advance = plan.step_after_first(batch)
-                        waits = True
-                    if waits and (index + 1) % group == 0:
-                        waits = False
-                        if end:
-                            logs = LazyLogs(logbook.results)
-                            for hook in end:
-                                hook(index, logs)
+                        has_rows = True
+                    if end and has_rows:
+                        logs = LazyLogs(logbook.results)
+                        for hook in end:
+                            hook(index, logs)
                     if model.stop_evaluating and together.ends_here():
                         break
-                if waits:
-                    logs = LazyLogs(logbook.results)
-                    for hook in end:
-                        hook(index, logs)
         except BaseException:
             logbook.logged.finish()
             raise
-        batches, logbook.steps = index + 1, index + 1 - empty
+        count, logbook.steps = index + 1, index + 1 - empty
         wanted = None if model.stop_evaluating else steps
-        if wanted is not None and batches and data_ranks.world_size == 1 and batches < wanted:
-            warn(f"{name} ended after {batches} batches of the {wanted} that were asked for.")
+        if wanted is not None and count and data_ranks.world_size == 1 and count < wanted:
+            warn(f"{name} ended after {count} batches of the {wanted} that were asked for.")
         with torch.no_grad():
             step.finish()
         values, everyones = reduced(logbook, data_ranks)
@@ -151,7 +148,7 @@ def _first(source: Source, steps: int | None, collectives: Collectives) -> Itera
 def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
     strategy: Strategy = model._fitkit.compilation.strategy
-    data_ranks, group = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
+    data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     with surroundings(model, "predict", arguments.source.batch_size):
         source = rank_source(model, arguments.source, training=False)
         context, step = predict_step_for(model)
@@ -167,29 +164,28 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                 end = callbacks.hooks("on_predict_batch_end")
                 plan = EvaluationPlan(model, step, callbacks, "predict", source)
                 index, empty = -1, 0
-                waits = False  # the group's batches so far, for the hooks at its end
                 with plan:
                     advance: Callable[..., Any] = step
-                    for index, batch in enumerate(plan.batches(step.mover.fed(iter(together)))):
-                        if batch is NoRows:
-                            empty += 1
-                            copies.add(batch)
-                        else:
-                            if not waits:
-                                for hook in begin:
-                                    hook(index, {})
+                    batches = plan.batches(step.mover.fed(iter(together)))
+                    for group in in_groups(batches, group_size):
+                        has_rows = False
+                        for index, batch in group:
+                            if batch is NoRows:
+                                empty += 1
+                                copies.add(batch)
+                                continue
+                            if begin and not has_rows:
+                                context.call_before_batch(begin, index, {})
                             copies.add(advance(batch, index))
                             if index == empty:
                                 advance = plan.step_after_first(batch)
-                            waits = True
-                        if waits and (index + 1) % group == 0:
-                            waits = False
-                            if end:
-                                _act_on_outputs(end, copies, index, group)
+                            has_rows = True
+                        if end and has_rows:
+                            logs = LazyLogs(partial(_outputs, copies, index, group_size))
+                            for hook in end:
+                                hook(index, logs)
                         if model.stop_predicting and together.ends_here():
                             break
-                    if end and waits:
-                        _act_on_outputs(end, copies, index, group)
                 copies.wait()
                 callbacks.call("on_predict_end", {})
         finally:
@@ -210,28 +206,22 @@ def predict_batch(model: Module, batch: Any) -> Any:
         return joined([on_host(step(batch, 0))])
 
 
-def _act_on_outputs(hooks: Any, copies: HostCopies, index: int, group: int) -> None:
-    """Call the hooks after a group of batches; its outputs are made where one looks at them.
+def _outputs(copies: HostCopies, index: int, group_size: int) -> dict[str, Any]:
+    """The outputs of the group of batches that ends with number `index`, for its hooks.
 
     They may be on their way still. Several batches' outputs are one, or a list where they can't
     be.
     """
-
-    def outputs() -> dict[str, Any]:
-        if len(copies.outputs) < index + 1:
-            copies.wait()
-        found = copies.outputs[index - index % group : index + 1]
-        found = [output for output in found if output is not NoRows]
-        if len(found) == 1:
-            return {"outputs": found[0]}
-        try:
-            return {"outputs": trees.concatenate(found)}
-        except (RuntimeError, ValueError):
-            return {"outputs": found}
-
-    logs = LazyLogs(outputs)
-    for hook in hooks:
-        hook(index, logs)
+    if len(copies.outputs) < index + 1:
+        copies.wait()
+    found = copies.outputs[index - index % group_size : index + 1]
+    found = [output for output in found if output is not NoRows]
+    if len(found) == 1:
+        return {"outputs": found[0]}
+    try:
+        return {"outputs": trees.concatenate(found)}
+    except (RuntimeError, ValueError):
+        return {"outputs": found}
 
 
 def _params(

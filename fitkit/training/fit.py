@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
-from fitkit.data.batches import NoRows, Stream
+from fitkit.data.batches import NoRows, Stream, in_groups
 from fitkit.data.class_weights import ClassWeights
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -278,41 +278,35 @@ class Fit:
 
         begin = callbacks.hooks("on_train_batch_begin")
         end = callbacks.hooks("on_train_batch_end")
-        # Batches between two calls of these hooks, counted from the epoch's begin: a training that
-        # was cut within a group goes on with its rest.
-        group = self.compilation.steps_per_execution
+        group_size = self.compilation.steps_per_execution
         asks_ranks = self._asks_ranks()
         index, empty = done - 1, 0
-        waits = False  # the group's batches so far, for the hooks at its end
         with running(model, context):
             batches = update.peekable(step.mover.fed(self.stream.epoch(done)))
-            for index, batch in enumerate(batches, done):
-                if batch is NoRows:  # it has its number, and no more: no step, no hook
-                    empty += 1
-                else:
-                    if begin and not waits:
-                        context.call_before_batch(begin, index, {})
-                    update(batch, index)
-                    if context.waiting:
-                        context.take_waiting()
-                    if index == done + empty:
-                        step.undo_writes()
-                    waits = True
-                if end:
-                    self.note(index + 1)  # before anybody acts at the batch's end
-                if not waits or (index + 1) % group:
+            for group in in_groups(batches, group_size, first=done):
+                has_rows = False
+                for index, batch in group:
+                    if batch is NoRows:  # it has its number, and no more: no step, no hook
+                        empty += 1
+                    else:
+                        if begin and not has_rows:
+                            context.call_before_batch(begin, index, {})
+                        update(batch, index)
+                        if context.waiting:
+                            context.take_waiting()
+                        if index == done + empty:
+                            step.undo_writes()
+                        has_rows = True
+                    if end:
+                        self.note(index + 1)  # for a save in a hook, on_exception too
+                if not has_rows:
                     continue
-                waits = False
                 if end:
                     logs = LazyLogs(logbook.results, logbook.loss.last)
                     for hook in end:
                         hook(index, logs)
                 if self._any_stops() if asks_ranks else model.stop_training:
                     break
-            if waits:
-                logs = LazyLogs(logbook.results, logbook.loss.last)
-                for hook in end:
-                    hook(index, logs)
             update.finish()
             self.note(index + 1)
             if empty and empty == index + 1:
