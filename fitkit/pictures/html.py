@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fitkit.summary import Summary
 
 
-DEFAULTS = ("auto", "Unset", "32-true")
+DEFAULTS = ("auto", "32-true")
 """Values of those that say nothing."""
 
 MOST_ROWS = 60

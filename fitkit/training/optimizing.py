@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
+from fitkit.callbacks.base import Run
 from fitkit.distributed.precision import Scaling, scaled_steps
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
@@ -243,6 +244,13 @@ def _checked_name(name: Any) -> str | None:
     raise ArgumentTypeError(f"An lr_scheduler's name={describe(name)} must be a string.")
 
 
+class RunningFit(Run, Protocol):
+    """The `fit` that runs, as far as checkpoints use it, too."""
+
+    def progress(self) -> Progress:
+        """Tell where the training is, on all ranks."""
+
+
 @dataclasses.dataclass
 class FitState:
     """The optimizers and schedulers: made when they are first needed after `compile` named them.
@@ -276,7 +284,7 @@ class FitState:
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
     stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    run: Any = None
+    run: RunningFit | None = None
     progress: Progress | None = None
     stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -343,7 +351,7 @@ class FitState:
         epochs: int,
         initial_epoch: int,
         steps: int | None,
-        resumes: bool = False,
+        resumes: bool,
     ) -> list[PlannedScheduler]:
         """The schedulers of a fit.
 

@@ -43,20 +43,17 @@ from fitkit.training.resume import Progress
 
 
 class Unset:
-    """Stands for an argument that a call to `compile` leaves out."""
+    """Stands in `compile`'s signature for an argument that a call leaves out: it stays as it is."""
 
     def __repr__(self) -> str:
         return "..."
-
-    def __reduce__(self) -> str:
-        return "UNSET"  # the one object, on other ranks too
 
 
 UNSET: Any = Unset()
 
 
 DEFAULTS: dict[str, Any] = {
-    "optimizer": UNSET,
+    "optimizer": None,
     "loss": None,
     "metrics": None,
     "learning_rate": None,
@@ -84,8 +81,8 @@ DEFAULTS: dict[str, Any] = {
     "memory_format": None,
     "steps_per_execution": 1,
 }
-"""Every argument of `compile` but `gpus` (another spelling of two of these). The optimizer is the
-model's `configure_optimizers`, or Adam."""
+"""What holds where no call of `compile` gave something: all its arguments but `gpus` (another
+spelling of two of these). The optimizer is the model's `configure_optimizers` then, or Adam."""
 
 
 HARDWARE = ("devices", "accelerator", "strategy", "precision", "num_nodes", "auto_select_gpus")
@@ -150,7 +147,7 @@ class Compilation:
     @property
     def names_optimizer(self) -> bool:
         """Whether `compile` was given an optimizer."""
-        return self.given["optimizer"] is not UNSET
+        return self.given["optimizer"] is not None
 
     def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The parameters that may learn: the model's and the losses' own."""
@@ -180,7 +177,7 @@ class Compilation:
         return cls(
             given=values,
             optimizer=OptimizerChoice(
-                "adam" if values["optimizer"] is UNSET else values["optimizer"], rate
+                "adam" if values["optimizer"] is None else values["optimizer"], rate
             ),
             scheduler=SchedulerChoice.read(values["lr_scheduler"])
             if before is None or changed("lr_scheduler")
@@ -300,7 +297,7 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
             "The lr_scheduler instance belongs to another optimizer than this model's. Give "
             "compile both instances, or the scheduler's class."
         )
-    if optimizer is None or isinstance(optimizer, bool):
+    if "optimizer" in given and (optimizer is None or isinstance(optimizer, bool)):
         raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")
 
 

@@ -28,7 +28,6 @@ from fitkit.training.check_state import (
     try_scheduler_state,
 )
 from fitkit.training.resume import Progress, copy_lists
-from fitkit.training.settings import UNSET
 from fitkit.trees import map_leaves
 
 NAMED = (
@@ -425,8 +424,8 @@ def named_arguments(model: Module) -> dict[str, Any]:
     kept: dict[str, Any] = {"named": {}, "objects": []}
     for name in NAMED:
         value = given[name]
-        if value is UNSET:
-            continue
+        if name == "optimizer" and value is None:
+            continue  # compile was given none
         if is_plain(value):
             kept["named"][name] = value
         else:
