@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -253,8 +253,8 @@ class Stream:
         if self._limit is None:
             self.position.batches = steps * self._ranks
 
-    def look(self) -> Any:
-        """A batch, which is given again when its turn comes; None where there is none.
+    def peek(self) -> Any:
+        """Read a batch, which is given again when its turn comes; None where there is none.
 
         Ranks:
             Collective.

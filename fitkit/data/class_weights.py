@@ -51,7 +51,7 @@ class ClassWeights:
         self._table = table
         self._named = sorted(int(label) for label in weights)
         self._seen: dict[torch.device, torch.Tensor] = {}  # a recorded step goes on writing there
-        self._looks = True
+        self._notes_labels = True
 
     def __call__(self, target: Any, weight: torch.Tensor | None) -> torch.Tensor:
         """The samples' weights, multiplied with `weight` where there is one.
@@ -69,7 +69,7 @@ class ClassWeights:
         if table.device != labels.device:
             table = self._table = table.to(labels.device)
         labels = labels.clamp(0, len(table) - 1)
-        if self._looks:
+        if self._notes_labels:
             if labels.device not in self._seen:
                 self._seen[labels.device] = torch.zeros_like(table, dtype=torch.bool)
             self._seen[labels.device].index_fill_(0, labels, True)
@@ -78,25 +78,25 @@ class ClassWeights:
             return chosen
         return chosen.reshape(-1, *[1] * (weight.ndim - 1)) * weight
 
-    def look_at(self, target: Any, rank: int) -> None:
-        """Say at once which classes none of in-memory data's labels has, on rank 0."""
+    def warn_of_missing(self, target: Any, rank: int) -> None:
+        """Say at once which named classes none of in-memory data's labels has, on rank 0."""
         if not isinstance(target, torch.Tensor) or target.ndim > 2 or target.numel() == 0:
             return
-        self._looks = False
+        self._notes_labels = False
         if rank == 0:
             self._warn(
                 torch.isin(torch.tensor(self._named), _labels(target).cpu()).tolist(), "y has"
             )
 
-    def look_back(self, collectives: Collectives) -> None:
-        """Say at the first epoch's end which classes none of its labels had; then look no more.
+    def warn_of_unseen(self, collectives: Collectives) -> None:
+        """Say at the first epoch's end which named classes none of its labels had; once.
 
         Ranks:
             Collective: each rank has seen its own labels.
         """
-        if not self._looks:
+        if not self._notes_labels:
             return
-        self._looks = False
+        self._notes_labels = False
         seen = torch.zeros(len(self._table), dtype=torch.bool)
         for part in self._seen.values():
             seen |= part.cpu()

@@ -272,8 +272,8 @@ class Mover:
         """Whether nothing is done to a batch, nor to others of the same tensors."""
         return self._own is None and self.transfer(batch) is batch
 
-    def fed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """A pass's batches; on a GPU copied there while it computes those before them.
+    def bring_each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Copy a pass's batches to a GPU, each while it computes those before; elsewhere give them.
 
         No batch is read before it is asked for, so that the place in the data and the random
         numbers drawn for them stay those of a loop without this. That costs nothing: the host
@@ -307,7 +307,7 @@ class Mover:
                 yield moved
             computed.append(streams.mark())
 
-    def keep(self, source: Source) -> bool:
+    def bring_whole(self, source: Source) -> bool:
         """Bring in-memory data to a GPU whole, where they take a small part of its free memory.
 
         Args:

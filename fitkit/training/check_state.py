@@ -317,7 +317,7 @@ def _check_scaler(scaler: dict[str, Any]) -> None:
 
 def _check_notes(notes: dict[str, Any]) -> None:
     _has("noted", notes, {"sums": dict, "metrics": (dict, type(None)), "logged": dict})
-    for name in ("steps", "fillers", "rank"):
+    for name in ("steps", "padding", "rank"):
         _check_count(name, notes.get(name, 0))
     for pair in notes["sums"].values():
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2

@@ -87,7 +87,7 @@ def evaluate_source(
             with plan:
                 advance: Callable[..., Any] = step
                 together = InStep(_first(source, steps, data_ranks), strategy)
-                batches = plan.batches(step.mover.fed(iter(together)))
+                batches = plan.batches(step.mover.bring_each(iter(together)))
                 for group in in_groups(batches, group_size):
                     has_rows = False
                     for index, batch in group:
@@ -156,7 +156,9 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         callbacks.begin(model, _params(model, "predict", source, arguments))
         copies = HostCopies()
         model.stop_predicting = False
-        together = InStep(_first(source, arguments.steps, data_ranks), strategy, muted=False)
+        together = InStep(
+            _first(source, arguments.steps, data_ranks), strategy, marks_padding=False
+        )
         try:
             with evaluating(model, context):
                 callbacks.call("on_predict_begin", {})
@@ -166,7 +168,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                 index, empty = -1, 0
                 with plan:
                     advance: Callable[..., Any] = step
-                    batches = plan.batches(step.mover.fed(iter(together)))
+                    batches = plan.batches(step.mover.bring_each(iter(together)))
                     for group in in_groups(batches, group_size):
                         has_rows = False
                         for index, batch in group:
@@ -190,7 +192,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                 callbacks.call("on_predict_end", {})
         finally:
             close_bars(callbacks)
-        everyone = data_ranks.gather(together.own(copies.outputs))
+        everyone = data_ranks.gather(together.without_padding(copies.outputs))
     # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
     whole = [output for output in dealt if output is not NoRows]
@@ -267,15 +269,18 @@ class InStep:
     Args:
         batches: this rank's.
         strategy: says whether its ranks go in step; where they don't, the batches are as given.
-        muted: whether the step mutes a `RankBatch` without samples. Else padding comes as it is,
-            and `own` leaves out what became of it.
+        marks_padding: whether a repeated batch is a `RankBatch` without samples, which counts for
+            nothing in a step. Else it is the batch as it was, and `without_padding` takes out what
+            became of it.
     """
 
-    def __init__(self, batches: Iterator[Any], strategy: Strategy, *, muted: bool = True) -> None:
+    def __init__(
+        self, batches: Iterator[Any], strategy: Strategy, *, marks_padding: bool = True
+    ) -> None:
         self._batches = batches
         self._collectives = strategy.collectives
         self._together = strategy.evaluates_in_step
-        self._muted = muted
+        self._marks_padding = marks_padding
         self._count = 0
         self._padding: set[int] = set()
         self._ended = False
@@ -293,8 +298,8 @@ class InStep:
         """
         return self._in_step() if self._together else self._batches
 
-    def own(self, outputs: list[Any]) -> list[Any]:
-        """The outputs of this rank's own batches; `NoRows` in place of the others'."""
+    def without_padding(self, outputs: list[Any]) -> list[Any]:
+        """The outputs with `NoRows` in place of those of repeated batches."""
         return [NoRows if i in self._padding else output for i, output in enumerate(outputs)]
 
     def _in_step(self) -> Iterator[Any]:
@@ -319,7 +324,7 @@ class InStep:
                 yield batch
             else:
                 self._padding.add(self._count - 1)
-                yield RankBatch(last, 0, 1) if self._muted else last
+                yield RankBatch(last, 0, 1) if self._marks_padding else last
 
 
 class EvaluationPlan:

@@ -174,8 +174,8 @@ class Fit:
             source=self.source,
         )
         if arguments.weights_by_class is not None:
-            arguments.weights_by_class.look_at(self.source.target, self.collectives.rank)
-        self.step.mover.keep(self.source)
+            arguments.weights_by_class.warn_of_missing(self.source.target, self.collectives.rank)
+        self.step.mover.bring_whole(self.source)
         factor = scale_rates(state, compilation.scale_lr, self.data_rank_count)
         self.schedulers: list[PlannedScheduler] = state.schedulers_for(
             model,
@@ -282,7 +282,7 @@ class Fit:
         asks_ranks = self._asks_ranks()
         index, empty = done - 1, 0
         with running(model, context):
-            batches = update.peekable(step.mover.fed(self.stream.epoch(done)))
+            batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
             for group in in_groups(batches, group_size, first=done):
                 has_rows = False
                 for index, batch in group:
@@ -321,7 +321,7 @@ class Fit:
             step.finish()
 
         if self.arguments.weights_by_class is not None:
-            self.arguments.weights_by_class.look_back(self.collectives)
+            self.arguments.weights_by_class.warn_of_unseen(self.collectives)
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()
@@ -364,12 +364,12 @@ class Fit:
         """Learn which metrics there are, where an epoch was cut after its last batch."""
         if not isinstance(self.step, CompiledStep) or self.step.checked:
             return
-        batch = self.stream.look()
+        batch = self.stream.peek()
         if batch is not None:
             drawn = random_state(self.stream.generators)
             with modes_restored(self.model), torch.no_grad():
                 self.model.eval()
-                self.step.look(batch)
+                self.step.run_first_checks(batch)
             set_random_state(drawn, self.stream.generators)
 
     def _go_on_drawing(self) -> None:
@@ -425,7 +425,7 @@ class Fit:
                 source=self.held_out,
                 name="validation_data",
             )
-            self.validation[1].mover.keep(self.held_out)
+            self.validation[1].mover.bring_whole(self.held_out)
         context, step = self.validation
         with modes_restored(self.model):
             return evaluate_source(

@@ -529,7 +529,7 @@ def _merged(
     all_logged = [notes["logged"] for notes in gathered]
     logged = logbook.logged.merge(
         all_logged,
-        [notes["steps"] - notes.get("fillers", 0) for notes in gathered],
+        [notes["steps"] - notes.get("padding", 0) for notes in gathered],
         [notes.get("rank", 0) for notes in gathered],
     )
     logbook.logged.finish()
@@ -549,7 +549,7 @@ def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
         "metrics": logbook.meters.state(),
         "logged": logbook.logged.state(),
         "steps": steps,
-        "fillers": logbook.padding,
+        "padding": logbook.padding,
         "rank": rank,
     }
 

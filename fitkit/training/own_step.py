@@ -238,12 +238,12 @@ class OwnStep:
             )
 
     def __call__(
-        self, batch: Any, index: int, optimizer_idx: int = 0, *, notes: bool = True
+        self, batch: Any, index: int, optimizer_idx: int = 0, *, counts: bool = True
     ) -> torch.Tensor | None:
         """The batch's loss, if it has one, noted in the logbook.
 
         Args:
-            notes: whether the batch counts; else it leaves no trace but its gradients.
+            counts: whether the batch counts; else it leaves no trace but its gradients.
 
         Raises:
             ConfigurationError: a training step gave no loss that can be learned from.
@@ -255,10 +255,10 @@ class OwnStep:
         if rank_batch is not None:
             self.samples, self.total = rank_batch.count, rank_batch.total
         context.samples, is_padding = self.samples, rank_batch is not None and rank_batch.count == 0
-        context.is_padding = is_padding or not notes
+        context.is_padding = is_padding or not counts
         if self.synchronization is not None:
             self.synchronization.counts = not is_padding
-        if context.waiting and notes:
+        if context.waiting and counts:
             context.take_waiting()  # before the ranks exchange the step's values
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         arguments = [values[name] for name in self._arguments]
@@ -275,7 +275,7 @@ class OwnStep:
                 self.mover.transfer.note_writes()
             loss = self._loss(outputs)
         context.is_padding = is_padding
-        if not notes:
+        if not counts:
             return loss
         if is_padding:
             self.count = None if self.count is None else 0
@@ -293,7 +293,7 @@ class OwnStep:
 
     def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        loss = self(batch, index, optimizer_idx, notes=False)
+        loss = self(batch, index, optimizer_idx, counts=False)
         assert loss is not None
         return loss
 

@@ -162,7 +162,7 @@ class CompiledStep:
         opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
         return self.compute(self.forward, *opened)[1]
 
-    def look(self, batch: Any) -> None:
+    def run_first_checks(self, batch: Any) -> None:
         """Make the first batch's checks with a batch that counts for nothing."""
         opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
         self.compute(self.wrapped.net, *opened)

@@ -334,11 +334,11 @@ def test_torchrun_s_ranks_agree_after_an_async_training(tmp_path):
         """)
     )
     folder = os.path.dirname(os.path.dirname(fitkit.__file__))
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
          str(script)],
-        capture_output=True, text=True, timeout=patience(100), env=surroundings,
+        capture_output=True, text=True, timeout=patience(100), env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sums = {line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank")}

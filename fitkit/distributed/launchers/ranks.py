@@ -105,7 +105,7 @@ class RankLauncher:
             return self._inside(function, arguments)
         self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
-        with self.surroundings():
+        with self.during_call():
             store = self._meet(getattr(function, "__name__", "a call").removeprefix("run_"))
             with Watch(store, rank, size, self.lost, world.abort, self.ends_process) as watch:
                 try:
@@ -171,8 +171,8 @@ class RankLauncher:
 
     # ------------------------------------------------------------------ what launchers differ in
 
-    def surroundings(self) -> AbstractContextManager[Any]:
-        """What holds for the length of a call."""
+    def during_call(self) -> AbstractContextManager[Any]:
+        """Surround a call on this rank, from its beginning to its end."""
         return contextlib.nullcontext()
 
     def lost(self) -> Failure | None:

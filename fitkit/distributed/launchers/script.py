@@ -87,7 +87,7 @@ class ScriptLauncher(RankLauncher):
         return ranks_of_script(self._size)
 
     @contextlib.contextmanager
-    def surroundings(self) -> Iterator[None]:
+    def during_call(self) -> Iterator[None]:
         with threads_shared(self._size), ended_by_interrupt(self._ranks.end):
             yield
 

@@ -105,7 +105,7 @@ class WorkersLauncher(RankLauncher):
         work()
 
     @contextlib.contextmanager
-    def surroundings(self) -> Iterator[None]:
+    def during_call(self) -> Iterator[None]:
         with ended_by_interrupt(self._pool.end_processes), threads_shared(self.size):
             yield
 

@@ -76,8 +76,8 @@ def count_anew() -> None:
 
 
 @contextlib.contextmanager
-def surroundings(device: torch.device) -> Iterator[None]:
-    """What holds while DeepSpeed trains: the variable by which it knows this rank's device.
+def process_state_kept(device: torch.device) -> Iterator[None]:
+    """Set the variable by which DeepSpeed knows this rank's device, while it trains.
 
     Afterwards `torch.nn.functional.linear` is torch's again. DeepSpeed's third stage puts another
     in its place for good, whose gradients come in another order: ranks that differ in it would
@@ -151,8 +151,8 @@ class ZeroTraining(Engine):
         self._learns_what_computes = stage < 3 and held[0].dtype == torch.float32
         self._stand_ins = StandIns(module)
         self._optimizer = ZeroOptimizer(optimizer, self._stand_ins.twins, keeps=self._is_first)
-        self._surroundings = contextlib.ExitStack()
-        self._surroundings.enter_context(surroundings(device))
+        self._process_state = contextlib.ExitStack()
+        self._process_state.enter_context(process_state_kept(device))
         try:
             with world.counting_connections():
                 self._engine, self._zero, _, _ = package.initialize(
@@ -246,7 +246,7 @@ class ZeroTraining(Engine):
                 engine.destroy()
             del engine
             gc.collect()  # The engine holds itself, and process groups.
-        self._surroundings.close()
+        self._process_state.close()
 
     # ------------------------------------------------------------------ whole tensors
 

@@ -52,9 +52,9 @@ class Streams:
         return self.free
 
 
-def fed(batches, transfer, streams):
+def brought(batches, transfer, streams):
     """The batches of a mover with these streams."""
-    return Mover(transfer, streams=lambda device: streams).fed(batches)
+    return Mover(transfer, streams=lambda device: streams).bring_each(batches)
 
 
 class Copying(Transfer):
@@ -71,7 +71,7 @@ class Copying(Transfer):
 def test_a_batch_is_copied_aside_and_waited_for_where_it_is_used():
     streams = Streams()
     batches = iter([(torch.ones(2, 3), torch.ones(2))])
-    list(fed(batches, Copying(streams), streams))
+    list(brought(batches, Copying(streams), streams))
     assert streams.events == [
         ("copy", True), ("mark 1", True), ("wait 1", False), ("used", False), ("used", False),
         ("mark 2", False),
@@ -87,13 +87,13 @@ def test_no_batch_is_read_before_it_is_asked_for():
             yield (torch.full((1,), float(number)),)
 
     streams = Streams()
-    for number, _ in enumerate(fed(reading(), Copying(streams), streams)):
+    for number, _ in enumerate(brought(reading(), Copying(streams), streams)):
         assert read == list(range(number + 1))
 
 
 def test_the_host_waits_for_what_was_computed_some_batches_ago_and_no_more():
     streams = Streams()
-    for _ in fed(iter([(torch.ones(1),)] * (LEAD + 2)), Copying(streams), streams):
+    for _ in brought(iter([(torch.ones(1),)] * (LEAD + 2)), Copying(streams), streams):
         pass
     waits = [event for event, _ in streams.events if event.startswith("host")]
     assert waits == ["host waits 2", "host waits 4"]  # each batch makes two marks
@@ -102,7 +102,7 @@ def test_the_host_waits_for_what_was_computed_some_batches_ago_and_no_more():
 def test_shares_keep_their_counts_and_what_is_fed_is_not_moved_again():
     streams, share = Streams(), RankBatch((torch.ones(2, 3, dtype=torch.float64),), 2, 5)
     transfer = Copying(streams)
-    (given,) = fed(iter([share]), transfer, streams)
+    (given,) = brought(iter([share]), transfer, streams)
     assert (given.count, given.total) == (2, 5)
     assert given.batch[0].dtype == torch.float32
     assert transfer(given.batch) is given.batch
@@ -138,7 +138,7 @@ def test_objects_that_cannot_tell_streams_are_left_to_the_step_and_others_go_asi
         Graph(torch.ones(2), "a"),
         (np.ones(2, np.float32), None),
     ]
-    first, *others = fed(iter(batches), Copying(streams), streams)
+    first, *others = brought(iter(batches), Copying(streams), streams)
     assert first is batches[0]
     assert [event for event, aside in streams.events if aside].count("copy") == 3
     assert isinstance(others[1], Graph) and isinstance(others[2][0], torch.Tensor)
@@ -163,12 +163,12 @@ def test_arrays_are_kept_on_the_device_only_where_they_take_a_small_part_of_it()
 
     def keeps(source, free):
         transfer = Transfer(torch.device("cpu"), torch.float64)
-        return Mover(transfer, streams=lambda device: Streams(free=free)).keep(source)
+        return Mover(transfer, streams=lambda device: Streams(free=free)).bring_whole(source)
 
     assert not keeps(source, 4 * 4400 - 1) and source.batch[0] is given
     assert keeps(source, 4 * 4400) and source.batch[0].dtype == torch.float64
     assert not keeps(IterableSource([1, 2]), 2**40)
-    assert not Mover(Transfer(torch.device("cpu"), torch.float32)).keep(source)
+    assert not Mover(Transfer(torch.device("cpu"), torch.float32)).bring_whole(source)
 
 
 @pytest.fixture
