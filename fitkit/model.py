@@ -128,8 +128,8 @@ class Model(Module):
         """
         module: nn.Module = self._weights_module()
         if module is not self and isinstance(state_dict, Mapping):
-            own, inner = self.state_dict().keys(), module.state_dict().keys()
-            if own.isdisjoint(state_dict) and not inner.isdisjoint(state_dict):
+            outer, inner = self.state_dict().keys(), module.state_dict().keys()
+            if outer.isdisjoint(state_dict) and not inner.isdisjoint(state_dict):
                 return module.load_state_dict(state_dict, strict=strict, assign=assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
@@ -554,8 +554,8 @@ class Model(Module):
     @property
     def device(self) -> torch.device:
         """This rank's device; inside a replica of `dp` that replica's."""
-        own: torch.device | None = vars(self).get("_replica_device")
-        return own or self._fitkit.compilation.strategy.device
+        replicas: torch.device | None = vars(self).get("_replica_device")
+        return replicas or self._fitkit.compilation.strategy.device
 
     @property
     def device_ids(self) -> list[int]:
@@ -761,8 +761,8 @@ class Model(Module):
     def _weights_module(self) -> nn.Module:
         """The module whose names stand in weight files: the net, where the model only wraps it."""
         if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
-            own = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
-            if not own:
+            beside = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
+            if not beside:
                 return self.net
         return self
 

@@ -282,7 +282,7 @@ class Mover:
         Args:
             batches: as they are read; `RankBatch`es keep their counts.
         """
-        return batches if self._own_streams() is None else self._copied_aside(batches)
+        return batches if self._device_streams() is None else self._copied_aside(batches)
 
     def _copied_aside(self, batches: Iterator[Any]) -> Iterator[Any]:
         streams, computed = self._streams, deque[Any]()
@@ -316,7 +316,7 @@ class Mover:
         Returns:
             Whether they are there now.
         """
-        streams, whole = self._own_streams(), source.whole
+        streams, whole = self._device_streams(), source.whole
         if streams is None or not isinstance(whole, ArraySource) or not goes_aside(whole.batch):
             return False
         if any(isinstance(leaf, SparseMatrix) for leaf in trees.leaves(whole.batch)):
@@ -327,7 +327,7 @@ class Mover:
         whole.batch = Transfer(self.transfer.device, self.transfer.float_dtype)(whole.batch)
         return True
 
-    def _own_streams(self) -> Any:
+    def _device_streams(self) -> Any:
         """The device's streams; None where batches aren't copied beside what is computed."""
         if self._streams is None and self._make_streams is not None:
             self._streams = self._make_streams(self.transfer.device)

@@ -185,8 +185,8 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
             raise ValueError("random is empty")
         for state in (*progress.random, *(began for began in progress.began if began is not None)):
             check_random_state(state)
-        for notes in _dicts("noted", progress.noted):
-            _check_notes(notes)
+        for noted in _dicts("noted", progress.noted):
+            _check_noted(noted)
         if progress.loader is not None:
             _has("loader", progress.loader, {"state": object})
         if progress.warm_up is not None:
@@ -262,35 +262,35 @@ def try_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> Non
         ) from error
 
 
-def _differences(found: Any, own: Any, place: str) -> Iterator[str]:
+def _differences(found: Any, there: Any, place: str) -> Iterator[str]:
     """Where a part of a scheduler's state is of another kind than the one that is there."""
-    if isinstance(own, Counter):  # MultiStepLR's milestones
+    if isinstance(there, Counter):  # MultiStepLR's milestones
         counts = [*found, *found.values()] if isinstance(found, Counter) else [found]
         if not all(type(count) is int for count in counts):
             yield f"{place} is {describe(found)}"
-    elif isinstance(own, dict) and isinstance(found, dict):
+    elif isinstance(there, dict) and isinstance(found, dict):
         for name, value in found.items():
-            if name in own:
-                yield from _differences(value, own[name], f"{place}[{name!r}]")
+            if name in there:
+                yield from _differences(value, there[name], f"{place}[{name!r}]")
             else:
                 yield f"{place} has {describe(name)}, which it never has"
-    elif isinstance(own, (list, tuple)) and isinstance(found, (list, tuple)):
-        if len(found) != len(own):
-            yield f"{place} has {len(found)} entries instead of {len(own)}"
-        for index, (value, there) in enumerate(zip(found, own, strict=False)):
-            yield from _differences(value, there, f"{place}[{index}]")
-    elif not _is_same_kind(found, own):
-        yield f"{place} is {describe(found)}, not like {describe(own)}"
+    elif isinstance(there, (list, tuple)) and isinstance(found, (list, tuple)):
+        if len(found) != len(there):
+            yield f"{place} has {len(found)} entries instead of {len(there)}"
+        for index, (value, entry) in enumerate(zip(found, there, strict=False)):
+            yield from _differences(value, entry, f"{place}[{index}]")
+    elif not _is_same_kind(found, there):
+        yield f"{place} is {describe(found)}, not like {describe(there)}"
 
 
-def _is_same_kind(found: Any, own: Any) -> bool:
-    if isinstance(own, torch.Tensor) or isinstance(found, torch.Tensor):  # a rate may be one
-        return _is_single(found) and _is_single(own)
-    if own is None or found is None:
+def _is_same_kind(found: Any, there: Any) -> bool:
+    if isinstance(there, torch.Tensor) or isinstance(found, torch.Tensor):  # a rate may be one
+        return _is_single(found) and _is_single(there)
+    if there is None or found is None:
         return not isinstance(found, (dict, list, tuple, set))
-    if isinstance(own, float) or isinstance(found, float):
-        return _is_number(found) and _is_number(own)
-    return type(found) is type(own)
+    if isinstance(there, float) or isinstance(found, float):
+        return _is_number(found) and _is_number(there)
+    return type(found) is type(there)
 
 
 def _is_single(value: Any) -> bool:
@@ -315,18 +315,18 @@ def _check_scaler(scaler: dict[str, Any]) -> None:
             raise ValueError(f"a loss scaler's {name}={describe(value)} can't be")
 
 
-def _check_notes(notes: dict[str, Any]) -> None:
-    _has("noted", notes, {"sums": dict, "metrics": (dict, type(None)), "logged": dict})
+def _check_noted(noted: dict[str, Any]) -> None:
+    _has("noted", noted, {"sums": dict, "metrics": (dict, type(None)), "logged": dict})
     for name in ("steps", "padding", "rank"):
-        _check_count(name, notes.get(name, 0))
-    for pair in notes["sums"].values():
+        _check_count(name, noted.get(name, 0))
+    for pair in noted["sums"].values():
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not is_pair or not all(map(_is_number, pair)):
             raise ValueError("a sum and its number of samples aren't two numbers")
-    scales = notes.get("scales", {})
+    scales = noted.get("scales", {})
     if not isinstance(scales, dict) or not all(map(_is_number, scales.values())):
         raise ValueError("a loss weight isn't a number")
-    for entry in notes["logged"].values():
+    for entry in noted["logged"].values():
         _has("logged", entry, {"options": dict, "running": (tuple, list), "metric": object})
         if len(entry["running"]) != 2 or not all(map(_is_number, entry["running"])):
             raise ValueError("a logged value and its number of samples aren't two numbers")

@@ -199,7 +199,7 @@ class Fit:
         self.has_warned_of_non_finite = False
 
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
-        """Make what moves the rates after each of an optimizer's updates."""
+        """Make a function that moves the rates after each of an optimizer's updates."""
         moves = [
             plan.stepper()
             for plan in self.schedulers

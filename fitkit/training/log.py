@@ -516,21 +516,21 @@ def _merged(
     logbook: Logbook, collectives: Collectives, gathered: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], int]:
     """The values and the number of steps, from what each rank has noted."""
-    values = _means([notes["sums"] for notes in gathered])
-    scales = {name: scale for notes in gathered for name, scale in notes.get("scales", {}).items()}
+    values = _means([one["sums"] for one in gathered])
+    scales = {name: scale for one in gathered for name, scale in one.get("scales", {}).items()}
     loss = whole_loss(values, scales, values.get("loss"))
     if loss is not None:
         values = {"loss": loss, **{n: v for n, v in values.items() if n != "loss"}}
     metrics: dict[str, Any] = {}
-    states = [notes["metrics"] for notes in gathered if notes["metrics"] is not None]
+    states = [one["metrics"] for one in gathered if one["metrics"] is not None]
     if logbook.meters.state() is not None:
         logbook.meters.merge(states)
         metrics = logbook.meters.results()
-    all_logged = [notes["logged"] for notes in gathered]
+    all_logged = [one["logged"] for one in gathered]
     logged = logbook.logged.merge(
         all_logged,
-        [notes["steps"] - notes.get("padding", 0) for notes in gathered],
-        [notes.get("rank", 0) for notes in gathered],
+        [one["steps"] - one.get("padding", 0) for one in gathered],
+        [one.get("rank", 0) for one in gathered],
     )
     logbook.logged.finish()
     if len(states) not in (0, len(gathered)) or _lacks_metrics(all_logged):
@@ -538,7 +538,7 @@ def _merged(
         everyone = collectives.gather((metrics, logged))
         metrics = next((found for found, _ in everyone if found), {})
         logged = max((found for _, found in everyone), key=len)
-    return {**values, **metrics, **logged}, sum(notes["steps"] for notes in gathered)
+    return {**values, **metrics, **logged}, sum(one["steps"] for one in gathered)
 
 
 def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:

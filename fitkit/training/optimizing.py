@@ -91,8 +91,8 @@ class PlannedScheduler:
         if not self.keeps_state:
             return
         lengths = LENGTHS if self.follows_fit else ()
-        own = {name: value for name, value in state.items() if name not in lengths}
-        self.scheduler.load_state_dict(own)
+        kept = {name: value for name, value in state.items() if name not in lengths}
+        self.scheduler.load_state_dict(kept)
 
     def stepper(self) -> Callable[[], None]:
         """What to call after each of its intervals; each call counts one."""
@@ -168,8 +168,9 @@ def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
         _check_optimizer(given["optimizer"])
         optimizers.append(given["optimizer"])
         if given.get("lr_scheduler") is not None:
-            own = [given["optimizer"]]
-            schedulers.append(_planned(given["lr_scheduler"], own, given.get("monitor")))
+            schedulers.append(
+                _planned(given["lr_scheduler"], optimizers[-1:], given.get("monitor"))
+            )
         if given.get("frequency") is not None:
             check_count("frequency", given["frequency"])
             frequencies.append(int(given["frequency"]))
@@ -307,9 +308,9 @@ class FitState:
         """
         compilation = model._fitkit.compilation
         choice = compilation.optimizer
-        own = {id(parameter) for parameter in compilation.trainable(model)}
+        trainable = {id(parameter) for parameter in compilation.trainable(model)}
         held = [parameter for optimizer in self.optimizers for parameter in held_by(optimizer)]
-        if not all(id(parameter) in own for parameter in held):
+        if not all(id(parameter) in trainable for parameter in held):
             if choice.is_instance:
                 choice.check_parameters(compilation.trainable(model))
             warn(
@@ -441,9 +442,9 @@ class FitState:
 
     def freeze_others(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         """Let only this optimizer's parameters need gradients; those that are frozen by that."""
-        own = {id(parameter) for parameter in held_by(optimizer)}
+        needed = {id(parameter) for parameter in held_by(optimizer)}
         others = {id(p): p for other in self.optimizers for p in held_by(other)}
-        frozen = [p for key, p in others.items() if key not in own and p.requires_grad]
+        frozen = [p for key, p in others.items() if key not in needed and p.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(False)
         return frozen
@@ -504,8 +505,8 @@ class FitState:
                 self.trains = True
         self.stored_weights = []
         with torch.no_grad():
-            for optimizer, own in zip(self.optimizers, weights or [], strict=False):
-                for parameter, weight in zip(held_by(optimizer), own, strict=False):
+            for optimizer, stored in zip(self.optimizers, weights or [], strict=False):
+                for parameter, weight in zip(held_by(optimizer), stored, strict=False):
                     parameter.copy_(as_parts(weight, parameter))
 
     def eval(self) -> None:
@@ -595,10 +596,10 @@ class FitState:
 def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
     """Give an optimizer's group its settings back; a tensor stays the object that it is."""
     for name, value in settings.items():
-        own = group.get(name)
-        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+        current = group.get(name)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
             with torch.no_grad():
-                own.copy_(value)
+                current.copy_(value)
         else:
             group[name] = value
 

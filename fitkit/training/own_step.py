@@ -1,4 +1,4 @@
-"""One batch by the steps of a model's own, and what its hooks need to know meanwhile."""
+"""One batch by the steps that a model defines itself, and what its hooks need to know meanwhile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class StepContext:
     Attributes:
         name: `"training"`, `"validation"`, `"test"` or `"predict"`.
         logged: what `self.log` was given.
-        compiled: what `compile` described, for the hooks that call `super()`.
+        compiled: computes the compiled loss, which hooks get by `super().training_step(…)`; None in
+            `predict`.
+        predicting: computes the net's outputs, which `predict_step` gets by `super()`; None but in
+            `predict`.
         samples: of the current batch, on this rank.
         seen: samples of the pass so far, on this rank.
         is_over: whether the hook at the pass's end runs.
@@ -159,12 +162,15 @@ def running(model: Module, context: StepContext) -> Iterator[StepContext]:
 
 
 class OwnStep:
-    """Calls a stage's step and its `_step_end`, and keeps the pass's running values.
+    """Computes batches' losses by the hooks that the model defines, and keeps the running values.
+
+    In training these are `training_step` and `training_step_end`, and `training_epoch_end` gets at
+    the pass's end what they returned; `validation_` and `test_` have the same three.
 
     Args:
-        model: whose hooks they are.
-        context: what the hooks need to know.
-        wrapped: calls them.
+        model: has the hooks.
+        context: what the hooks need to know; its name says which three they are.
+        wrapped: calls the step, as the strategy wants it called.
 
     Attributes:
         samples: of the last batch on this rank; 0 where it was padding.
@@ -397,7 +403,7 @@ def _metrics_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 class OwnPredictStep:
-    """Calls `predict_step` and `predict_step_end`.
+    """Computes batches' outputs by the model's `predict_step` and `predict_step_end`.
 
     Args:
         model, context, wrapped: as in `OwnStep`.

@@ -35,12 +35,15 @@ def scale_rates(state: FitState, scaling: str | None, ranks: int) -> float:
 
 
 class WarmUp:
-    """Raises the rates linearly over the first updates; a scheduler waits until it is over.
+    """Raises the rates linearly over the first updates, to what they were when it was made.
+
+    Update k of n has the rate `target * (start + (1 - start) * k / n)`. Schedulers wait until it is
+    over. A rate that somebody sets meanwhile is the new target.
 
     Args:
-        groups: whose rates are raised to what they are now.
-        updates: how many updates it takes.
-        start: the fraction of the rates to begin above; the first update has one step of it.
+        groups: the optimizers' parameter groups, whose rates it sets from now on.
+        updates: how many updates it takes, n.
+        start: the fraction of the rates that the rise begins at; no update has as little.
     """
 
     def __init__(self, groups: list[dict[str, Any]], updates: int, start: float) -> None:
@@ -124,7 +127,9 @@ def warm_up(
 def after_update(
     warm: WarmUp | None, moves: list[Callable[[], Any]], *, leads: bool = True
 ) -> Callable[[], Any] | None:
-    """What moves the rates after each update: the warm-up first, then the schedulers.
+    """Make a function to call after each update: it moves the warm-up, after that the schedulers.
+
+    None where nothing is to be moved.
 
     Args:
         moves: the schedulers' steps.

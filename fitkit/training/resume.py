@@ -186,12 +186,12 @@ def check_callback_state(callback: Any, state: Any) -> None:
     """
     if not type(callback).__module__.startswith("fitkit.") or not isinstance(state, dict):
         return
-    for name, own in callback.state_dict().items():
-        kinds: Any = {bool: bool, int: int, float: (int, float), str: str}.get(type(own))
+    for name, there in callback.state_dict().items():
+        kinds: Any = {bool: bool, int: int, float: (int, float), str: str}.get(type(there))
         found = state.get(name)
         wrong = kinds is not None and name in state and not isinstance(found, kinds)
-        if wrong or (kinds is not None and type(found) is bool and type(own) is not bool):
-            raise ValueError(f"{name} is {describe(found)}, not like {describe(own)}")
+        if wrong or (kinds is not None and type(found) is bool and type(there) is not bool):
+            raise ValueError(f"{name} is {describe(found)}, not like {describe(there)}")
 
 
 def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:

@@ -108,22 +108,22 @@ def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], di
         "compiled": named_arguments(model),
         "progress": None if progress is None else progress.as_dict(),
     }
-    with model._fitkit.fit_state.evaluated() as own:
+    with model._fitkit.fit_state.evaluated() as train_weights:
         found: tuple[dict[str, Any], dict[str, Any]] = give(
             lambda: (
                 model._weights_module().state_dict(),
-                {**state, "training": training_state(model, own)},
+                {**state, "training": training_state(model, train_weights)},
             )
         )
-        return found if own is None else _copied(found)
+        return found if train_weights is None else _copied(found)
 
 
 def weights_of(model: Module, *, spread: bool = False) -> dict[str, Any]:
     """The weights that evaluate; the arguments, and who calls it, as `contents` has them."""
     give = _giving(model, spread=spread)
-    with model._fitkit.fit_state.evaluated() as own:
+    with model._fitkit.fit_state.evaluated() as train_weights:
         found: dict[str, Any] = give(lambda: model._weights_module().state_dict())
-        return found if own is None else _copied(found)
+        return found if train_weights is None else _copied(found)
 
 
 def _giving(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
@@ -144,11 +144,14 @@ def _copied(found: Any) -> Any:
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found)
 
 
-def training_state(model: Module, own: list[list[torch.Tensor]] | None = None) -> dict[str, Any]:
+def training_state(
+    model: Module, train_weights: list[list[torch.Tensor]] | None = None
+) -> dict[str, Any]:
     """Optimizers, schedulers and counters, as plain data.
 
     Args:
-        own: each optimizer's weights to train at, where they aren't the model's (`evaluated`).
+        train_weights: each optimizer's weights to train at, where they aren't the model's, as
+            `evaluated` gives them.
     """
     state = model._fitkit.fit_state
     names = _names_of(model)
@@ -159,7 +162,7 @@ def training_state(model: Module, own: list[list[torch.Tensor]] | None = None) -
                 "names": _names_in(optimizer, names),
                 "options": plain_options(optimizer),
                 "state": optimizer.state_dict(),
-                "weights": [] if own is None else own[index],
+                "weights": [] if train_weights is None else train_weights[index],
             }
             for index, optimizer in enumerate(state.optimizers)
         ],
@@ -350,9 +353,9 @@ def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
         for optimizer, entry in zip(optimizers, stored, strict=True):
             load_state(optimizer, entry["state"])
         with torch.no_grad():
-            for own, found in zip(_losses_of(model), training.get("losses", []), strict=False):
+            for loss, found in zip(_losses_of(model), training.get("losses", []), strict=False):
                 for name, value in found.items():
-                    own[name].copy_(value)
+                    loss[name].copy_(value)
         state.stored_schedulers = list(training.get("schedulers", []))
         state.stored_groups = state.settings()
         state.stored_weights = [entry.get("weights", []) for entry in stored]
@@ -438,8 +441,8 @@ def named_arguments(model: Module) -> dict[str, Any]:
                 "class": kind,
                 "options": plain_options(optimizer),
                 "groups": [
-                    {"names": own, "options": _plain_part(group)}
-                    for own, group in zip(
+                    {"names": part, "options": _plain_part(group)}
+                    for part, group in zip(
                         _names_in(optimizer, names), optimizer.param_groups, strict=True
                     )
                 ],
@@ -460,8 +463,8 @@ def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
     """
     if not isinstance(instance, dict) or not is_plain(instance):
         return None
-    own = dict(model.named_parameters())
-    if not all(name in own for group in instance["groups"] for name in group["names"]):
+    parameters = dict(model.named_parameters())
+    if not all(name in parameters for group in instance["groups"] for name in group["names"]):
         return None
     kind = OPTIMIZERS[instance["class"]]
     taken = inspect.signature(kind).parameters
@@ -474,7 +477,7 @@ def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
     groups = [
         {
             **settings(group["options"], [*instance["options"], "name"]),
-            "params": [own[name] for name in group["names"]],
+            "params": [parameters[name] for name in group["names"]],
         }
         for group in instance["groups"]
     ]

@@ -183,17 +183,17 @@ class ProcessFlag:
         if value is None:
             yield
             return
-        own = [value]
+        entry = [value]
         with self._lock:
             if not self._wanted:
                 self._put_back = self._kept()
             self._put(value)
-            self._wanted.append(own)
+            self._wanted.append(entry)
         try:
             yield
         finally:
             with self._lock:
-                self._wanted = [other for other in self._wanted if other is not own]
+                self._wanted = [other for other in self._wanted if other is not entry]
                 if self._wanted:
                     self._put(self._wanted[-1][0])
                 elif self._put_back is not None:
@@ -391,7 +391,7 @@ def rank_source(model: Module, source: Source, *, training: bool) -> Source:
     )
 
 
-def with_built_in(callbacks: CallbackList, verbose: Any, *own: Callback) -> CallbackList:
+def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) -> CallbackList:
     """The user's callbacks, then fitkit's, which see what the user's have added to the logs.
 
     At the end those that come last: what saves has to see what all others have done. A backup is
@@ -402,7 +402,7 @@ def with_built_in(callbacks: CallbackList, verbose: Any, *own: Callback) -> Call
         last = callback.comes_last
         return last, last and bool(getattr(callback, "restores", False))
 
-    added: list[Callback] = list(own)
+    added: list[Callback] = list(built_in)
     if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
         added.append(ProgressBar(verbose=verbose))
     together = [*callbacks.callbacks, *added]

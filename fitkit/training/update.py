@@ -130,7 +130,7 @@ class Upcoming:
 
 
 class Update:
-    """One optimizer's updates: one from each batch, or from each group of batches.
+    """Makes one optimizer's updates: one from each batch, or from each group of batches.
 
     Args:
         model: whose parameters learn.
@@ -142,10 +142,17 @@ class Update:
             the wrapper that averages gradients over the ranks, so that is done here.
 
     An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
-    what its loss is the mean over (its samples, or the labels that count in it), also where
-    batches differ in length or the last group is short. How much counts on the other ranks is
-    known after the exchange of gradients only: it travels with them where the strategy has a
-    `count_parameter`, else it costs an exchange an update.
+    what its loss is the mean over, also where batches differ in length or the last group is short.
+    What that is decides on one of three weightings:
+
+    1. Samples, whose number is known on all ranks before the step (`_learn`): the gradients get
+       their weight in `backward`. In a group they are scaled as if all batches had as many samples
+       as the first, and put right at its end.
+    2. Something else in the batch, such as the labels that count (`_learn_counted`): the weight is
+       a guess, and put right once the gradients are exchanged. How much counts on the other ranks
+       travels with these where the strategy has a `count_parameter`, else it costs an exchange.
+    3. Something else for each of several outputs (`_learn_terms`): no factor can put that right
+       afterwards, so what counts in the whole group is found out before its first backward.
 
     How many batches make an update stands in `FitState.accumulate`, which callbacks change; it
     holds from the next group on.

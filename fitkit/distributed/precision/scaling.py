@@ -43,8 +43,9 @@ class Scaling:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
-        self._unscaled: set[int] = set()  # ids of optimizers, since the last update
-        self._stepped: set[int] = set()  # likewise
+        # Optimizers, by id, whose gradients were unscaled since the last update; that have stepped.
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
         self._late: dict[int, _LateVerdict] = {}  # by an optimizer's id
         self._overcounted = 0
 
