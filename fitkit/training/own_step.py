@@ -40,7 +40,7 @@ class StepContext:
         logged: what `self.log` was given.
         compiled: computes the compiled loss, which hooks get by `super().training_step(…)`; None in
             `predict`.
-        predicting: computes the net's outputs, which `predict_step` gets by `super()`; None but in
+        predicting: computes the net's outputs, which `predict_step` gets by `super()`; None outside of
             `predict`.
         samples: of the current batch, on this rank.
         seen: samples of the pass so far, on this rank.
