@@ -40,8 +40,8 @@ class StepContext:
         logged: what `self.log` was given.
         compiled: computes the compiled loss, which hooks get by `super().training_step(…)`; None in
             `predict`.
-        predicting: computes the net's outputs, which `predict_step` gets by `super()`; None outside of
-            `predict`.
+        predicting: computes the net's outputs, which `predict_step` gets by `super()`; None
+            elsewhere than in `predict`.
         samples: of the current batch, on this rank.
         seen: samples of the pass so far, on this rank.
         is_over: whether the hook at the pass's end runs.
