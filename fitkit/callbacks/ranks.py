@@ -31,12 +31,16 @@ def from_all_ranks(model: Module, value: Value) -> list[Value]:
 
 
 def share_buffers(model: Module) -> None:
-    """Give all ranks the buffers that rank 0 has (running statistics differ between them).
+    """Make the ranks' modules equal: weights that they hold apart, and buffers, which are rank 0's
+    (running statistics differ between ranks that see other data).
 
     Ranks:
         Collective.
     """
-    model._fitkit.compilation.strategy.before_evaluation(model)
+    strategy = model._fitkit.compilation.strategy
+    if strategy.engine is not None:
+        strategy.engine.average_ranks()
+    strategy.collectives.broadcast_tensors(list(model.buffers()))
 
 
 def print_on_rank_zero(model: Module, text: str) -> None:

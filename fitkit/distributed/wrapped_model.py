@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,11 +25,21 @@ class WrappedModel:
             are gathered then.
         weigh: gives what a replica's own loss is the mean over, from its outputs and its inputs;
             None where that is its samples.
+        accumulating: surrounds calls whose gradients the wrapper needn't exchange yet; None where
+            it exchanges none.
+        rewrap: renews the wrapper after parameters were frozen or freed, on all ranks; None where
+            it needn't be.
+        count_parameter: a parameter () whose gradient the wrapper averages over the ranks together
+            with the module's, as it is and exactly: what counts on each rank travels as that. None
+            where there is none.
     """
 
     has_replicas = False
     weights: list[int] | None = None
     weigh: Callable[[Any, Any], float | torch.Tensor | None] | None = None
+    accumulating: Callable[[], AbstractContextManager[Any]] | None = None
+    rewrap: Callable[[], None] | None = None
+    count_parameter: nn.Parameter | None = None
 
     def __init__(self, module: nn.Module, wrapper: Callable[..., Any] | None = None) -> None:
         self.net = module
@@ -59,7 +70,7 @@ class StepRouter(nn.Module):
 
     Args:
         wrapped: the model that the wrapper's calls lead to.
-        carrier: a parameter more that the wrapper averages (`Strategy.count_parameter`).
+        carrier: a parameter more that the wrapper averages (`WrappedModel.count_parameter`).
     """
 
     def __init__(self, wrapped: WrappedModel, carrier: nn.Parameter | None = None) -> None:

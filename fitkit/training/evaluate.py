@@ -13,6 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit import trees
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
+from fitkit.callbacks.ranks import share_buffers
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, in_groups, limited
 from fitkit.data.sharding import RankBatch
@@ -78,7 +79,7 @@ def evaluate_source(
     step.begin()
     model.stop_evaluating = False
     with evaluating(model, context):
-        strategy.before_evaluation(model)
+        share_buffers(model)
         context.call_before_batch(callbacks.hooks("on_test_begin"), {})
         begin, end = callbacks.hooks("on_test_batch_begin"), callbacks.hooks("on_test_batch_end")
         plan = EvaluationPlan(model, step, callbacks, "test", source)

@@ -89,7 +89,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                 callbacks.call("on_train_end", logs)
                 model.history = run.history  # a callback may have called fit, too
                 state.progress = run.progress()
-                run.strategy.end_training()
+                run.end_engine()
         except BaseException as error:
             report_error(error, callbacks)
             raise
@@ -164,7 +164,7 @@ class Fit:
         state = model._fitkit.fit_state
         self.optimizers: list[Optimizer] = state.optimizers_for(model)
         warn_of_flags(model)
-        self.strategy.begin_training(model, self.optimizers)
+        self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
         held_out_target = None if self.held_out is None else self.held_out.target
         self.context, self.step = step_for(
             model,
@@ -206,6 +206,15 @@ class Fit:
             if plan.interval == "step" and plan.optimizer in (None, optimizer)
         ]
         return after_update(self.warm_up, moves, leads=optimizer is self.optimizers[0])
+
+    def end_engine(self) -> None:
+        """Have the strategy's engine give module and optimizers back; not after a failure."""
+        strategy = self.strategy
+        if strategy.engine is not None:
+            # Workers' models are thrown away after a call.
+            is_wanted = self.collectives.rank == 0 or not strategy.reads_on_rank_zero
+            strategy.engine.end(wanted=is_wanted)
+            strategy.engine = None
 
     def built_in_callbacks(self) -> list[Callback]:
         """Give the history, after what `compile` has asked to be measured."""
@@ -384,7 +393,10 @@ class Fit:
         requires_grad = [p.requires_grad for p in self.compilation.trainable(self.model)]
         if requires_grad != self.requires_grad:
             self.requires_grad = requires_grad
-            self.strategy.rewrap()
+            if self.step.wrapped.rewrap is not None:
+                self.step.wrapped.rewrap()
+            if self.strategy.engine is not None:
+                self.strategy.engine.rewrap()
 
     def _any_stops(self) -> bool:
         """Whether some rank's callbacks ask to stop."""

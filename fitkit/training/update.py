@@ -199,7 +199,13 @@ class Update:
         has_outside = self._ranks > 1 and not is_one_of_several
         self._outside = compilation.loss_parameters() if has_outside else []
         # What takes a count along with the gradients; those that go past the wrapper have none.
-        self._carrier = None if is_one_of_several else strategy.count_parameter
+        self._carrier = None if is_one_of_several else step.wrapped.count_parameter
+        # Surrounds the batches of a group but for its last, after which gradients are exchanged.
+        self._accumulating: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        if step.wrapped.accumulating is not None:
+            self._accumulating = step.wrapped.accumulating
+        elif engine is not None:
+            self._accumulating = engine.accumulating
         self._batches = 0  # of the group so far
         self._samples = 0  # of the group so far, on all ranks
         self._counted: Any = None  # of the group so far, on this rank; None where samples count
@@ -266,7 +272,7 @@ class Update:
         """Surround a step: within a group gradients aren't exchanged before its last batch."""
         if self._batches + 1 < self._accumulate:
             self._exchanged = False
-            return self._strategy.accumulating()
+            return self._accumulating()
         self._exchanged = not self._exchanges
         return contextlib.nullcontext()
 
@@ -294,7 +300,7 @@ class Update:
             weight = samples * self._ranks
             self.backward(loss if weight == total else loss * (weight / total))
             if self._exchanges:
-                self._strategy.exchange_gradients(self._parameters)
+                exchange_gradients(self._strategy, self._parameters)
             self._update()
             return
         if self._batches == 0:
@@ -382,7 +388,7 @@ class Update:
         self._batches = 0
         if not self._exchanged:
             carriers = [] if self._carrier is None else [self._carrier]
-            self._strategy.exchange_gradients([*self._parameters, *carriers])
+            exchange_gradients(self._strategy, [*self._parameters, *carriers])
         # … and put right here, where it is known how much counts in the whole group.
         expected, found = float(self._first * self._accumulate), self._samples
         if self._totals is not None:
@@ -436,7 +442,7 @@ class Update:
                     self._carrier.grad = None
                 self._backward_part(value, mine, weight)
                 if self._exchanges:
-                    self._strategy.exchange_gradients(self._parameters)
+                    exchange_gradients(self._strategy, self._parameters)
                 if self._outside:
                     self._strategy.data_ranks.mean_gradients(self._outside)
             self._clip()
@@ -615,7 +621,17 @@ def _manual_backward(
     if state.scalings:
         scaled = state.scalings[0].scaler.scale(scaled)
     scaled.backward(**options)
-    strategy.exchange_gradients(parameters)
+    exchange_gradients(strategy, parameters)
+
+
+def exchange_gradients(strategy: Strategy, parameters: list[torch.nn.Parameter]) -> None:
+    """Average gradients over the ranks that no backward pass has averaged.
+
+    Ranks:
+        Collective.
+    """
+    if strategy.engine is None or not strategy.engine.average_gradients(parameters):
+        strategy.collectives.mean_gradients(parameters)
 
 
 def check_manual(model: Module) -> None:

@@ -68,7 +68,7 @@ def run(net, name):
         assert sum(weights) == samples and len(weights) == min(2, samples)
         net.contrast(outputs).backward()
         if name == "exchanges":
-            strategy.exchange_gradients(list(net.parameters()))
+            strategy.collectives.mean_gradients(list(net.parameters()))
         learning.step()
     with torch.no_grad():
         if node:  # a node may have fewer batches than the other
@@ -81,7 +81,7 @@ def run(net, name):
     used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     if strategy.world.rank == 0:
         used.grad = torch.ones(2)
-    strategy.exchange_gradients([used, unused])
+    strategy.collectives.mean_gradients([used, unused])
     assert used.grad.tolist() == [1 / strategy.world.size] * 2 and unused.grad is None
     strategy.finish()
     torch.save(net.state_dict(), f"{name}{strategy.world.rank}.pt")

@@ -13,7 +13,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.exchange import ALGORITHMS, Algorithm, Peers
 from fitkit.distributed.exchange.base import FlatTensors
 from fitkit.distributed.strategies.base import Assignment, Strategy
-from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.ddp import DDP, DDPWrapper
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ArgumentTypeError
@@ -74,7 +74,7 @@ class Bagua(DDP):
     ) -> WrappedModel:
         wrapped = super().wrap_for_training(module, averages=averages)
         through = wrapped.wrapper
-        if through is None:
+        if not isinstance(through, DDPWrapper):
             return wrapped
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
@@ -99,10 +99,6 @@ class Bagua(DDP):
             return None
         peers = Peers(self.collectives, self.timeout)
         return BaguaEngine(self.algorithm, self.collectives, peers, module, optimizers)
-
-    def finish(self) -> None:
-        super().finish()
-        self.algorithm.end()
 
 
 class BaguaEngine(Engine):
@@ -134,7 +130,11 @@ class BaguaEngine(Engine):
         state = getattr(getattr(module, "_fitkit", None), "fit_state", None)  # of a Model
         # Ranks may count differently, where each leaves out the steps that overflow for it.
         updates = collectives.broadcast(getattr(state, "updates", 0))
-        algorithm.begin(peers, self._exchanged, optimizers, updates)
+        try:
+            algorithm.begin(peers, self._exchanged, optimizers, updates)
+        except BaseException:
+            algorithm.end()
+            raise
 
     def rewrap(self) -> None:
         self._has_parted = True
@@ -162,6 +162,12 @@ class BaguaEngine(Engine):
         average_buffers(self._module, self._peers, self._collectives)
         self._exchanged = now
         self._algorithm.resume(now)
+
+    def end(self, *, wanted: bool) -> None:
+        self._algorithm.end()
+
+    def abandon(self) -> None:
+        self._algorithm.end()
 
 
 def _learning(module: torch.nn.Module) -> list[torch.nn.Parameter]:

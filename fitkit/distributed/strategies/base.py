@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.collectives import Collectives, Solo
+from fitkit.distributed.collectives import Collectives, NodeShares, Solo
 from fitkit.distributed.devices import Machine, choose_kind
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.meta_tensors import fill_meta
@@ -26,7 +24,7 @@ from fitkit.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """What a strategy gets to work with: what `compile`'s words about hardware mean here.
+    """The hardware that `compile`'s arguments mean in this process, for a strategy to take.
 
     Attributes:
         devices: of this node's ranks, in rank order.
@@ -45,33 +43,34 @@ class Assignment:
 class Strategy:
     """Where a module is, who computes with it, and how the ranks keep together.
 
-    The loops ask a strategy for what they need and never which one it is. A strategy of your
-    own overrides what it decides otherwise; what is here is right for one device. How gradients
-    and updates are made is an `Engine`'s, which it may return from `engine_for`.
+    The loops ask a strategy for what they need and never which one it is. What is here is right
+    for one device; a subclass overrides what it decides otherwise. The gradients and updates of a
+    training are made by an `Engine`, which it may return from `engine_for`.
+
+    A class sets `name`, `starts`, `replicates`, `ranks_per_batch`, `has_engine` and `timeout`.
+    The rest is set on the object, as a run goes on.
 
     Attributes:
-        name: as users write it.
-        devices: the devices of this node's ranks, in rank order.
-        device_ids: their indices.
-        precision: the number types of the run.
-        world: this process's place among the ranks.
-        collectives: what the ranks say to each other, between `join` and `leave`.
-        launcher: what brings the ranks into a call.
-        reads_on_rank_zero: whether only rank 0 has the user's iterables, and hands batches out.
-        engine: what makes the gradients and updates of the training that is under way; None where
-            torch does, and outside of a training.
-        count_parameter: a parameter () whose gradient is averaged over the ranks together with the
-            module's, as it is and exactly; None where there is none. What counts on each rank
-            travels as that.
+        devices, device_ids, precision: set by `connect`: the devices of this node's ranks, in rank
+            order; their indices; the number types of the run.
+        world, launcher, reads_on_rank_zero: set by `connect` where there may be several ranks:
+            this process's place among them; what brings them into a call; whether only rank 0 has
+            the user's iterables, and hands batches out.
+        collectives: set by `join` and `leave`: the exchanges between the ranks.
+        engine: set by `fit`, to what `engine_for` gives; None where torch makes gradients and
+            updates, and outside of a training.
     """
 
     name = ""
+    """As users write it."""
     starts = "here"
     """How the ranks come to be where no launcher started them: `"here"` (there is one, the
     caller's process), `"workers"` (worker processes) or `"script"` (the script again);
     `"nodes"` is as `"here"`, and launchers may start one process on each node."""
     replicates = False
     """Whether a process can have several devices, with a replica of the module on each."""
+    ranks_per_batch = 1
+    """How many neighbouring ranks compute each batch together; the others see other data."""
     has_engine = False
     """Whether a training may have an engine, which then decides how weights lie in memory."""
     timeout: timedelta | None = None
@@ -86,12 +85,11 @@ class Strategy:
         self.launcher: Launcher = InlineLauncher()
         self.reads_on_rank_zero = False
         self.engine: Engine | None = None
-        self.count_parameter: torch.nn.Parameter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks need: nothing of this process's group, launcher and training."""
-        own = {"collectives": Solo(), "launcher": InlineLauncher()}
-        return {**self.__dict__, **own, "engine": None, "count_parameter": None}
+        fresh = {"collectives": Solo(), "launcher": InlineLauncher(), "engine": None}
+        return {**self.__dict__, **fresh}
 
     # ------------------------------------------------------------------ devices and ranks
 
@@ -112,9 +110,6 @@ class Strategy:
     def connect(self, assignment: Assignment) -> Strategy:
         """Take the devices that this run has; returns self.
 
-        Args:
-            assignment: what `compile` was given comes to, for this process.
-
         Raises:
             ConfigurationError: devices that this strategy can't use.
         """
@@ -129,21 +124,6 @@ class Strategy:
     def device(self) -> torch.device:
         """This rank's device."""
         return self.devices[min(self.world.local_rank, len(self.devices) - 1)]
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas of the module compute parts of a batch in this process."""
-        return len(self.devices) if self.replicates else 1
-
-    @property
-    def data_ranks(self) -> Collectives:
-        """By which data are dealt out and logs reduced: ranks that differ in what they see."""
-        return self.collectives
-
-    @property
-    def data_rank_count(self) -> int:
-        """How many shares the data are dealt into, outside of a run too."""
-        return self.world.size
 
     def join(self, store: Store | None = None) -> None:
         """Enter the ranks' process group, where there are several.
@@ -175,7 +155,7 @@ class Strategy:
 
         Args:
             averages: whether each backward pass averages its gradients over the ranks; else the
-                loop asks `exchange_gradients` to.
+                loop does so before an update.
             may_count: whether losses may be means over something else than samples.
 
         Ranks:
@@ -190,14 +170,6 @@ class Strategy:
             return self.engine.wrap(module)
         return WrappedModel(module)
 
-    @property
-    def evaluates_in_step(self) -> bool:
-        """Whether a rank's forward waits for the others' now, so that all make equally many."""
-        return self.engine is not None and self.engine.evaluates_in_step
-
-    def before_evaluation(self, module: torch.nn.Module) -> None:
-        """Make the ranks' modules agree before they evaluate."""
-
     # ------------------------------------------------------------------ a training
 
     def engine_for(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> Engine | None:
@@ -211,48 +183,41 @@ class Strategy:
         """
         return None
 
-    def begin_training(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
-        """Make the engine, before a training's first step.
-
-        Ranks:
-            Collective.
-        """
-        self.engine = self.engine_for(module, optimizers)
-
-    def end_training(self) -> None:
-        """Have the engine give module and optimizers back; not called after a failure.
-
-        Ranks:
-            Collective.
-        """
-        if self.engine is not None:
-            # Workers' models are thrown away after a call.
-            self.engine.end(wanted=self.collectives.rank == 0 or not self.reads_on_rank_zero)
-            self.engine = None
-
     def finish(self) -> None:
         """Drop what a training needed; after a failure too, when other ranks may be gone."""
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.abandon()
 
-    def accumulating(self) -> AbstractContextManager[Any]:
-        """Surrounds the steps whose gradients need no exchange yet."""
-        return contextlib.nullcontext()
+    # ------------------------------------------------------------------ what follows from these
 
-    def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Average gradients that no backward pass has averaged.
+    @final
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the module compute parts of a batch in this process."""
+        return len(self.devices) if self.replicates else 1
 
-        Ranks:
-            Collective.
-        """
+    @final
+    @property
+    def data_ranks(self) -> Collectives:
+        """By which data are dealt out and logs reduced: ranks that differ in what they see."""
+        size, together = self.collectives.world_size, self.ranks_per_batch
+        if size == 1 or together == 1:
+            return self.collectives
+        groups = [list(range(first, first + together)) for first in range(0, size, together)]
+        return NodeShares(self.collectives, groups)
 
-    def rewrap(self) -> None:
-        """Renew what stands before the module, after parameters were frozen or freed.
+    @final
+    @property
+    def data_rank_count(self) -> int:
+        """How many shares the data are dealt into, outside of a run too."""
+        return self.world.size // self.ranks_per_batch
 
-        Ranks:
-            Collective.
-        """
+    @final
+    @property
+    def evaluates_in_step(self) -> bool:
+        """Whether a rank's forward waits for the others' now, so that all make equally many."""
+        return self.engine is not None and self.engine.evaluates_in_step
 
 
 class SingleDevice(Strategy):

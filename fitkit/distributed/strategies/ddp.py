@@ -87,12 +87,11 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
-        self._ddp: Any = None
-        self._wrapped: WrappedModel | None = None  # whose calls go through it
+        self._wrapper: DDPWrapper | None = None  # of the training that is under way
         self._made_group = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_ddp": None, "_wrapped": None, "_made_group": False}
+        return {**super().__getstate__(), "_wrapper": None, "_made_group": False}
 
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
@@ -163,30 +162,14 @@ class DDP(Strategy):
     ) -> WrappedModel:
         if self.engine is not None and self.engine.replaces_ddp:
             return self.engine.wrap(module)
+        if self._wrapper is not None and self._wrapper.wrapped.net is module:
+            same: WrappedModel = self._wrapper.wrapped  # a fit's callback calls `train_on_batch`
+            return same
         wrapped = self.wrap_for_evaluation(module)
         if averages and self.collectives.world_size > 1:
             carrier = self._new_carrier(module) if may_count else None
-            self._ddp = self.configure_ddp(StepRouter(wrapped, carrier))
-            if carrier is not None and not _averages_exactly(self._ddp):
-                carrier = None
-                self._drop_ddp()
-                self._ddp = self.configure_ddp(StepRouter(wrapped))
-            self.count_parameter, self._wrapped = carrier, wrapped
-            wrapped.wrapper = self._call_ddp
+            self._wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp)
         return wrapped
-
-    def _call_ddp(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._ddp(method, *args, **kwargs)
-        except RuntimeError as error:
-            if self._wrapped is None or not UNUSED.search(str(error)):
-                raise
-            raise ConfigurationError(
-                "Parameters of the net took no part in the last step's loss"
-                f"{_unused_names(self._wrapped.net, error)}. "
-                "Freeze them (requires_grad = False), use them, or write "
-                "strategy=DDPStrategy(find_unused_parameters=True)."
-            ) from error
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
         """A parameter more, for DDP to average; None where DDP wouldn't see that it is used, or
@@ -202,14 +185,6 @@ class DDP(Strategy):
         dtype = widest if widest.itemsize > 4 else torch.float32  # counts are whole numbers
         return torch.nn.Parameter(torch.zeros((), dtype=dtype, device=self.device))
 
-    def rewrap(self) -> None:
-        # DDP exchanges the gradients of those parameters that needed some when it was made.
-        if self._wrapped is not None:
-            self._drop_ddp()
-            self._ddp = self.configure_ddp(StepRouter(self._wrapped, self.count_parameter))
-        if self.engine is not None:
-            self.engine.rewrap()
-
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the module; an override may give other arguments.
 
@@ -223,35 +198,76 @@ class DDP(Strategy):
             wrapped.register_comm_hook(*resolve_hook(self.comm_hook, self.comm_hook_state))
         return wrapped
 
-    def before_evaluation(self, module: torch.nn.Module) -> None:
-        if self.engine is not None:
-            self.engine.average_ranks()
-        # DDP would do this in its next forward, which a rank without batches never reaches.
-        self.collectives.broadcast_tensors(list(module.buffers()))
-
-    # ------------------------------------------------------------------ learning
-
-    def accumulating(self) -> AbstractContextManager[Any]:
-        no_sync = getattr(self._ddp, "no_sync", None)
-        if no_sync is not None:
-            return no_sync()
-        return contextlib.nullcontext() if self.engine is None else self.engine.accumulating()
-
-    def exchange_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        if self.engine is None or not self.engine.average_gradients(parameters):
-            self.collectives.mean_gradients(parameters)
-
     def finish(self) -> None:
         super().finish()
-        self._drop_ddp()
-        self._wrapped = self.count_parameter = None
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is not None:
+            wrapper.drop()
 
-    def _drop_ddp(self) -> None:
-        wrapped, self._ddp = self._ddp, None  # its hooks leave the parameters with it
+
+class DDPWrapper:
+    """Calls a model through DistributedDataParallel, whose backward passes average gradients.
+
+    Args:
+        wrapped: the model; its calls go this way from now on.
+        carrier: a parameter more to average (`WrappedModel.count_parameter`), where the wrapper
+            does so exactly; None for none.
+        configure: makes torch's wrapper (`DDP.configure_ddp`).
+    """
+
+    def __init__(
+        self,
+        wrapped: WrappedModel,
+        carrier: torch.nn.Parameter | None,
+        configure: Callable[[torch.nn.Module], torch.nn.Module],
+    ) -> None:
+        self._configure = configure
+        self._ddp: Any = configure(StepRouter(wrapped, carrier))
+        if carrier is not None and not _averages_exactly(self._ddp):
+            self.drop()
+            self._ddp = configure(StepRouter(wrapped))
+            carrier = None
+        self.wrapped: Any = wrapped  # until it is dropped
+        wrapped.wrapper, wrapped.count_parameter = self, carrier
+        wrapped.accumulating, wrapped.rewrap = self.accumulating, self.rewrap
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._ddp(method, *args, **kwargs)
+        except RuntimeError as error:
+            if self.wrapped is None or not UNUSED.search(str(error)):
+                raise
+            raise ConfigurationError(
+                "Parameters of the net took no part in the last step's loss"
+                f"{_unused_names(self.wrapped.net, error)}. "
+                "Freeze them (requires_grad = False), use them, or write "
+                "strategy=DDPStrategy(find_unused_parameters=True)."
+            ) from error
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """Surrounds calls whose gradients needn't be averaged yet."""
+        no_sync = getattr(self._ddp, "no_sync", None)  # an override may have made another wrapper
+        return contextlib.nullcontext() if no_sync is None else no_sync()
+
+    def rewrap(self) -> None:
+        """Wrap the model anew: DDP averages the gradients of what could learn when it was made.
+
+        Ranks:
+            Collective.
+        """
+        wrapped = self.wrapped
+        self.drop()
+        self._ddp = self._configure(StepRouter(wrapped, wrapped.count_parameter))
+        self.wrapped = wrapped
+
+    def drop(self) -> None:
+        """Let go of the model and of torch's wrapper."""
+        self.wrapped = None
+        ddp, self._ddp = self._ddp, None  # its hooks leave the parameters with it
         # Gloo closes its connections, by which the other ranks see that this one has left, only
         # when nothing holds the group; and an exception's frames may hold the wrapper for long.
         for name in ("reducer", "logger", "process_group"):
-            vars(wrapped).pop(name, None) if wrapped is not None else None
+            vars(ddp).pop(name, None) if ddp is not None else None
 
 
 class DDPSpawn(DDP):

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag
-from fitkit.distributed.collectives import Collectives, NodeShares
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.spread.blocks import (
@@ -107,15 +106,14 @@ class FSDP(DDP):
         self.reshard_after_forward = reshard_after_forward
         self.shard_size = shard_size
         self.activation_checkpointing = activation_checkpointing
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel = self.ranks_per_batch = tensor_parallel
         self.tensor_parallel_plan = tensor_parallel_plan
         self.cpu_offload = cpu_offload
         self.backup = backup
-        self._shares: Collectives | None = None
         self._unfilled: Unfilled | None = None  # between `place` and a training's end
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shares": None, "_unfilled": None}
+        return {**super().__getstate__(), "_unfilled": None}
 
     def check_groups(self, ranks: int) -> None:
         """Refuse numbers of ranks that can't be divided as was asked."""
@@ -162,26 +160,6 @@ class FSDP(DDP):
             backend = "cpu:gloo,cuda:nccl"
             return enter(self.world, self.device, store, backend, self.timeout)
         return super().init_dist_connection(store)
-
-    def join(self, store: Store | None = None) -> None:
-        super().join(store)
-        together = self.tensor_parallel
-        if together > 1:
-            size = self.collectives.world_size
-            groups = [list(range(first, first + together)) for first in range(0, size, together)]
-            self._shares = NodeShares(self.collectives, groups)
-
-    def leave(self) -> None:
-        self._shares = None
-        super().leave()
-
-    @property
-    def data_ranks(self) -> Collectives:
-        return self._shares or self.collectives
-
-    @property
-    def data_rank_count(self) -> int:
-        return self.world.size // self.tensor_parallel
 
     # ------------------------------------------------------------------ the module
 

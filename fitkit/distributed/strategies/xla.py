@@ -153,7 +153,7 @@ class XLAEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
         if self._parameters and not self._waits:
-            self._strategy.exchange_gradients(self._parameters)
+            self._strategy.collectives.mean_gradients(self._parameters)
 
     def after_update(self) -> None:
         self._strategy.adapter.step()
