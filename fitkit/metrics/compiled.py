@@ -313,7 +313,10 @@ class Specs:
                 yield MetricSpec(name, part, self._weighted)
             return
         self._check(metric)
-        yield MetricSpec(_default_name(metric), metric, self._weighted)
+        named = NAMES[metric] if isinstance(metric, str) else None
+        if getattr(named and named.build, "__module__", "").startswith("fitkit."):
+            named = None  # every process has these
+        yield MetricSpec(_default_name(metric), metric, self._weighted, named)
 
     def _check(self, metric: Any) -> None:
         if isinstance(metric, str):

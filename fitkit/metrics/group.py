@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.metrics.conversions import FirstBatch, as_given, next_places
-from fitkit.metrics.named import NAMES
+from fitkit.metrics.named import NAMES, Named
 from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
 from fitkit.metrics.torchmetrics_adapter import (
     TorchMetric,
@@ -39,6 +39,8 @@ class MetricSpec:
     name: str
     metric: Any
     weighted: bool
+    named: Named | None = None
+    """What a name means that isn't fitkit's own: worker processes may not know it."""
 
 
 class OutputGroup:
@@ -167,7 +169,7 @@ class OutputGroup:
 def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
     one: Mean | TorchMetric
     if isinstance(spec.metric, str):
-        one = NAMES[spec.metric].build(first)
+        one = (spec.named or NAMES[spec.metric]).build(first)
     elif is_torchmetric(spec.metric):
         one = wrap_object(spec.metric, first)
     else:

@@ -25,6 +25,10 @@ from torch.utils.data import (
 import fitkit
 from fitkit.callbacks import Callback, LambdaCallback
 from fitkit.distributed.launchers.workers import end_workers
+from fitkit.losses.names import LOSSES
+from fitkit.metrics.conversions import as_given
+from fitkit.metrics.named import NAMES, Named
+from fitkit.metrics.sums import Mean
 from tests.limits import patience
 from tests.nets import classification, dense
 from tests.reference import assert_same_weights, plain_loop
@@ -417,6 +421,30 @@ def test_unused_parameters_are_named_with_the_option():
         compiled(Unused()).fit(X, Y, batch_size=8, verbose=0)
     strategy = fitkit.strategies.DDPSpawnStrategy(find_unused_parameters=True)
     compiled(Unused(), strategy=strategy).fit(X, Y, batch_size=8, verbose=0)
+
+
+def test_workers_know_loss_and_metric_names_that_only_this_process_has_registered():
+    name = "known_to_one_process"
+
+    def off_by(prediction, target):
+        return (prediction.argmax(-1) - target).abs()
+
+    try:
+        NAMES.add(name, Named(lambda first: Mean(as_given, off_by), True))
+        LOSSES.add(name, LOSSES["cross_entropy"])
+        found = []
+        for devices in (1, 2):
+            model = compiled(devices=devices, loss=name, metrics=[name], weighted_metrics=[name])
+            model.fit(X, Y, batch_size=32 // devices, shuffle=False, verbose=0)
+            found.append(model.evaluate(X, Y, sample_weight=X[:, 0].abs(), verbose=0))
+        assert found[1] == pytest.approx(found[0], rel=1e-6)
+        assert len(found[0]) == 3 and found[0][1] == pytest.approx(
+            float(off_by(model.net(X), Y).double().mean())
+        )
+    finally:
+        for registry in (NAMES, LOSSES):
+            registry._entries.pop("knowntooneprocess", None)
+            registry._spelling.pop("knowntooneprocess", None)
 
 
 def test_what_can_not_be_sent_is_named_by_its_path():
