@@ -150,15 +150,15 @@ def _place(
     """The place that four variables give; nodes are counted, filled one by one."""
     size = read.size(*world_size)
     local_size = read.number(*local_world_size, minimum=1, maximum=size)
-    own_rank = read.number(*rank, maximum=size - 1)
+    rank_here = read.number(*rank, maximum=size - 1)
     address, port = read.master()
     return Cluster(
         launcher=launcher,
-        rank=own_rank,
+        rank=rank_here,
         local_rank=read.number(*local_rank, maximum=local_size - 1),
         world_size=size,
         local_world_size=local_size,
-        node_rank=own_rank // local_size,
+        node_rank=rank_here // local_size,
         num_nodes=-(-size // local_size),
         master_address=address,
         master_port=port,

@@ -152,13 +152,13 @@ class Messages:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         exchange = self._next("gather")
-        own = pack(value, _key, f"{exchange}{self._rank}").to(self._device)
-        size = torch.tensor([len(own)], device=self._device)
+        packed = pack(value, _key, f"{exchange}{self._rank}").to(self._device)
+        size = torch.tensor([len(packed)], device=self._device)
         sizes = [torch.empty_like(size) for _ in range(self._size)]
         dist.all_gather(sizes, size)
         longest = int(torch.cat(sizes).max())  # the exchange needs equal shapes
-        parts = [own.new_empty(longest) for _ in sizes]
-        dist.all_gather(parts, _padded(own, longest))
+        parts = [packed.new_empty(longest) for _ in sizes]
+        dist.all_gather(parts, _padded(packed, longest))
         return [unpack(part, _key, f"{exchange}{r}", r) for r, part in enumerate(parts)]
 
     def broadcast(self, value: Any) -> Any:
@@ -229,10 +229,10 @@ class ProcessGroup:
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             # In place also where a tensor's memory isn't contiguous.
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, src=0)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+            dense = tensor.detach().contiguous()
+            dist.broadcast(dense, src=0)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.copy_(dense)
 
     @torch.no_grad()
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -389,9 +389,9 @@ class _JoinRows(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        whole = gradients[0].contiguous().clone()
-        dist.all_reduce(whole)
-        return whole[context.rows], None, None
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed)
+        return summed[context.rows], None, None
 
 
 DIGEST = 32

@@ -128,8 +128,8 @@ class Replicas(WrappedModel):
                 for given, named in _moved(copied._noted, own.device):
                     own.update(*given, **named)
         if hasattr(type(self.net), "_end_replicas"):
-            whole: Any = self.net
-            whole._end_replicas([replica.module for replica in replicas])
+            net: Any = self.net
+            net._end_replicas([replica.module for replica in replicas])
         if method:
             return gather(outputs, replicas[0].device)
         counts: list[Any] = []

@@ -126,18 +126,18 @@ def gather(
         if first is None:
             return None
         try:
-            whole = _joined_leaves(outputs, device)
+            gathered = _joined_leaves(outputs, device)
         except (RuntimeError, ValueError) as error:
             raise _unlike(outputs, path) from error
         are_scalars = all(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in outputs)
         is_loss = weights is not None and path in LOSS and are_scalars
-        return mean_by(whole, weights or []) if is_loss else whole
+        return mean_by(gathered, weights or []) if is_loss else gathered
 
     first = outputs[0]
     if weights is not None and _is_plain_object(first):
-        whole = copy.copy(first)
-        vars(whole).update(joined([vars(output) for output in outputs], ""))
-        return whole
+        filled = copy.copy(first)
+        vars(filled).update(joined([vars(output) for output in outputs], ""))
+        return filled
     return joined(outputs, "")
 
 
@@ -237,7 +237,7 @@ def _rebuilt(tree: Any, values: list[Any]) -> Any:
         return type(tree)(*values)
     if isinstance(tree, (tuple, list)):
         return type(tree)(values)
-    whole = copy.copy(tree)  # not its constructor, which may take other arguments or check them
+    filled = copy.copy(tree)  # not its constructor, which may take other arguments or check them
     for field, value in zip(dataclasses.fields(tree), values, strict=True):
-        object.__setattr__(whole, field.name, value)
-    return whole
+        object.__setattr__(filled, field.name, value)
+    return filled

@@ -186,7 +186,7 @@ class _Normalisation(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         counts: bool,
     ) -> tuple[torch.Tensor, ...]:
-        mean, variance, total = _merged(*_own_moments(inputs, counts), group)
+        mean, variance, total = _merged(*_local_moments(inputs, counts), group)
         if total.device.type == "cpu" and total.item() < 2:
             raise ConfigurationError(
                 "Batch normalisation in training needs more than 1 value a channel, but all ranks "
@@ -230,7 +230,7 @@ class _Normalisation(torch.autograd.Function):
         )
 
 
-def _own_moments(
+def _local_moments(
     inputs: torch.Tensor, counts: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's mean, sum of squares around it, and number of values a channel, in float64.

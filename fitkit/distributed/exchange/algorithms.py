@@ -138,7 +138,7 @@ class LowPrecisionDecentralized(Algorithm):
     keeps_apart = True
     wraps = False
 
-    _own: torch.Tensor
+    _local: torch.Tensor
     _replicas: list[torch.Tensor]
     _neighbours: list[int]
 
@@ -162,21 +162,21 @@ class LowPrecisionDecentralized(Algorithm):
 
     def resume(self, parameters: list[torch.nn.Parameter]) -> None:
         super().resume(parameters)
-        self._own = self._weights.read()
-        self._replicas = [self._own.clone() for _ in self._neighbours]
+        self._local = self._weights.read()
+        self._replicas = [self._local.clone() for _ in self._neighbours]
 
     def after_update(self) -> None:
         self._updates += 1
-        own, replicas = self._own, self._replicas
-        step = self._weights.read() - own
-        mean = torch.stack([own, *replicas]).mean(0)
-        wire = encode((mean + step - own)[None])
+        local, replicas = self._local, self._replicas
+        step = self._weights.read() - local
+        mean = torch.stack([local, *replicas]).mean(0)
+        wire = encode((mean + step - local)[None])
         for replica, received in zip(
             replicas, self._peers.swap(wire, self._neighbours), strict=True
         ):
-            replica += decode(received, len(own), own.dtype)[0]
-        own += decode(wire, len(own), own.dtype)[0]
-        self._weights.write(own)
+            replica += decode(received, len(local), local.dtype)[0]
+        local += decode(wire, len(local), local.dtype)[0]
+        self._weights.write(local)
 
 
 def neighbours(rank: int, size: int) -> list[int]:
@@ -203,7 +203,7 @@ class Asynchronous(Algorithm):
     name = "async"
     keeps_apart = True
 
-    _own: Peers | None = None
+    _peers_apart: Peers | None = None
     _sum: Any = None  # torch's `Work`, while a round is under way
     _copy: torch.Tensor
     _total: torch.Tensor
@@ -225,7 +225,7 @@ class Asynchronous(Algorithm):
         updates: int,
     ) -> None:
         super().begin(peers, parameters, optimizers, updates)
-        self._own = peers.apart()
+        self._peers_apart = peers.apart()
         self._sum, self._rounds, self._began_s = None, 0, time.monotonic()
 
     @property
@@ -257,17 +257,17 @@ class Asynchronous(Algorithm):
 
     def leave(self) -> None:
         """Leave the group of its own."""
-        own, self._own = self._own, None
-        if own is not None:
-            own.leave()
+        apart, self._peers_apart = self._peers_apart, None
+        if apart is not None:
+            apart.leave()
 
     def _begin_round(self) -> None:
-        assert self._own is not None, "begin comes first"
+        assert self._peers_apart is not None, "begin comes first"
         self._copy = self._weights.read()
         self._total = self._copy.clone()
         self._rounds += 1
         self._began_s = time.monotonic()
-        self._sum = self._own.begin_sum(self._total)
+        self._sum = self._peers_apart.begin_sum(self._total)
 
     def _take(self) -> None:
         """Take the mean of the round that is under way, if any."""

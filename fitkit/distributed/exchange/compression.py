@@ -90,11 +90,11 @@ class Feedback:
     """What compression has taken from this rank's vectors so far; it is added to the next one.
 
     Attributes:
-        own: of what this rank sent: (N,).
+        local: of what this rank sent: (N,).
         chunk: of the part of the mean that this rank computes: (ceil(N / ranks),).
     """
 
-    own: torch.Tensor
+    local: torch.Tensor
     chunk: torch.Tensor
 
     @classmethod
@@ -126,13 +126,13 @@ def compressed_mean(
     """
     length, size = len(vector), peers.size
     chunk = chunk_length(length, size)
-    sent = vector if feedback is None else vector + feedback.own
+    sent = vector if feedback is None else vector + feedback.local
     filling = chunk * size - length
     # Filled up with its last number, which leaves the ranges of the blocks as they are.
     filled = torch.cat([sent, sent[-1:].expand(filling)]) if filling else sent
     wire = encode(filled.view(size, chunk))
     if feedback is not None:
-        feedback.own = sent - decode(wire, chunk, vector.dtype).reshape(-1)[:length]
+        feedback.local = sent - decode(wire, chunk, vector.dtype).reshape(-1)[:length]
     part = decode(peers.deal(wire), chunk, vector.dtype).mean(0)
     if feedback is not None:
         part = part + feedback.chunk
@@ -151,10 +151,10 @@ def merge_feedback(feedback: Feedback, peers: Peers) -> None:
         Collective.
     """
     begin = peers.rank * len(feedback.chunk)
-    own = feedback.own[begin : begin + len(feedback.chunk)]
-    own += feedback.chunk[: len(own)] * peers.size  # of which the mean is taken now
+    local = feedback.local[begin : begin + len(feedback.chunk)]
+    local += feedback.chunk[: len(local)] * peers.size  # of which the mean is taken now
     feedback.chunk = torch.zeros_like(feedback.chunk)
-    peers.mean(feedback.own)
+    peers.mean(feedback.local)
 
 
 class ByteGrad(Algorithm):

@@ -96,7 +96,7 @@ class QAdam(Algorithm):
             if known is not None:  # parameters were frozen or set free meanwhile
                 self._keep(number)
             feedback = Feedback.none(vector, self._peers.size)
-            feedback.own.copy_(self._errors_of(number, parameters).read())
+            feedback.local.copy_(self._errors_of(number, parameters).read())
             known = self._feedback[number] = parameters, feedback
         flat.write(compressed_mean(vector, self._peers, known[1]))
 
@@ -113,7 +113,7 @@ class QAdam(Algorithm):
         """Bring all ranks' errors into the optimizer's state, the same on every rank."""
         parameters, feedback = self._feedback[number]
         merge_feedback(feedback, self._peers)
-        self._errors_of(number, parameters).write(feedback.own)
+        self._errors_of(number, parameters).write(feedback.local)
 
     def _errors_of(self, number: int, parameters: list[torch.nn.Parameter]) -> FlatTensors:
         """What the optimizer's state holds of errors, where checkpoints find it."""

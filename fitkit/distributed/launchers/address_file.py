@@ -112,8 +112,8 @@ class AddressOnServer:
         try:
             connection.connect()
             # This host's address on the way to the server, which all workers reach.
-            own_address = connection.sock.getsockname()[0]
-            connection.request("PUT", self.PATH, body=str(Address(own_address, port, token)))
+            local_address = connection.sock.getsockname()[0]
+            connection.request("PUT", self.PATH, body=str(Address(local_address, port, token)))
             status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
             raise ConfigurationError(self._unusable(str(error))) from error

@@ -210,14 +210,14 @@ class RankLauncher:
         """Leave the call; the error of the rank that failed first, or None if that is this one."""
         rank = self.strategy.world.rank
         if isinstance(error, WorkerError) or not (watch.broken_off or broke_off(error)):
-            own = Failure.of(rank, error)
-            first = watch.report(own)
+            local = Failure.of(rank, error)
+            first = watch.report(local)
             self._leave()
             # Where all ranks raise one error (a file that can't be written), it is rank 0's, and
             # so is what was asked and can't be, on any rank, and what the user does.
-            is_same = first.what.partition(":")[2] == own.what.partition(":")[2]
-            is_own = self.others_print or rank != 0 or not first.raised or is_same
-            if is_own or not own.raised or not isinstance(error, Exception):
+            is_same = first.what.partition(":")[2] == local.what.partition(":")[2]
+            is_shown = self.others_print or rank != 0 or not first.raised or is_same
+            if is_shown or not local.raised or not isinstance(error, Exception):
                 return None
             return None if isinstance(error, ConfigurationError) else first.as_error()
         self._leave()  # First: ranks that wait for this one come out, too.

@@ -30,7 +30,7 @@ from fitkit.errors import WorkerError
 
 PERIOD_S = 0.5
 """Between two looks while all is well."""
-HURRY_S = 0.05
+SHORT_PERIOD_S = 0.05
 """Between two looks while the cause of a failure is sought."""
 REPORT_S = 3.0
 """How long a rank tries to write down its failure before it leaves."""
@@ -127,7 +127,7 @@ class Watch:
         self._break_off = break_off
         self._ends_process = ends_process
         self._caller = threading.get_ident()
-        self._own: Failure | None = None
+        self._local: Failure | None = None
         self.elsewhere: dict[int, tuple[str, str]] = {}
         self.began = time.monotonic()
         self._error = self._place = ""  # of an exchange that broke off here
@@ -155,7 +155,7 @@ class Watch:
 
     def report(self, failure: Failure) -> Failure:
         """Write down this rank's failure for the others; the first of all, as far as known."""
-        self._own = failure
+        self._local = failure
         self._wake.set()
         self._reported.wait(REPORT_S)
         return self.failure or failure
@@ -172,10 +172,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self._over.is_set():
-            self._wake.wait(HURRY_S if self._error or self._own else PERIOD_S)
+            self._wake.wait(SHORT_PERIOD_S if self._error or self._local else PERIOD_S)
             self._wake.clear()
             try:
-                self._look()
+                self._check_store()
             except DistError:
                 self._found(
                     Failure(
@@ -183,12 +183,12 @@ class Watch:
                         "serves it: rank 0, or the launcher."
                     )
                 )  # fmt: skip
-            if self.failure is not None and self._own is None and not self._over.is_set():
-                self._hurry(self.failure)
+            if self.failure is not None and self._local is None and not self._over.is_set():
+                self._end_call(self.failure)
 
-    def _look(self) -> None:
-        if self._own is not None and not self._reported.is_set():
-            self._found(self._own.write(self._store))
+    def _check_store(self) -> None:
+        if self._local is not None and not self._reported.is_set():
+            self._found(self._local.write(self._store))
         failure = self.failure or Failure.first(self._store)
         if failure is None and (failure := self._lost()) is not None:
             failure = failure.write(self._store)
@@ -198,7 +198,7 @@ class Watch:
             self._store.set(f"stack/{self._rank}", self._stack())
             self._answered = True
         if self._error and self.failure is None and not self._explained.is_set():
-            self._seek()
+            self._find_missing()
 
     def _found(self, failure: Failure) -> None:
         if self.failure is None:
@@ -206,7 +206,7 @@ class Watch:
         self._reported.set()
         self._explained.set()
 
-    def _seek(self) -> None:
+    def _find_missing(self) -> None:
         """Nobody has said anything yet: after a while, see who is missing."""
         now = time.monotonic()
         if not self._error_at:
@@ -242,7 +242,7 @@ class Watch:
         what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
         return Failure(ranks[0], what, places)
 
-    def _hurry(self, failure: Failure) -> None:
+    def _end_call(self, failure: Failure) -> None:
         """Another rank has failed: this one must come out of the call."""
         waited = time.monotonic() - self._failure_at
         if waited > BREAK_OFF_AFTER_S and not self.broken_off and not self._error:
@@ -268,19 +268,19 @@ def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
         error: that of the exchange, here.
         watch: has looked for a cause.
     """
-    own = first_line(error)
-    lines = [own, *(line for line, _ in watch.elsewhere.values())]
+    local = first_line(error)
+    lines = [local, *(line for line, _ in watch.elsewhere.values())]
     places = {rank: "".join(traceback.format_exception(error))}
     places.update((other, place) for other, (_, place) in watch.elsewhere.items())
     if any(re.search("timed? ?out", line, re.IGNORECASE) for line in lines):
         what = (
             "The ranks waited for each other in different exchanges until the strategy's timeout "
-            f"({own}): one of them makes a call that the others don't, for example under "
+            f"({local}): one of them makes a call that the others don't, for example under "
             "`if model.is_global_zero:`, or was slower than that, or its machine is out of reach."
         )
     else:
         what = (
-            f"The connection between ranks was closed although no rank failed: {own}, after "
+            f"The connection between ranks was closed although no rank failed: {local}, after "
             f"{time.monotonic() - watch.began:.0f} s of this call. Another program, a firewall or "
             "the network may have closed it. Start the call again (resume_from goes on from a "
             "checkpoint)."

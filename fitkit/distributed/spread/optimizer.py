@@ -129,7 +129,7 @@ class OptimizerShards(OptimizerInPlace):
 
     def _gathered(self, *, wanted: bool, on_device: bool) -> dict[torch.Tensor, Any]:
         spread = list(self._owners)
-        own = {
+        local = {
             number: self.optimizer.state[parameter]
             for number, parameter in enumerate(spread)
             if self._owners[parameter] == self._collectives.rank
@@ -138,7 +138,7 @@ class OptimizerShards(OptimizerInPlace):
         place = self._device if on_device else torch.device("cpu")
         owners = list(self._owners.values())
         whole = gathered_states(
-            own, owners, self._collectives, self._device, wanted=wanted, place=place
+            local, owners, self._collectives, self._device, wanted=wanted, place=place
         )
         return {spread[number]: state for number, state in whole.items()}
 
@@ -202,7 +202,7 @@ def _described(leaf: Any) -> Any:
 
 
 def gathered_states(
-    own: dict[int, Any],
+    local: dict[int, Any],
     owners: list[int],
     collectives: Collectives,
     device: torch.device,
@@ -213,7 +213,7 @@ def gathered_states(
     """The states of all ranks' parts of something.
 
     Args:
-        own: this rank's states (trees of tensors and plain values) by their numbers.
+        local: this rank's states (trees of tensors and plain values) by their numbers.
         owners: the rank that has each, by number.
         device: this rank's.
         wanted: whether this rank wants the others'; else it gets its own alone.
@@ -237,18 +237,18 @@ def gathered_states(
         dist.broadcast(flat, src=owner)
         return flat.view(leaf.dtype).view(leaf.shape).to(place) if mine is None else mine
 
-    described = {number: trees.map_leaves(_described, state) for number, state in own.items()}
+    described = {number: trees.map_leaves(_described, state) for number, state in local.items()}
     everyones = collectives.gather(described)
     whole: dict[int, Any] = {}
     for number, owner in enumerate(owners):
         if number in everyones[owner]:
-            is_own = owner == collectives.rank
-            sent = iter(trees.leaves(own[number]) if is_own else ())
+            is_local = owner == collectives.rank
+            sent = iter(trees.leaves(local[number]) if is_local else ())
             found = trees.map_leaves(
                 partial(take, owner=owner, sent=sent), everyones[owner][number]
             )
-            if is_own or wanted:
-                whole[number] = own[number] if is_own else found
+            if is_local or wanted:
+                whole[number] = local[number] if is_local else found
     return whole
 
 

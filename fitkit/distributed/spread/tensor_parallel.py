@@ -101,8 +101,8 @@ def divided_in(net: nn.Module, plan: Mapping[str, Any]) -> set[nn.Parameter]:
     for pattern, style in plan.items():
         for part in _named_by(net, pattern):
             # What "rowwise" adds after the sum, both have.
-            whole = getattr(part, "bias", None) if style == "rowwise" else None
-            found.update(p for p in part.parameters() if p is not whole)
+            undivided = getattr(part, "bias", None) if style == "rowwise" else None
+            found.update(p for p in part.parameters() if p is not undivided)
     return found
 
 

@@ -495,10 +495,10 @@ class ZeroOptimizer(OptimizerInPlace):
             return
         size = twin.ds_tensor.numel()  # type: ignore[attr-defined]
         rank = self._zero._get_param_partition_rank(twin)
-        own = flat.new_zeros(size)  # the last rank's part may reach beyond the parameter's end
+        local = flat.new_zeros(size)  # the last rank's part may reach beyond the parameter's end
         found = flat[rank * size : (rank + 1) * size]
-        own[: len(found)] = found
-        safe_set_local_optimizer_state(twin, own, name)
+        local[: len(found)] = found
+        safe_set_local_optimizer_state(twin, local, name)
 
     def _gathered(self) -> dict[nn.Parameter, dict[str, Any]]:
         """All parameters' whole states.

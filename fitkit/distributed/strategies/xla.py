@@ -175,7 +175,7 @@ class HostGroup(ProcessGroup):
 
     def __init__(self, device: torch.device, sums: Sums) -> None:
         super().__init__(torch.device("cpu"))
-        self._own_device = device
+        self._rank_device = device
         self._sums = sums
 
     @torch.no_grad()
@@ -200,4 +200,4 @@ class HostGroup(ProcessGroup):
             torch._foreach_div_(gradients, self.world_size)
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return super().join_rows(tensor.cpu()).to(self._own_device)
+        return super().join_rows(tensor.cpu()).to(self._rank_device)

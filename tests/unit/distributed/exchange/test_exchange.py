@@ -243,7 +243,7 @@ def test_merged_errors_are_the_same_on_all_ranks_and_lose_nothing():
         feedback = Feedback(owns[peers.rank].clone(), chunks[peers.rank].clone())
         merge_feedback(feedback, peers)
         assert not feedback.chunk.any()
-        return feedback.own
+        return feedback.local
 
     found, _ = on_ranks(3, run)
     expected = owns.mean(0) + torch.cat([*chunks])[:7]
