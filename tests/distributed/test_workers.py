@@ -423,6 +423,20 @@ def test_unused_parameters_are_named_with_the_option():
     compiled(Unused(), strategy=strategy).fit(X, Y, batch_size=8, verbose=0)
 
 
+def test_an_update_by_a_callback_in_mid_training_is_that_of_one_process():
+    def learn(batch, logs):
+        callback.model.train_on_batch(X[:9], Y[:9])
+
+    models = []
+    for devices in (1, 2):
+        callback = LambdaCallback(on_train_batch_end=learn)
+        model = compiled(devices=devices, metrics=None)
+        model.fit(X[:96], Y[:96], batch_size=32 // devices, shuffle=False, verbose=0,
+                  callbacks=callback)
+        models.append(model)
+    assert_same_weights(*(model.net for model in models), atol=1e-6)
+
+
 def test_workers_know_loss_and_metric_names_that_only_this_process_has_registered():
     name = "known_to_one_process"
 
