@@ -33,10 +33,11 @@ from fitkit.training.fit import fit_batch, run_fit
 from fitkit.training.optimizing import FitState
 from fitkit.training.own_step import StepContexts
 from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
-from fitkit.training.settings import UNSET, Compilation, EvaluateArguments, FitArguments
+from fitkit.training.settings import Compilation, EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
 from fitkit.training.surroundings import compile_net, surroundings
+from fitkit.typing import UNSET
 
 
 @dataclasses.dataclass

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "fitkit"
 LAYERS = {
     "errors": 0,
     "foreign_names": 0,
+    "typing": 0,
     "version": 0,
     "registry": 1,
     "trees": 1,

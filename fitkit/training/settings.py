@@ -40,17 +40,7 @@ from fitkit.metrics import CompiledMetrics
 from fitkit.optimizers import OptimizerChoice
 from fitkit.schedulers import SchedulerChoice
 from fitkit.training.resume import Progress
-
-
-class Unset:
-    """Stands in `compile`'s signature for an argument that a call leaves out: it stays as it is."""
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-UNSET: Any = Unset()
-
+from fitkit.typing import UNSET
 
 DEFAULTS: dict[str, Any] = {
     "optimizer": None,
