@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,8 +29,9 @@ from torch import nn
 import fitkit
 from benchmarks.gpu_nets import NETS, Task
 from fitkit.training.surroundings import MATMUL_PRECISION
+from fitkit.typing import PrecisionName
 
-PRECISIONS: dict[str, tuple[str, str, torch.dtype | None]] = {
+PRECISIONS: dict[str, tuple[PrecisionName, Literal["highest", "high"], torch.dtype | None]] = {
     "fp32": ("32-true", "highest", None),
     "TF32": ("32-true", "high", None),
     "bf16": ("bf16-mixed", "highest", torch.bfloat16),

@@ -34,12 +34,13 @@ def side(strategy: str, ranks: int, megabytes: int, folder: str) -> None:
     import torch
 
     import fitkit
+    from fitkit.typing import Name
 
     torch.manual_seed(0)
     samples = megabytes * 250
     x, y = torch.full((samples, 1000), 0.5), torch.randint(10, (samples,))
     model = fitkit.Model(torch.nn.Linear(1000, 10))
-    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=ranks, strategy=strategy)
+    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=ranks, strategy=Name(strategy))
 
     def note(epoch: int, logs: object) -> None:
         rank = model.global_rank

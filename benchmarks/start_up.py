@@ -54,6 +54,7 @@ def with_fitkit(strategy: str | None) -> dict[str, float]:
     import torch
 
     import fitkit
+    from fitkit.typing import Name
 
     torch.manual_seed(0)
     x, y = torch.randn(128, 784), torch.randint(10, (128,))
@@ -62,7 +63,7 @@ def with_fitkit(strategy: str | None) -> dict[str, float]:
         devices = "auto" if "RANK" in os.environ else 1
         model.compile("sgd", "cross_entropy", accelerator="cpu", devices=devices)
     else:
-        model.compile("sgd", "cross_entropy", accelerator="cpu", devices=2, strategy=strategy)
+        model.compile("sgd", "cross_entropy", accelerator="cpu", devices=2, strategy=Name(strategy))
     moments: list[float] = []
     watch = fitkit.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: moments.append(time.time())

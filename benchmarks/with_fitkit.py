@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fitkit
 from benchmarks.loops import Answer, loader_of
 from benchmarks.tasks import Task
+from fitkit.typing import MetricName, Name
 
 
 class Looks(fitkit.callbacks.Callback):
@@ -24,9 +25,9 @@ class Looks(fitkit.callbacks.Callback):
 def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
     """A run of the task."""
     model = fitkit.Model(net)
-    names = {"f1": "f1", "recall": "recall", "accuracy": "accuracy"}
+    names: dict[str, MetricName] = {"f1": "f1", "recall": "recall", "accuracy": "accuracy"}
     model.compile(
-        optimizer=task.optimizer,
+        optimizer=Name(task.optimizer),
         learning_rate=task.rate,
         loss="cross_entropy",
         metrics=[names[name] for name in task.metrics] or None,

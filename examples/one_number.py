@@ -50,7 +50,7 @@ def texts() -> list[dict[str, torch.Tensor]]:
     return samples
 
 
-def trained(cut: dict[str, int]) -> tuple[fitkit.Model, list[float]]:
+def trained(cut: dict[str, Any]) -> tuple[fitkit.Model, list[float]]:
     """The model, and each epoch's loss."""
     parts = cut.get("devices", 1) * cut.get("accumulate_grad_batches", 1)
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from torch import nn
 
 import fitkit
 from fitkit.strategies import DDPSpawnStrategy, Engine, register
+from fitkit.typing import Name
 
 
 @register("local_sgd")  # an installed package does this by the entry point fitkit.strategies
@@ -53,7 +54,7 @@ fitkit.set_seed(0)
 x, y = load_digits(return_X_y=True)
 model = fitkit.Model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
 model.compile("adam", "cross_entropy", metrics=["accuracy"], learning_rate=3e-3)
-model.compile(accelerator="cpu", devices=2, strategy="local_sgd")
+model.compile(accelerator="cpu", devices=2, strategy=Name("local_sgd"))
 model.fit(x[:1400] / 16, y[:1400], batch_size=16, epochs=10, verbose=0)
 scores = model.evaluate(x[1400:] / 16, y[1400:], verbose=0, return_dict=True)
 print(f"held-out accuracy {scores['accuracy']:.1%}")

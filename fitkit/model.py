@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -15,11 +15,14 @@ from torch.optim import Optimizer
 
 from fitkit import model_names, trees
 from fitkit.arguments import check_flag, describe, only_known_arguments
+from fitkit.callbacks.base import Callbacks
 from fitkit.callbacks.history import History
 from fitkit.data.arrays import made_dense
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.distributed.launchers import InlineLauncher, Launcher
+from fitkit.distributed.precision import Precision
+from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.logging_options import is_metric
@@ -37,7 +40,26 @@ from fitkit.training.settings import Compilation, EvaluateArguments, FitArgument
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
 from fitkit.training.surroundings import compile_net, surroundings
-from fitkit.typing import UNSET
+from fitkit.typing import (
+    UNSET,
+    AcceleratorName,
+    Arrays,
+    BitsArgument,
+    Data,
+    DevicesArgument,
+    LossArgument,
+    LossWeights,
+    MetricsArgument,
+    Name,
+    NumpyOutput,
+    OptimizerArgument,
+    Path,
+    SchedulerArgument,
+    StrategyName,
+    TensorOutput,
+    Unset,
+    Verbose,
+)
 
 
 @dataclasses.dataclass
@@ -141,35 +163,35 @@ class Model(Module):
     @only_known_arguments
     def compile(
         self,
-        optimizer: Any = UNSET,
-        loss: Any = UNSET,
-        metrics: Any = UNSET,
+        optimizer: OptimizerArgument | Unset = UNSET,
+        loss: LossArgument | Unset = UNSET,
+        metrics: MetricsArgument | Unset = UNSET,
         *,
-        learning_rate: Any = UNSET,
-        loss_weights: Any = UNSET,
-        weighted_metrics: Any = UNSET,
-        lr_scheduler: Any = UNSET,
-        devices: Any = UNSET,
-        accelerator: Any = UNSET,
-        strategy: Any = UNSET,
-        num_nodes: Any = UNSET,
-        precision: Any = UNSET,
-        accumulate_grad_batches: Any = UNSET,
-        gradient_clip_val: Any = UNSET,
-        gradient_clip_algorithm: Any = UNSET,
-        scale_lr: Any = UNSET,
-        warmup_epochs: Any = UNSET,
-        sync_batchnorm: Any = UNSET,
-        replace_sampler: Any = UNSET,
-        auto_select_gpus: Any = UNSET,
-        log_gpu_memory: Any = UNSET,
-        benchmark: Any = UNSET,
-        deterministic: Any = UNSET,
-        jit_compile: Any = UNSET,
-        matmul_precision: Any = UNSET,
-        memory_format: Any = UNSET,
-        steps_per_execution: Any = UNSET,
-        gpus: Any = UNSET,
+        learning_rate: float | Unset | None = UNSET,
+        loss_weights: LossWeights | Unset = UNSET,
+        weighted_metrics: MetricsArgument | Unset = UNSET,
+        lr_scheduler: SchedulerArgument | Unset = UNSET,
+        devices: DevicesArgument | Unset = UNSET,
+        accelerator: AcceleratorName | Unset = UNSET,
+        strategy: StrategyName | Name | Strategy | Unset = UNSET,
+        num_nodes: int | Unset = UNSET,
+        precision: BitsArgument | Precision | Unset = UNSET,
+        accumulate_grad_batches: int | Unset = UNSET,
+        gradient_clip_val: float | Unset | None = UNSET,
+        gradient_clip_algorithm: Literal["norm", "value"] | Unset = UNSET,
+        scale_lr: Literal["linear", "sqrt"] | Unset | None = UNSET,
+        warmup_epochs: float | Unset | None = UNSET,
+        sync_batchnorm: bool | Unset = UNSET,
+        replace_sampler: bool | Unset = UNSET,
+        auto_select_gpus: bool | Unset = UNSET,
+        log_gpu_memory: Literal["all", "min_max"] | Unset | None = UNSET,
+        benchmark: bool | Unset | None = UNSET,
+        deterministic: bool | Literal["warn"] | Unset | None = UNSET,
+        jit_compile: bool | dict[str, Any] | Unset = UNSET,
+        matmul_precision: Literal["highest", "high", "medium"] | Unset | None = UNSET,
+        memory_format: Literal["channels_last"] | Unset | None = UNSET,
+        steps_per_execution: int | Unset = UNSET,
+        gpus: DevicesArgument | Unset | None = UNSET,
     ) -> None:
         """Say how to train, and on what. All is checked here; nothing runs yet.
 
@@ -272,24 +294,24 @@ class Model(Module):
     @only_known_arguments
     def fit(
         self,
-        x: Any,
-        y: Any = None,
+        x: Data,
+        y: Arrays | None = None,
         *,
         batch_size: int = 32,
         epochs: int = 1,
-        verbose: int | str = "auto",
-        callbacks: Any = None,
+        verbose: Verbose = "auto",
+        callbacks: Callbacks = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
-        shuffle: bool | str = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
+        validation_data: Data | None = None,
+        shuffle: bool | Literal["batch"] = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Arrays | None = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
-        resume_from: Any = None,
+        validation_freq: int | Collection[int] = 1,
+        resume_from: Path | None = None,
     ) -> History:
         """Train.
 
@@ -364,17 +386,45 @@ class Model(Module):
         if progress is not None:
             check_data(arguments.source, progress)
 
+    @overload
+    def evaluate(
+        self,
+        x: Data,
+        y: Arrays | None = None,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        sample_weight: Arrays | None = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        return_dict: Literal[True],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def evaluate(
+        self,
+        x: Data,
+        y: Arrays | None = None,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        sample_weight: Arrays | None = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        return_dict: bool = False,
+    ) -> Any: ...
+
     @only_known_arguments
     def evaluate(
         self,
-        x: Any,
-        y: Any = None,
+        x: Data,
+        y: Arrays | None = None,
         *,
         batch_size: int = 32,
-        verbose: int | str = "auto",
-        sample_weight: Any = None,
+        verbose: Verbose = "auto",
+        sample_weight: Arrays | None = None,
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
         """The loss and the metrics over a data set, in evaluation mode and without gradients.
@@ -404,15 +454,51 @@ class Model(Module):
             values = self._launcher().launch(run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
 
+    @overload
+    def predict(
+        self,
+        x: Data,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        as_numpy: Literal[True] = True,
+    ) -> NumpyOutput: ...
+
+    @overload
+    def predict(
+        self,
+        x: Data,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        as_numpy: Literal[False],
+    ) -> TensorOutput: ...
+
+    @overload
+    def predict(
+        self,
+        x: Data,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        as_numpy: bool,
+    ) -> Any: ...
+
     @only_known_arguments
     def predict(
         self,
-        x: Any,
+        x: Data,
         *,
         batch_size: int = 32,
-        verbose: int | str = "auto",
+        verbose: Verbose = "auto",
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         as_numpy: bool = True,
     ) -> Any:
         """The net's outputs for all inputs, in their order.
@@ -472,13 +558,34 @@ class Model(Module):
 
     # ------------------------------------------------------------------ single batches
 
+    @overload
+    def train_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        *,
+        return_dict: Literal[True],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def train_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any: ...
+
     @only_known_arguments
     def train_on_batch(
         self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        class_weight: Any = None,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
         """One update on one batch; layers in evaluation mode stay so, as in `fit`.
@@ -498,9 +605,32 @@ class Model(Module):
             values = fit_batch(self, self._one_batch(x, y, sample_weight), weights)
         return _as_asked(values, return_dict)
 
+    @overload
+    def test_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        *,
+        return_dict: Literal[True],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def test_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        return_dict: bool = False,
+    ) -> Any: ...
+
     @only_known_arguments
     def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        return_dict: bool = False,
     ) -> Any:
         """One batch's loss and metrics, as `evaluate` returns them."""
         check_flag("return_dict", return_dict)
@@ -509,7 +639,7 @@ class Model(Module):
         return _as_asked(values, return_dict)
 
     @only_known_arguments
-    def predict_on_batch(self, x: Any) -> Any:
+    def predict_on_batch(self, x: Arrays) -> NumpyOutput:
         """The net's outputs for one batch, as NumPy arrays."""
         with self._computing("predict_on_batch"), surroundings(self, "predict_on_batch"):
             return trees.to_numpy(predict_batch(self, self._one_batch(x)))
@@ -601,11 +731,11 @@ class Model(Module):
     @only_known_arguments
     def summary(
         self,
-        example: Any = None,
+        example: Arrays | None = None,
         *,
         input_shape: Any = None,
         depth: int | None = None,
-        print_fn: Any = None,
+        print_fn: Callable[[str], object] | None = None,
     ) -> None:
         """Print the net's layers with their parameters, and shapes where they can be known.
 
@@ -631,9 +761,9 @@ class Model(Module):
     @only_known_arguments
     def export(
         self,
-        path: Any,
-        format: str | None = None,
-        example: Any = None,
+        path: Path,
+        format: Literal["torch_export", "onnx"] | None = None,
+        example: Arrays | None = None,
         *,
         input_shape: Any = None,
         dynamic_batch: bool = True,
@@ -691,7 +821,7 @@ class Model(Module):
         return model_html(type(net).__name__, self._fitkit.compilation.given, summarize(net))
 
     @only_known_arguments
-    def save(self, path: Any) -> None:
+    def save(self, path: Path) -> None:
         """Write weights, optimizers, schedulers, progress and history to one file.
 
         Args:
@@ -708,7 +838,7 @@ class Model(Module):
         save(self, path)
 
     @only_known_arguments
-    def load(self, path: Any) -> None:
+    def load(self, path: Path) -> None:
         """Put back what `save` wrote, into a model that is built and compiled as it was.
 
         To go on with the training write `fit(…, resume_from=path)`, which loads by itself.
@@ -721,7 +851,7 @@ class Model(Module):
             load(self, path)
 
     @only_known_arguments
-    def save_weights(self, path: Any) -> None:
+    def save_weights(self, path: Path) -> None:
         """Write the weights to a file, whole or not at all.
 
         Args:
@@ -734,7 +864,7 @@ class Model(Module):
         save_weights(self, path)
 
     @only_known_arguments
-    def load_weights(self, path: Any, *, strict: bool = True, skip_mismatch: bool = False) -> Any:
+    def load_weights(self, path: Path, *, strict: bool = True, skip_mismatch: bool = False) -> Any:
         """Read weights from a file.
 
         Args:
@@ -768,7 +898,7 @@ class Model(Module):
         return self
 
 
-def load_model(path: Any, net: nn.Module = None) -> Model:  # type: ignore[assignment]
+def load_model(path: Path, net: nn.Module = None) -> Model:  # type: ignore[assignment]
     """A compiled model from a checkpoint whose loss and metrics were given by name.
 
     The optimizer was given by name too, or as an instance of a class of `torch.optim`.

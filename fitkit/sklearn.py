@@ -11,11 +11,13 @@ import numpy as np
 from torch import nn
 
 from fitkit.arguments import describe
+from fitkit.callbacks.base import Callbacks
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.losses import CompiledLoss
 from fitkit.model import Model
 from fitkit.outputs import SINGLE, LossHint
 from fitkit.random_states import random_state, set_random_state, set_seed
+from fitkit.typing import LossArgument, MetricsArgument, OptimizerArgument, Verbose
 
 try:
     from scipy.special import expit, softmax
@@ -47,15 +49,15 @@ class NetEstimator(BaseEstimator):
         self,
         net: nn.Module | Callable[..., nn.Module],
         *,
-        optimizer: Any = "adam",
-        loss: Any = None,
+        optimizer: OptimizerArgument = "adam",
+        loss: LossArgument = None,
         learning_rate: float | None = None,
-        metrics: Any = None,
+        metrics: MetricsArgument = None,
         epochs: int = 20,
         batch_size: int = 32,
         validation_split: float = 0.0,
-        callbacks: Any = None,
-        verbose: int | str = 0,
+        callbacks: Callbacks = None,
+        verbose: Verbose = 0,
         random_state: Any = None,
         dtype: str | None = "float32",
         net_options: Mapping[str, Any] | None = None,
@@ -262,16 +264,16 @@ class Classifier(ClassifierMixin, NetEstimator):
         self,
         net: nn.Module | Callable[..., nn.Module],
         *,
-        optimizer: Any = "adam",
-        loss: Any = None,
+        optimizer: OptimizerArgument = "adam",
+        loss: LossArgument = None,
         learning_rate: float | None = None,
-        metrics: Any = None,
+        metrics: MetricsArgument = None,
         epochs: int = 20,
         batch_size: int = 32,
         validation_split: float = 0.0,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         class_weight: Any = None,
-        verbose: int | str = 0,
+        verbose: Verbose = 0,
         random_state: Any = None,
         dtype: str | None = "float32",
         net_options: Mapping[str, Any] | None = None,

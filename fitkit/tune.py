@@ -13,7 +13,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out
 from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.pictures.curves import rate_curve
+from fitkit.typing import Arrays, Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,15 +129,15 @@ class RateRange:
 
 def learning_rate(
     model: Model,
-    x: Any,
-    y: Any = None,
+    x: Data,
+    y: Arrays | None = None,
     *,
     batch_size: int = 32,
-    sample_weight: Any = None,
+    sample_weight: Arrays | None = None,
     min_lr: float = 1e-8,
     max_lr: float = 1.0,
     num_training: int = 100,
-    mode: str = "exponential",
+    mode: Literal["exponential", "linear"] = "exponential",
     early_stop_threshold: float | None = 4.0,
 ) -> RateRange:
     """Try rising learning rates on a compiled model, and say at which one it learns fastest.
@@ -260,11 +261,11 @@ def smoothed(losses: list[float]) -> list[float]:
 
 def batch_size(
     model: Model,
-    x: Any,
-    y: Any = None,
+    x: Data,
+    y: Arrays | None = None,
     *,
-    sample_weight: Any = None,
-    mode: str = "power",
+    sample_weight: Arrays | None = None,
+    mode: Literal["power", "binsearch"] = "power",
     steps_per_trial: int = 3,
     init_val: int = 2,
     max_trials: int = 25,

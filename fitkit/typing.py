@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NewType, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol, TypeAlias, TypedDict
 
+import numpy as np
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -121,6 +123,18 @@ Arrays: TypeAlias = Array | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
 Data: TypeAlias = DataLoader[Any] | Dataset[Any] | Arrays | Iterable[Any]
 """Arrays, data that torch reads, or an iterable of batches."""
 
+if TYPE_CHECKING:
+    # Arrays to complete; but a net may give a tuple or a dict of them, so nothing is an error.
+    class NumpyOutput(np.ndarray[Any, Any], Any):
+        """What a net gives, in NumPy arrays."""
+
+    class TensorOutput(torch.Tensor, Any):
+        """What a net gives, in tensors."""
+
+        def __getitem__(self, indices: Any) -> Any: ...
+else:
+    NumpyOutput = TensorOutput = Any
+
 OptimizerArgument: TypeAlias = OptimizerName | Name | Optimizer | Callable[..., Optimizer]
 """A class, a partial and a factory are callables that give an optimizer."""
 
@@ -166,4 +180,4 @@ DevicesArgument: TypeAlias = int | str | Sequence[int]
 BitsArgument: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
 """A precision by name, or by its bits."""
 
-Verbose: TypeAlias = Literal["auto", 0, 1, 2]
+Verbose: TypeAlias = int | Literal["auto"]

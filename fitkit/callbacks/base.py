@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError
@@ -306,6 +306,12 @@ class CallbackList:
             f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names "
             "the first module in training whose output or gradient is NaN or infinite."
         )
+
+
+Callbacks: TypeAlias = (
+    Callback | CallbackList | Iterable[Callback | CallbackList | Iterable[Any]] | None
+)
+"""What the verbs take: a callback, or a list of them, in which there may be lists."""
 
 
 def flatten(callbacks: object) -> Iterator[Callback]:
