@@ -7,7 +7,7 @@
 #   make test-engines   DeepSpeed, Horovod and torch_tpu for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
-#   make lint        ruff: rules and formatting     make typecheck   mypy
+#   make lint        ruff: rules and formatting     make typecheck   mypy, and pyright on what users write
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
 #   make docs        the site, in build/docs        make pictures    what the README shows, made anew
@@ -73,6 +73,7 @@ lint: $(STAMP)
 
 typecheck: $(STAMP)
 	@$(BIN)/python -m mypy $(ARGS)
+	@$(BIN)/python -m pytest -q -n 0 tests/typing
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -277,7 +277,7 @@ class Module(nn.Module):
         left_out = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         frame = None if caller is None else caller.f_back
         found = arguments_of(frame, self, names, left_out)
-        self.hparams = Hyperparameters({**vars(self).get("hparams", {}), **found})
+        self.hparams: Hyperparameters = Hyperparameters({**vars(self).get("hparams", {}), **found})
 
     def freeze(self) -> None:
         """Let no parameter learn, and go to evaluation mode."""

@@ -470,7 +470,7 @@ class SavedTensors:
     """
 
     def __init__(self, apart_from: Iterable[torch.Tensor] = ()) -> None:
-        self.peak = 0
+        self.peak: int = 0
         self._bytes = 0
         self._holders: Counter[int] = Counter()
         self._apart = {_storage(tensor) for tensor in apart_from}

@@ -76,7 +76,7 @@ class NetEstimator(BaseEstimator):
         self.verbose = verbose
         self.random_state = random_state
         self.dtype = dtype
-        self.net_options = net_options
+        self.net_options: Mapping[str, Any] | None = net_options
         self.compile_options = compile_options
         self.fit_options = fit_options
 
@@ -106,7 +106,7 @@ class NetEstimator(BaseEstimator):
         before = random_state()
         set_random_state(self._random)
         try:
-            self.history_ = self.model_.fit(
+            self.history_: dict[str, list[Any]] = self.model_.fit(
                 x,
                 y,
                 sample_weight=weight,

@@ -5,6 +5,9 @@ an installed package does the same with an entry point of the group `fitkit.stra
 """
 
 # ruff: noqa: N811 (its rule on capitals)
+from collections.abc import Callable
+from typing import TypeVar
+
 from fitkit.distributed.strategies import DDP as DDPStrategy
 from fitkit.distributed.strategies import DDP2 as DDP2Strategy
 from fitkit.distributed.strategies import DP as DPStrategy
@@ -19,7 +22,31 @@ from fitkit.distributed.strategies import Horovod as HorovodStrategy
 from fitkit.distributed.strategies import SingleDevice as SingleDeviceStrategy
 from fitkit.distributed.xla_adapters import Adapter as XLAAdapter
 
-register = STRATEGIES.register
+Kind = TypeVar("Kind", bound=type[Strategy])
+
+
+def register(name: str, *aliases: str) -> Callable[[Kind], Kind]:
+    """A decorator that makes a subclass of `Strategy` known to `compile` by name.
+
+    Args:
+        name, aliases: in any case; type checkers know it as `fitkit.typing.Name(name)`.
+
+    Example:
+        >>> import torch, fitkit
+        >>> from fitkit.strategies import DDPStrategy, register
+        >>> @register("patient_ddp")
+        ... class PatientDDP(DDPStrategy):
+        ...     "DDP that waits for an hour."
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile(strategy=fitkit.typing.Name("patient_ddp"), devices=1)
+    """
+
+    def added(kind: Kind) -> Kind:
+        STRATEGIES.add(name, kind, *aliases)
+        return kind
+
+    return added
+
 
 __all__ = [
     "BaguaStrategy",

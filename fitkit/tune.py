@@ -62,7 +62,7 @@ class RateRange:
     def __init__(self, rates: list[float], losses: list[float]) -> None:
         self.rates = rates
         self.losses = losses
-        self.smoothed = smoothed(losses)
+        self.smoothed: list[float] = smoothed(losses)
 
     @property
     def suggestion(self) -> float | None:

@@ -42,12 +42,12 @@ class AveragedWeights:
     def __init__(self, model: Module, average: Average, *, buffers: bool) -> None:
         named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
         found = {name: tensor for name, tensor in named if tensor.is_floating_point()}
-        self.names = list(found)
+        self.names: list[str] = list(found)
         self._tensors = list(found.values())
         self._averages = [_widened(tensor).clone() for tensor in self._tensors]
         self._average = average
         self._own: list[torch.Tensor] | None = None
-        self.count = 0
+        self.count: int = 0
 
     @property
     def is_in_use(self) -> bool:
@@ -243,7 +243,10 @@ class SwapEMAWeights(EMA):
         super().__init__(decay, swap_on_epoch=swap_on_epoch, **options)
 
 
-CURVES = {"cos": lambda part: (1 - math.cos(math.pi * part)) / 2, "linear": lambda part: part}
+CURVES: dict[str, Callable[[float], float]] = {
+    "cos": lambda part: (1 - math.cos(math.pi * part)) / 2,
+    "linear": lambda part: part,
+}
 """How far the rate has come when a part of the annealing is over, both from 0 to 1."""
 
 
@@ -310,7 +313,7 @@ class StochasticWeightAveraging(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.averaged = 0
+        self.averaged: int = 0
         self._weights: AveragedWeights | None = None
         self._rates: list[float] = []
         self._first = 0

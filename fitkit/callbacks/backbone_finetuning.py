@@ -81,7 +81,7 @@ class BackboneFinetuning(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.is_frozen = False
+        self.is_frozen: bool = False
         self._unfrozen_at: int | None = None
         self._frozen: list[nn.Parameter] = []
 

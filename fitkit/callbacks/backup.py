@@ -95,9 +95,9 @@ class BackupAndRestore(Callback):
                 "together. Give one of them."
             )
         self._suffix = ".dcp" if sharded else ".h5"
-        self.backup_dir = Path(backup_dir)
+        self.backup_dir: Path = Path(backup_dir)
         self.save_freq = save_freq
-        self.keep = max(keep, 2) if double_checkpoint else keep
+        self.keep: int = max(keep, 2) if double_checkpoint else keep
         self.delete_checkpoint = delete_checkpoint
         self.catch_signals = catch_signals
         self._writer = CheckpointWriter(asynchronous=asynchronous)

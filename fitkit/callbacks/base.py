@@ -268,7 +268,7 @@ class CallbackList:
     """
 
     def __init__(self, callbacks: object = None) -> None:
-        self.callbacks = list(flatten(callbacks))
+        self.callbacks: list[Callback] = list(flatten(callbacks))
         self._hooks: dict[str, tuple[Hook, ...]] = {}
 
     def begin(self, model: Module, params: dict[str, Any]) -> None:

@@ -317,7 +317,7 @@ class NotebookDisplay:
     def __init__(
         self, interval_s: float = 0.25, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.interval_s = max(0.25, interval_s)
+        self.interval_s: float = max(0.25, interval_s)
         self._clock = clock
         self._handle: Any = None
         self._results = ResultLines()

@@ -100,10 +100,10 @@ class EarlyStopping(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.best = self._watch.worst
-        self.best_epoch = 0
-        self.wait = 0
-        self.stopped_epoch = 0
+        self.best: float = self._watch.worst
+        self.best_epoch: int = 0
+        self.wait: int = 0
+        self.stopped_epoch: int = 0
         self._said = ""
         self.best_weights: dict[str, Any] | None = None
 

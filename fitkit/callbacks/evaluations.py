@@ -56,7 +56,7 @@ class EvaluateEvery(Callback):
         check_count("steps", steps, optional=True)
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"name={describe(name)} must be a word for the logs' names.")
-        self.data = {
+        self.data: dict[str, Any] = {
             "x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight,
             "steps": steps,
         }  # fmt: skip

@@ -36,7 +36,7 @@ class History(Callback):
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}
         self.epoch: list[int] = []
-        self.params = {}
+        self.params: dict[str, Any] = {}
         self._epochs_with: dict[str, list[int]] = {}
 
     def __getitem__(self, name: str) -> list[Any]:

@@ -145,8 +145,8 @@ class ModelCheckpoint(Callback):
                 "every_n_epochs saves at epochs' ends, but another argument asks for saves within "
                 "them. Give one, or one callback for each."
             )
-        self.filepath = self._names.template
-        self.monitor = "val_loss" if monitor is None else monitor
+        self.filepath: str = self._names.template
+        self.monitor: str = "val_loss" if monitor is None else monitor
         self.every_n_epochs = every_n_epochs
         self.verbose = verbose
         self.save_best_only = save_best_only
@@ -170,7 +170,9 @@ class ModelCheckpoint(Callback):
         self._due = False
         self._saved_at = time.monotonic()
         worst = self._watch.worst if self._watch is not None else float("inf")
-        self.best = worst if initial_value_threshold is None else float(initial_value_threshold)
+        self.best: float = (
+            worst if initial_value_threshold is None else float(initial_value_threshold)
+        )
         self.best_model_path: str | None = None
 
     def _check_names(self) -> None:
@@ -511,17 +513,17 @@ class FileNames:
     ) -> None:
         if not isinstance(template, (str, os.PathLike)) or not os.fspath(template):
             raise ArgumentTypeError(f"filepath={describe(template)} must be a path.")
-        self.template = str(os.fspath(template))
+        self.template: str = str(os.fspath(template))
         self._parts = _parsed(self.template)
-        self.fields = [field for _, field, _ in self._parts if field is not None]
-        self.suffix = os.path.splitext(self.template)[1]
+        self.fields: list[str] = [field for _, field, _ in self._parts if field is not None]
+        self.suffix: str = os.path.splitext(self.template)[1]
         if self.suffix.lower() not in suffixes:
             raise ConfigurationError(
                 f"filepath={self.template!r} can't be used: files with {purpose} end in "
                 f"{' or '.join(suffixes)}."
             )
         fixed = self._parts[0][0] if self._parts else self.template
-        self.folder = Path(os.path.dirname(fixed))
+        self.folder: Path = Path(os.path.dirname(fixed))
 
     def name(self, values: Mapping[str, Any], known: Mapping[str, Any]) -> str:
         """The name with an epoch's numbers.

@@ -54,10 +54,10 @@ class Monitor:
         check_choice("mode", mode, ("auto", "min", "max"))
         check_number("min_delta", min_delta, minimum=0)
         self.name = name
-        self.mode = direction_of(name) if mode == "auto" else mode
-        self.min_delta = float(min_delta)
+        self.mode: str = direction_of(name) if mode == "auto" else mode
+        self.min_delta: float = float(min_delta)
         self.callback = callback
-        self.worst = math.inf if self.mode == "min" else -math.inf
+        self.worst: float = math.inf if self.mode == "min" else -math.inf
         self._was_there = False
 
     def begin(self, model: Module, params: dict[str, Any]) -> None:

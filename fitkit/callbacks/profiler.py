@@ -79,7 +79,7 @@ class Profiler(Callback):
         self.every = every
         self.log = log
         self.seconds: dict[str, float] = {}
-        self.wall_s = 0.0
+        self.wall_s: float = 0.0
         self.ranks: list[dict[str, float]] = []
         self.epochs: list[dict[str, float]] = []
         self.callbacks: dict[str, float] = {}
@@ -324,8 +324,8 @@ class PartClock:
         self._marks: HostMarks | EventMarks = HostMarks()
         if device is not None and device.type == "cuda":
             self._marks = EventMarks(device)
-        self.thread = threading.get_ident()
-        self.part = REST
+        self.thread: int = threading.get_ident()
+        self.part: str = REST
 
     def switch(self, part: str) -> str:
         """Let the time from now on count for `part`; the part for which it counted before."""

@@ -285,11 +285,11 @@ class Pace:
         paused: whether the next update only begins to measure.
     """
 
-    window_s = 3.0
+    window_s: float = 3.0
 
     def __init__(self) -> None:
         self.steps_per_s: float | None = None
-        self.paused = True
+        self.paused: bool = True
         self._steps = 0
         self._since_s = 0.0
         self._measured_s = 0.0

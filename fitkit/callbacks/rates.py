@@ -304,9 +304,9 @@ class ReduceLROnPlateau(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.best = self._watch.worst
-        self.wait = 0
-        self.cooldown_counter = 0
+        self.best: float = self._watch.worst
+        self.wait: int = 0
+        self.cooldown_counter: int = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
@@ -375,7 +375,7 @@ class GradientAccumulationScheduler(Callback):
         for epoch, number in scheduling.items():
             check_count("scheduling's epoch", epoch, minimum=0)
             check_count(f"scheduling[{epoch}]", number)
-        self.scheduling = dict(sorted(scheduling.items()))
+        self.scheduling: dict[int, int] = dict(sorted(scheduling.items()))
 
     def batches_in(self, epoch: int) -> int | None:
         """How many batches make an update in that epoch; None where it isn't said."""

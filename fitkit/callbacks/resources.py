@@ -52,7 +52,7 @@ class Timer(Callback):
     ) -> None:
         check_choice("interval", interval, ("step", "epoch"))
         check_flag("verbose", verbose)
-        self.duration_s = None if duration is None else seconds_of(duration)
+        self.duration_s: float | None = None if duration is None else seconds_of(duration)
         self.interval = interval
         self.verbose = verbose
         self._clock = time.monotonic

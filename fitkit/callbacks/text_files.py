@@ -187,7 +187,7 @@ class CSVLogger(_EpochFile):
     def __init__(
         self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False
     ) -> None:
-        self.filename = checked_path(filename, "filename")
+        self.filename: Path = checked_path(filename, "filename")
         if not isinstance(separator, str) or len(separator) != 1 or separator in '"\r\n':
             raise ConfigurationError(
                 f"separator={separator!r} must be one character, like ',' or '\\t'."
@@ -214,7 +214,7 @@ class JSONLogger(_EpochFile):
     """
 
     def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:
-        self.filename = checked_path(filename, "filename")
+        self.filename: Path = checked_path(filename, "filename")
         check_flag("append", append)
         self.append = append
         self._file = JSONLinesFile(self.filename, "epoch")

@@ -143,11 +143,12 @@ class Reader:
     """
 
     def __init__(self, path: str, verified: Verified) -> None:
-        self.digest = verified.digest
+        self.digest: str = verified.digest
         self._path = path
         self._arrays = StoredArrays(verified.file, verified.state)
         with refusals(path):
-            self.document, self._described, self._offsets = _checked_structure(verified)
+            self.document: dict[str, Any]
+        self.document, self._described, self._offsets = _checked_structure(verified)
 
     def __len__(self) -> int:
         return len(self._described)

@@ -64,6 +64,7 @@ class UnfinishedFolder:
         try:
             _check_target(self._path, self._target)
             remove_abandoned(self._target.parent, self._target.name)
+            self.place: Path
             self.place, self._lock = _make_locked(self._target)
         except CheckpointError:
             raise

@@ -208,10 +208,10 @@ class SafeTensorsWeights:
                 raise damaged(path, f"{name!r} is of {kind} {shape}, unknown here")
             self._entries[name] = begin, shape, dtype
             begin += math.prod(shape) * dtype.itemsize
-        self.digest = _checked_digest(path, self.metadata, text, file)
-        self.versions = _versions(path, self.metadata)
+        self.digest: str | None = _checked_digest(path, self.metadata, text, file)
+        self.versions: dict[str, int] = _versions(path, self.metadata)
         self.extra: Mapping[str, Any] = {}
-        self.aliases = {
+        self.aliases: dict[str, str] = {
             name: kept
             for name, kept in self.metadata.items()
             if name not in listed and name != "format" and kept in listed

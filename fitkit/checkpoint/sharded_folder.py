@@ -158,7 +158,7 @@ class Content:
         self._names = [name for name in state_dict if name not in self._weights.extra]
         self._spread = {name: value.detach() for name, value in spread.items()}
         self._state = None if state is None else encode_state(state, self._numbering)
-        self.ties = _ties(self._spread)
+        self.ties: dict[str, str] = _ties(self._spread)
 
     def tensors(self, ties: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """The tensors that go into shards, by their names there.
@@ -388,9 +388,11 @@ class Folder:
 
     def __init__(self, folder: Path, index: Reader, stack: contextlib.ExitStack) -> None:
         name = str(folder)
-        self.document, self.digest, self._index = index.document, index.digest, index
+        self.document: dict[str, Any] = index.document
+        self.digest: str = index.digest
+        self._index = index
         with refusals(name):
-            self.files = _dict(self.document.get("files"))
+            self.files: dict[str, Any] = _dict(self.document.get("files"))
             for file, digest in self.files.items():
                 if not SHARD.fullmatch(file) or not isinstance(digest, str):
                     raise ValueError("it names files that fitkit never writes")

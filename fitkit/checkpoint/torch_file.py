@@ -184,10 +184,10 @@ class TorchFileWeights:
 
     def __init__(self, path: str, content: object, file_bytes: int) -> None:
         state, metadata = _state_dict(path, content)
-        self.extra = {
+        self.extra: dict[str, Any] = {
             name: value for name, value in state.items() if not isinstance(value, torch.Tensor)
         }
-        self.versions = _versions(metadata)
+        self.versions: dict[str, int] = _versions(metadata)
         self._tensors = {
             name: _plain(path, name, value)
             for name, value in state.items()

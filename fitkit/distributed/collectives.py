@@ -206,8 +206,8 @@ class ProcessGroup:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
         self._device = device if dist.get_backend() == "nccl" else torch.device("cpu")
         self._messages = Messages(self.rank, self.world_size, self._device)
 
@@ -277,8 +277,8 @@ class NodeShares:
     """
 
     def __init__(self, ranks: Collectives, groups: list[list[int]]) -> None:
-        self.rank = next(index for index, group in enumerate(groups) if ranks.rank in group)
-        self.world_size = len(groups)
+        self.rank: int = next(index for index, group in enumerate(groups) if ranks.rank in group)
+        self.world_size: int = len(groups)
         self._ranks = ranks
         self._groups = groups
         self._leads = ranks.rank == groups[self.rank][0]

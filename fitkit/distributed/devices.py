@@ -19,7 +19,11 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.registry import unknown_name
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "xla")
-KINDS = {"auto": ("cuda", "mps", "xla", "cpu"), "gpu": ("cuda", "mps"), "tpu": ("xla",)}
+KINDS: dict[str, tuple[str, ...]] = {
+    "auto": ("cuda", "mps", "xla", "cpu"),
+    "gpu": ("cuda", "mps"),
+    "tpu": ("xla",),
+}
 """The kinds that a word may mean, the best first; any other word is a kind."""
 
 

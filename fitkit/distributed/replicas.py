@@ -113,7 +113,8 @@ class Replicas(WrappedModel):
         else:
             parts = split((args, kwargs), len(self._devices))
             samples = trees.sample_count((args, kwargs))
-        self.weights = weights = part_sizes(samples, len(self._devices))
+        weights = part_sizes(samples, len(self._devices))
+        self.weights: list[int] | None = weights
         replicas = replicate(self.net, list(self._devices[: len(parts)]))
         for replica, size in zip(replicas, weights, strict=True):
             if hasattr(type(replica.module), "_begin_replica"):

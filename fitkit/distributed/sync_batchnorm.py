@@ -33,7 +33,7 @@ class Synchronization:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.counts = True
-        self.normalise = _uncompiled(self._normalise)
+        self.normalise: Callable[..., torch.Tensor] = _uncompiled(self._normalise)
         self._group = group
         self._is_on = True
 

@@ -75,9 +75,9 @@ class StepRouter(nn.Module):
 
     def __init__(self, wrapped: WrappedModel, carrier: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.model = wrapped.net
+        self.model: nn.Module = wrapped.net
         # After the model's, so that theirs keep their numbers; wrappers name parameters by these.
-        self.carrier = nn.ParameterList([] if carrier is None else [carrier])
+        self.carrier: nn.ParameterList = nn.ParameterList([] if carrier is None else [carrier])
         self._call = wrapped.call
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:

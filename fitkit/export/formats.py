@@ -167,7 +167,9 @@ class Format(Protocol):
 class TorchExport:
     """torch.export's own files, for `torch.export.load`."""
 
-    name, suffix, has_opsets = "torch_export", ".pt2", False
+    name: str = "torch_export"
+    suffix: str = ".pt2"
+    has_opsets: bool = False
 
     def check_installed(self) -> None:
         """Part of torch."""
@@ -198,7 +200,9 @@ class TorchExport:
 class Onnx:
     """ONNX, through torch's exporter."""
 
-    name, suffix, has_opsets = "onnx", ".onnx", True
+    name: str = "onnx"
+    suffix: str = ".onnx"
+    has_opsets: bool = True
 
     def check_installed(self) -> None:
         for package in ("onnx", "onnxscript"):

@@ -51,7 +51,7 @@ class Logger(Callback):
 
     def __init__(self, update_freq: str | int = "epoch") -> None:
         self.update_freq = update_freq
-        self.resumes = False
+        self.resumes: bool = False
         self.run_id: str | None = None
         self._every = _every(update_freq)
         if self._every:

@@ -74,7 +74,7 @@ class CSVLogger(CSV):
         *,
         update_freq: str | int = "epoch",
     ) -> None:
-        self.log_dir = _folder(save_dir, name, version)
+        self.log_dir: Path = _folder(save_dir, name, version)
         super().__init__(self.log_dir / "metrics.csv", update_freq)
 
     def start(self) -> None:

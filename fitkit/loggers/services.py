@@ -60,13 +60,13 @@ class WandB(Logger):
     def start(self) -> None:
         wandb = _wandb()
         self._owns_run = wandb.run is None
-        self.connection = wandb.run
+        self.connection: Any = wandb.run
         if self._owns_run:
             again = {"id": self.run_id, "resume": "allow"} if self.run_id else {}
             self.connection = wandb.init(project=self.project, **self.options, **again)
             # wandb's own count of steps refuses to go back, as a training that is resumed does.
             self.connection.define_metric("*", step_metric="step")
-        self.run_id = self.connection.id
+        self.run_id: str | None = self.connection.id
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
         self.connection.config.update(values, allow_val_change=True)
@@ -141,7 +141,7 @@ class MLflow(Logger):
 
     def start(self) -> None:
         mlflow = _mlflow()
-        self.connection = mlflow.MlflowClient(self.tracking_uri)
+        self.connection: Any = mlflow.MlflowClient(self.tracking_uri)
         active = None
         if self.experiment is None and self.tracking_uri is None:
             active = mlflow.active_run()

@@ -79,7 +79,7 @@ class TensorBoard(Logger):
 
     def start(self) -> None:
         self._last = {}
-        self.connection = {}
+        self.connection: Any = {}
         if self.write_graph:
             graph = graph_of(self.model._weights_module())
             self._writer("train")._get_file_writer().add_graph(graph)

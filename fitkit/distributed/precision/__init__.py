@@ -50,7 +50,7 @@ PRECISIONS.add("bf16-true", BFloat16Precision)
 # The last is Lightning's word for 8-bit floats, after the package that it takes for them.
 PRECISIONS.add("fp8-mixed", Float8Mixed, "fp8", "float8", "transformer-engine")
 
-OTHER_WORDS = {
+OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "fp16": ("16-mixed", "16-true"),
     "float16": ("16-mixed", "16-true"),
     "half": ("16-mixed", "16-true"),

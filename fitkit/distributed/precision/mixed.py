@@ -20,7 +20,7 @@ class MixedPrecision(Precision):
     half: torch.dtype
 
     def __init__(self) -> None:
-        self.compute_dtype = self.half
+        self.compute_dtype: torch.dtype = self.half
 
     def check(self, device: torch.device) -> None:
         check_pair(self.name, self.half, device)
@@ -37,14 +37,14 @@ class BFloat16Mixed(MixedPrecision):
     """Autocast to bfloat16, which has float32's range: no loss scaling is needed."""
 
     name = "bf16-mixed"
-    half = torch.bfloat16
+    half: torch.dtype = torch.bfloat16
 
 
 class HalfMixed(MixedPrecision):
     """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
 
     name = "16-mixed"
-    half = torch.float16
+    half: torch.dtype = torch.float16
 
     def convert(self, module: torch.nn.Module) -> None:
         super().convert(module)

@@ -27,7 +27,7 @@ class TruePrecision(Precision):
     dtype: torch.dtype
 
     def __init__(self) -> None:
-        self.compute_dtype = self.dtype
+        self.compute_dtype: torch.dtype = self.dtype
 
     def check(self, device: torch.device) -> None:
         check_pair(self.name, self.dtype, device)
@@ -47,7 +47,7 @@ class DoublePrecision(TruePrecision):
     """All in float64."""
 
     name = "64-true"
-    dtype = torch.float64
+    dtype: torch.dtype = torch.float64
 
 
 class BFloat16Precision(TruePrecision):
@@ -57,7 +57,7 @@ class BFloat16Precision(TruePrecision):
     """
 
     name = "bf16-true"
-    dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
 
 
 class HalfPrecision(TruePrecision):
@@ -68,7 +68,7 @@ class HalfPrecision(TruePrecision):
     """
 
     name = "16-true"
-    dtype = torch.float16
+    dtype: torch.dtype = torch.float16
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:

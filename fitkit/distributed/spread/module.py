@@ -38,7 +38,7 @@ class ShardedModule(ModuleInPlace):
         backup: whether rank 0 keeps the numbers, for `abandon`.
     """
 
-    hook_origins = ("torch.distributed.fsdp", "torch.distributed.tensor")
+    hook_origins: tuple[str, ...] = ("torch.distributed.fsdp", "torch.distributed.tensor")
 
     def __init__(
         self,

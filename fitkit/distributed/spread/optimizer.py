@@ -52,7 +52,7 @@ class OptimizerShards(OptimizerInPlace):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
         super().__init__(optimizer, {})
-        self.has_lost = False
+        self.has_lost: bool = False
         self._collectives = collectives
         self._device = device
         self._owners: dict[torch.Tensor, int] = {}
