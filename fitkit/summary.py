@@ -125,7 +125,7 @@ def _recurrent_operations(inputs: Any, of_input: Any, of_state: Any, *_: Any, **
     return int(2 * steps * batch * of_input[0] * (of_input[1] + of_state[1]))
 
 
-LACKING = {
+LACKING: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_operations,
 }

@@ -51,9 +51,10 @@ class SparseMatrix:
                 f"{matrix.dtype}; a sparse matrix of numbers, (N, features), is read. Write "
                 f"{name}.toarray()."
             )
-        self.matrix = matrix.tocsr()
-        self.shape = tuple(matrix.shape)
-        self.name, self.float_dtype = name, float_dtype
+        self.matrix: Any = matrix.tocsr()
+        self.shape: tuple[Any, ...] = tuple(matrix.shape)
+        self.name: str = name
+        self.float_dtype: torch.dtype = float_dtype
 
     def __len__(self) -> int:
         return int(self.shape[0])
@@ -319,10 +320,10 @@ class ArraySource(Source):
         self, batch: tuple[Any, ...], batch_size: int, shuffle: bool | str = False
     ) -> None:
         self.batch = batch
-        self.batch_size = batch_size
+        self.batch_size: int = batch_size
         self.shuffle = shuffle
-        self.samples = trees.sample_count(batch[0])
-        self.steps = -(-self.samples // batch_size)
+        self.samples: int = trees.sample_count(batch[0])
+        self.steps: int = -(-self.samples // batch_size)
         self.seed: int | None = None
         self._flat = all(
             isinstance(part, torch.Tensor) and part.layout not in SPARSE for part in batch

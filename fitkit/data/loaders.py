@@ -264,7 +264,7 @@ class OwnState:
         self._taken: Any = None
         self._begun = False
         self._at_end = False
-        self.waits = False
+        self.waits: bool = False
 
     def batches(self, generators: Sequence[torch.Generator] = ()) -> Iterator[Any]:
         """A new pass's batches; after `take` those that its pass still has.

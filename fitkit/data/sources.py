@@ -61,14 +61,15 @@ class LoaderSource(Source):
     """The batches of a `DataLoader`, in its own order."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader = _without_masks(loader)
-        self.own_state = own_state_of(loader)
-        self.batch_size = loader.batch_size
-        self.steps = length_of(loader)
+        loader = _without_masks(loader)
+        self.loader: DataLoader[Any] = loader
+        self.own_state: Any = own_state_of(loader)
+        self.batch_size: int | None = loader.batch_size
+        self.steps: int | None = length_of(loader)
         if self.steps is not None and loader.batch_size is not None:
             sampled = length_of(loader.sampler)
             full = self.steps * loader.batch_size
-            self.samples = full if sampled is None else min(sampled, full)
+            self.samples: int = full if sampled is None else min(sampled, full)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         tell_epoch(self.loader, number)
@@ -124,9 +125,9 @@ class IterableSource(Source):
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
-        self.own_state = own_state_of(iterable)
-        self.repeatable = not isinstance(iterable, Iterator)
-        self.steps = length_of(iterable)
+        self.own_state: Any = own_state_of(iterable)
+        self.repeatable: bool = not isinstance(iterable, Iterator)
+        self.steps: int | None = length_of(iterable)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         if self.own_state is not None and (not skip or self.own_state.waits):

@@ -63,7 +63,7 @@ class Transfer:
         self.ready: Any = None
         self.pin: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.float_dtype = float_dtype
-        self.wide_dtype = wide_dtype(float_dtype)
+        self.wide_dtype: torch.dtype = wide_dtype(float_dtype)
         self._copies = self._leaves_inputs = False
         self._watched: list[tuple[torch.Tensor, int, torch.Tensor]] | None = []
 

@@ -158,7 +158,9 @@ class KnownLoss(Loss):
     def __init__(
         self, definition: Definition, name: str, label: str, module: nn.Module | None = None
     ) -> None:
-        self.name, self.label, self.hint = name, label, definition.hint
+        self.name: str = name
+        self.label: str = label
+        self.hint: LossHint = definition.hint
         self._definition = definition
         self._match, self._mean, self._each = definition.match, definition.mean, definition.each
         self._counted = definition.counted
@@ -265,9 +267,9 @@ class CustomLoss(Loss):
     takes_whole = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.hint = LossHint()
-        self.name = callable_name(function)
-        self.label = f"The loss {self.name}"
+        self.hint: LossHint = LossHint()
+        self.name: str = callable_name(function)
+        self.label: str = f"The loss {self.name}"
         self._function = function
         self._each = function
         self._has_warned = False

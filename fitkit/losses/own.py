@@ -20,9 +20,11 @@ class OwnLoss(Loss):
     takes_whole = True
 
     def __init__(self) -> None:
-        self.name, self.label, self.hint = "loss", "The net's own loss", LossHint()
+        self.name: str = "loss"
+        self.label: str = "The net's own loss"
+        self.hint: LossHint = LossHint()
         self.rule: str | None = None
-        self.is_decided = False
+        self.is_decided: bool = False
         self._has_warned = False
 
     def __call__(self, prediction: Any, target: Any = None) -> torch.Tensor:

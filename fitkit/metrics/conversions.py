@@ -58,7 +58,7 @@ class FirstBatch:
     def __init__(self, prediction: object, target: object, hint: LossHint) -> None:
         if hint.is_shifted:
             prediction, target = shifted(prediction, target)
-        self.given = (prediction, target)
+        self.given: tuple[object, object] = (prediction, target)
         self.hint = hint
         self._tasks: dict[str, Task] = {}
 

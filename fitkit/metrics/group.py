@@ -65,7 +65,7 @@ class OutputGroup:
             share_states(of_torchmetrics)
         self._each = {name: one for name, one in self.sums.items() if not one.joins}
         self._joined = {name: one for name, one in self.sums.items() if one.joins}
-        self.sees_each = bool(self._each)
+        self.sees_each: bool = bool(self._each)
         self._loss: Mean | None = None
         self._needs_weight = any(one.weighted for one in self._joined.values())
         self._buffer = Buffer(keeps=any(one.keeps_batches for one in self._joined.values()))

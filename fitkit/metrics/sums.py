@@ -41,7 +41,7 @@ class Batch:
         self.prediction = prediction
         self.target = target
         self.weight = weight
-        self.samples = sample_count(prediction)
+        self.samples: int = sample_count(prediction)
         self._converted: dict[Conversion, tuple[Tensor, Tensor]] = {}
 
     def converted(self, conversion: Conversion) -> tuple[Tensor, Tensor]:
@@ -83,8 +83,9 @@ class Mean:
         finish: Callable[[float], float] | None = None,
     ) -> None:
         self.conversion = conversion
-        self.weighted = self.updated = False
-        self.totals = torch.zeros(2, dtype=torch.float64)
+        self.weighted = False
+        self.updated: bool = False
+        self.totals: Tensor = torch.zeros(2, dtype=torch.float64)
         self._last: list[tuple[Tensor | float, Tensor | float]] = []
         self._values = values
         self._skip_ignored = skip_ignored

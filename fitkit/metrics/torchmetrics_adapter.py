@@ -68,9 +68,11 @@ class TorchMetric:
         self.metric = metric
         self.conversion = conversion
         self.joins = joins
-        self.samples = 0
+        self.samples: int = 0
         self.leader: TorchMetric | None = None
-        self.keeps_batches = any(isinstance(s, list) for s in _inner(metric)._defaults.values())
+        self.keeps_batches: bool = any(
+            isinstance(s, list) for s in _inner(metric)._defaults.values()
+        )
         self._finish = finish
         self._least_samples = least_samples
 

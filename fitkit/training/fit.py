@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
-from fitkit.data.batches import NoRows, Stream, in_groups
+from fitkit.data.batches import NoRows, Source, Stream, in_groups
 from fitkit.data.class_weights import ClassWeights
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -38,7 +38,7 @@ from fitkit.training.resume import (
     states_of,
     warn_of_other_ranks,
 )
-from fitkit.training.settings import FitArguments
+from fitkit.training.settings import Compilation, FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import (
@@ -136,22 +136,24 @@ class Fit:
     def __init__(self, model: Module, arguments: FitArguments) -> None:
         self.model = model
         self.arguments = arguments
-        self.compilation = compilation = model._fitkit.compilation
+        compilation = model._fitkit.compilation
+        self.compilation: Compilation = compilation
         self.strategy: Strategy = compilation.strategy
         self.collectives: Collectives = self.strategy.collectives
         self.strategy.place(model, for_training=True)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
-        self.source = rank_source(model, arguments.source, training=True)
-        self.held_out = None
+        self.source: Source = rank_source(model, arguments.source, training=True)
+        self.held_out: Source | None = None
         if arguments.held_out is not None:
             self.held_out = rank_source(model, arguments.held_out, training=False)
         # Among how many the training's data are dealt out.
-        self.data_rank_count = self.strategy.data_ranks.world_size
-        self.stream = Stream(
+        self.data_rank_count: int = self.strategy.data_ranks.world_size
+        self.stream: Stream = Stream(
             self.source, arguments.steps_per_epoch, arguments.initial_epoch, self.data_rank_count
         )
-        self.epoch = arguments.initial_epoch
-        self.steps_done = self.steps_before = 0  # the latter before the epoch was cut
+        self.epoch: int = arguments.initial_epoch
+        self.steps_done: int = 0
+        self.steps_before: int = 0  # before the epoch was cut
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
         self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
         self.resumed: Progress | None = arguments.resumed
@@ -166,6 +168,8 @@ class Fit:
         warn_of_flags(model)
         self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
         held_out_target = None if self.held_out is None else self.held_out.target
+        self.context: StepContext
+        self.step: Step
         self.context, self.step = step_for(
             model,
             "training",
@@ -184,19 +188,19 @@ class Fit:
             steps=updates,
             resumes=self.resumed is not None,
         )
-        self.warm_up = self._warm_up(updates, factor)
+        self.warm_up: WarmUp | None = self._warm_up(updates, factor)
         self.at_epochs = [
             (plan, plan.stepper())
             for plan in self.schedulers
             if plan.interval == "epoch" and model.automatic_optimization
         ]
         self.update = updates_for(model, self.context, self.step, after_update=self._after_update)
-        self.requires_grad = [p.requires_grad for p in compilation.trainable(model)]
+        self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
         self.warned_of: list[PlannedScheduler] = []  # schedulers whose value is missing
-        self.history = History()
-        self.has_warned_of_non_finite = False
+        self.history: History = History()
+        self.has_warned_of_non_finite: bool = False
 
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         """Make a function that moves the rates after each of an optimizer's updates."""

@@ -148,7 +148,7 @@ class Entry:
     def __init__(self, options: LogOptions) -> None:
         self.options = options
         self.latest: torch.Tensor | float | None = None
-        self.running = Running(options.reduce_fx)
+        self.running: Running = Running(options.reduce_fx)
         self.metric: Any = None
 
     def values(self, name: str) -> dict[str, float]:
@@ -372,12 +372,13 @@ class Logbook:
     """
 
     def __init__(self, meters: Any) -> None:
-        self.loss = RunningMean()
+        self.loss: RunningMean = RunningMean()
         self.parts: dict[str, RunningMean] = {}
         self.scales: dict[str, float] = {}
         self.meters = meters
-        self.logged = Logged()
-        self.steps = self.padding = 0
+        self.logged: Logged = Logged()
+        self.steps: int = 0
+        self.padding: int = 0
 
     def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
         """Take the losses of a batch's several outputs."""

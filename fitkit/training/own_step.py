@@ -17,7 +17,7 @@ from fitkit.data.batches import Source, samples_of
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
 from fitkit.data.sources import targets_of
-from fitkit.data.to_device import moved_by
+from fitkit.data.to_device import Mover, moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.sync_batchnorm import Synchronization
@@ -27,7 +27,7 @@ from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.logging_options import LogOptions, is_metric
 from fitkit.losses import Count, Term, checked_count
 from fitkit.module import Module
-from fitkit.training.log import Logged
+from fitkit.training.log import Logbook, Logged
 from fitkit.training.step import CompiledStep, PredictStep
 
 
@@ -186,13 +186,14 @@ class OwnStep:
         self.model = model
         self.context = context
         self.wrapped = wrapped
-        self.mover = context.compiled.mover
-        self.logbook = context.compiled.logbook
-        self.samples = 0
-        self.total = 0
+        self.mover: Mover = context.compiled.mover
+        self.logbook: Logbook = context.compiled.logbook
+        self.samples: int = 0
+        self.total: int = 0
         self.count: Count = None
         self.terms: list[Term] | None = None
-        self.may_count, self.is_part = True, False
+        self.may_count: bool = True
+        self.is_part: bool = False
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
         self._ranks: Collectives = strategy.data_ranks
@@ -413,7 +414,7 @@ class OwnPredictStep:
         assert context.predicting is not None
         strategy = model._fitkit.compilation.strategy
         self.context = context
-        self.mover = context.predicting.mover
+        self.mover: Mover = context.predicting.mover
         self._autocast = partial(strategy.precision.autocast, strategy.device.type)
         self._takes_index = "batch_idx" in step_arguments(model, "predict_step")
         self._enter = entry_of(model, wrapped, "predict_step")

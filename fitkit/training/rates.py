@@ -13,7 +13,7 @@ from typing import Any
 from fitkit.errors import ConfigurationError
 from fitkit.training.optimizing import FitState
 
-SCALINGS = {"linear": float, "sqrt": math.sqrt}
+SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 """How the rate grows with the number of ranks; None: not at all."""
 
 

@@ -333,10 +333,10 @@ class FitArguments:
         chosen_verbose(self.verbose)
         check_choice("shuffle", self.shuffle, (True, False, "batch"))
         self._check_validation_freq()
-        self.weights_by_class = (
+        self.weights_by_class: ClassWeights | None = (
             None if self.class_weight is None else ClassWeights(self.class_weight)
         )
-        self.callback_list = CallbackList(self.callbacks)
+        self.callback_list: CallbackList = CallbackList(self.callbacks)
         self.source: Any = None  # a Source, once it is prepared
         self.held_out: Source | None = None
         self.resumed: Progress | None = None
@@ -432,7 +432,7 @@ class EvaluateArguments:
         check_count("batch_size", self.batch_size)
         check_count("steps", self.steps, optional=True)
         chosen_verbose(self.verbose)
-        self.callback_list = CallbackList(self.callbacks)
+        self.callback_list: CallbackList = CallbackList(self.callbacks)
         self.source: Any = None  # a Source, once it is prepared
 
     def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:

@@ -74,9 +74,9 @@ class CompiledStep:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
         self.wrapped = wrapped
-        self.forward = forward_of(wrapped)
-        self.caller = caller_of(model)
-        self.mover = mover_of(model)
+        self.forward: Callable[..., Any] = forward_of(wrapped)
+        self.caller: Caller = caller_of(model)
+        self.mover: Mover = mover_of(model)
         self._ranks = ranks
         self._move = self.mover.move
         self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
@@ -84,14 +84,15 @@ class CompiledStep:
         self.synchronization: Synchronization | None = None
         compilation.loss.to(strategy.device)
         self.loss: CompiledLoss = compilation.loss.begin()
-        self.logbook = Logbook(compilation.metrics.begin())
-        self.meters = self.logbook.meters or None
+        self.logbook: Logbook = Logbook(compilation.metrics.begin())
+        self.meters: Any | None = self.logbook.meters or None
         self.class_weights = class_weights
-        self.all_targets = all_targets or []
+        self.all_targets: list[Any] = all_targets or []
         self.name = name
-        self.checked = self._had_target = False
-        self.samples = 0
-        self.total = 0
+        self.checked: bool = False
+        self._had_target = False
+        self.samples: int = 0
+        self.total: int = 0
         self.may_count = may_count
         if (own := self.loss.own) is not None:
             wrapped.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
@@ -350,12 +351,12 @@ class PredictStep:
     def __init__(self, model: Module, wrapped: WrappedModel) -> None:
         strategy: Strategy = model._fitkit.compilation.strategy
         self.wrapped = wrapped
-        self.forward = forward_of(wrapped)
-        self.caller = caller_of(model)
-        self.mover = mover_of(model)
+        self.forward: Callable[..., Any] = forward_of(wrapped)
+        self.caller: Caller = caller_of(model)
+        self.mover: Mover = mover_of(model)
         self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
         self._kind = strategy.device.type
-        self.checked = False
+        self.checked: bool = False
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
         """The net's outputs for the batch's inputs; targets and weights are not looked at."""

@@ -45,7 +45,7 @@ class PostLocalSGD(Algorithm):
         check_count("period", period)
         self.warmup_steps = warmup_steps
         self.period = period
-        self.wraps = warmup_steps > 0
+        self.wraps: bool = warmup_steps > 0
 
     def sent(self, size: float, numbers: int, ranks: int) -> float:
         return all_reduce(size, ranks) / self.period
@@ -215,7 +215,7 @@ class Asynchronous(Algorithm):
         check_count("warmup_steps", warmup_steps, minimum=0)
         self.sync_interval_ms = sync_interval_ms
         self.warmup_steps = warmup_steps
-        self.wraps = warmup_steps > 0
+        self.wraps: bool = warmup_steps > 0
 
     def begin(
         self,

@@ -24,8 +24,8 @@ class Peers:
     def __init__(
         self, collectives: Collectives, timeout: timedelta | None, group: RankGroup | None = None
     ) -> None:
-        self.rank = collectives.rank
-        self.size = collectives.world_size
+        self.rank: int = collectives.rank
+        self.size: int = collectives.world_size
         self._collectives = collectives
         self._timeout = timeout
         self._group = group

@@ -87,7 +87,7 @@ class Meeting:
         self._rank = rank
         self._size = size
         self._verb = verb
-        self.patience = Patience(timeout)
+        self.patience: Patience = Patience(timeout)
         self.where = where
 
     def at(self, store: Store, lost: Callable[[], Failure | None]) -> Store:
@@ -309,9 +309,9 @@ class Patience:
     """How long a wait may last, on the monotonic clock."""
 
     def __init__(self, timeout: timedelta) -> None:
-        self.timeout_s = timeout.total_seconds()
+        self.timeout_s: float = timeout.total_seconds()
         self._end = time.monotonic() + self.timeout_s
-        self.pause_s = 0.002
+        self.pause_s: float = 0.002
 
     def remains(self) -> bool:
         """Pause a little, longer each time; whether there is time for another look."""

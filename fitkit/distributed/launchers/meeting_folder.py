@@ -49,7 +49,7 @@ class MeetingFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.calls = 0
+        self.calls: int = 0
         self._lock: IO[str] | None = None
 
     @classmethod

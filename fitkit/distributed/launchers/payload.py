@@ -51,7 +51,7 @@ class Payload:
         except Exception as error:
             self.close()
             raise _unsendable(parts or {"the call": value}, error) from error
-        self.data = buffer.getvalue()
+        self.data: bytes = buffer.getvalue()
 
     def close(self) -> None:
         """Give the shared memory up here; it lives as long as a worker maps it."""

@@ -82,7 +82,7 @@ class RankLauncher:
     ) -> None:
         self.strategy = strategy
         self.cluster = cluster
-        self.timeout = timeout or strategy.timeout or DEFAULT_TIMEOUT
+        self.timeout: timedelta = timeout or strategy.timeout or DEFAULT_TIMEOUT
         self.call_store = store
         self._store: Store | None = None  # of the last call
         self._done: dict[str, int] = {}  # since then, on rank 0 alone

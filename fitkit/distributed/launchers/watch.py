@@ -119,7 +119,7 @@ class Watch:
         ends_process: bool = True,
     ) -> None:
         self.failure: Failure | None = None
-        self.broken_off = False
+        self.broken_off: bool = False
         self._store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
@@ -129,7 +129,7 @@ class Watch:
         self._caller = threading.get_ident()
         self._local: Failure | None = None
         self.elsewhere: dict[int, tuple[str, str]] = {}
-        self.began = time.monotonic()
+        self.began: float = time.monotonic()
         self._error = self._place = ""  # of an exchange that broke off here
         self._error_at = self._failure_at = 0.0
         self._asked = self._answered = False

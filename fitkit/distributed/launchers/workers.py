@@ -92,7 +92,7 @@ class WorkersLauncher(RankLauncher):
                 )
             with contextlib.closing(self._payload(function, arguments)) as payload:
                 self._pool = _pool_of(self.size - 1)
-                self.call_store = self._pool.begin(payload)
+                self.call_store: Store = self._pool.begin(payload)
             try:
                 return super().launch(function, *arguments)
             except BaseException:
@@ -182,9 +182,9 @@ class Pool:
     """
 
     def __init__(self, count: int) -> None:
-        self.owner = os.getpid()
+        self.owner: int = os.getpid()
         self._folder = MeetingFolder.make()
-        self.workers = [
+        self.workers: list[WorkerProcess] = [
             WorkerProcess(rank, count + 1, self._folder) for rank in range(1, count + 1)
         ]
         deadline, store = time.monotonic() + START_TIMEOUT_S, self._folder.store(0)

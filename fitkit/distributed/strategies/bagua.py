@@ -119,7 +119,7 @@ class BaguaEngine(Engine):
         module: torch.nn.Module,
         optimizers: list[Optimizer],
     ) -> None:
-        self.replaces_ddp = not algorithm.wraps
+        self.replaces_ddp: bool = not algorithm.wraps
         self._module = module
         self._has_parted = False  # whether there were updates since the ranks were made equal
         self._algorithm = algorithm

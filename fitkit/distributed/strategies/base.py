@@ -80,7 +80,7 @@ class Strategy:
         self.devices: tuple[torch.device, ...] = (torch.device("cpu"),)
         self.device_ids: tuple[int, ...] = (0,)
         self.precision: Precision = FullPrecision()
-        self.world = World()
+        self.world: World = World()
         self.collectives: Collectives = Solo()
         self.launcher: Launcher = InlineLauncher()
         self.reads_on_rank_zero = False

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
-from fitkit.distributed.collectives import Solo
+from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.ranks import RankLauncher
@@ -78,7 +78,9 @@ class DDP(Strategy):
         check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
         check_hook(comm_hook, comm_hook_state)
         self.process_group_backend = process_group_backend
-        self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        self.timeout: timedelta | None = (
+            timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        )
         self.comm_hook = comm_hook
         self.comm_hook_state = comm_hook_state
         self.options: dict[str, Any] = {
@@ -96,10 +98,12 @@ class DDP(Strategy):
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
         cluster = assignment.cluster
-        self.world = World(0, len(self.devices)) if cluster is None else World.of(cluster)
-        self.reads_on_rank_zero = False
+        self.world: World = World(0, len(self.devices)) if cluster is None else World.of(cluster)
+        self.reads_on_rank_zero: bool = False
         if self.world.size == 1:
-            self.launcher = InlineLauncher()
+            self.launcher: InlineLauncher | RankLauncher | ScriptLauncher | WorkersLauncher = (
+                InlineLauncher()
+            )
         elif cluster is not None and cluster.launcher != "fitkit":
             self.launcher = RankLauncher(self, cluster)
         elif self.starts == "script" and self._finds_a_script():
@@ -147,7 +151,8 @@ class DDP(Strategy):
         self.finish()
         if self._made_group:
             leave()
-        self.collectives, self._made_group = Solo(), False
+        self._made_group = False
+        self.collectives: Collectives = Solo()
 
     # ------------------------------------------------------------------ the module
 

@@ -35,10 +35,10 @@ class DDP2(DDP):
     def connect(self, assignment: Assignment) -> Strategy:
         Strategy.connect(self, assignment)
         cluster = assignment.cluster
-        self.world = World() if cluster is None else World.of(cluster)
+        self.world: World = World() if cluster is None else World.of(cluster)
         self._warned: set[str] = set()
         if cluster is None or cluster.world_size == 1:
-            self.launcher = InlineLauncher()
+            self.launcher: InlineLauncher | RankLauncher = InlineLauncher()
         else:
             self.launcher = RankLauncher(self, cluster)
         return self

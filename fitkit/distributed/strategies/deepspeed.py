@@ -61,8 +61,8 @@ class DeepSpeed(DDP):
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(process_group_backend, timeout)
-        self.config = read_config(config)
-        self.stage = check_stage(stage, self.config)
+        self.config: dict[str, Any] = read_config(config)
+        self.stage: int = check_stage(stage, self.config)
 
     def connect(self, assignment: Assignment) -> Strategy:
         check_deepspeed()

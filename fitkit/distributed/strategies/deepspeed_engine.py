@@ -135,7 +135,7 @@ class ZeroTraining(Engine):
         package = load_deepspeed(device)
         count_anew()
         # Below the third stage every rank has all parameters, and none need wait.
-        self.evaluates_in_step = stage == 3
+        self.evaluates_in_step: bool = stage == 3
         self._stage = stage
         self._module = module
         self._is_first = rank == 0
@@ -329,7 +329,7 @@ class StandIns(ModuleInPlace):
         module: the same numbers on all ranks.
     """
 
-    hook_origins = ("deepspeed",)
+    hook_origins: tuple[str, ...] = ("deepspeed",)
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -391,7 +391,7 @@ class ZeroOptimizer(OptimizerInPlace):
         self._backup = dict(optimizer.state)
         self._replace(twins, {})
         self._groups: list[dict[str, Any]] = []  # those in which something learns
-        self.working = _copy_without_state(optimizer)
+        self.working: Optimizer = _copy_without_state(optimizer)
         for group in optimizer.param_groups:
             learning = [twin for twin in group["params"] if twin.requires_grad]
             if learning:

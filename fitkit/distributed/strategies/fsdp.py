@@ -232,7 +232,7 @@ class FSDPEngine(Engine):
                     optimizer, self._module, backup=backup, one_by_one=together
                 )
                 self._optimizers.append(spread)
-                self.in_place += (spread,)
+                self.in_place = (*self.in_place, spread)
         except BaseException:
             self.abandon()
             raise

@@ -51,7 +51,7 @@ class ShardedOptimizers(Engine):
         self._rank = collectives.rank
         try:
             for optimizer in optimizers:
-                self.in_place += (OptimizerShards(optimizer, collectives, device),)
+                self.in_place = (*self.in_place, OptimizerShards(optimizer, collectives, device))
         except BaseException:
             self.abandon()
             raise
