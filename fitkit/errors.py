@@ -27,11 +27,31 @@ import torch
 
 
 class FitkitError(Exception):
-    """Base of all errors that fitkit raises itself."""
+    """Base of all errors that fitkit raises itself.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> try:
+        ...     model.compile("adam", precision="8-true")
+        ... except fitkit.FitkitError as error:
+        ...     print(type(error).__name__)
+        ConfigurationError
+    """
 
 
 class ConfigurationError(FitkitError, ValueError):
-    """What was asked can't be done; raised by the call that has the mistake."""
+    """What was asked can't be done; raised by the call that has the mistake.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> try:
+        ...     model.compile(devices=0)
+        ... except fitkit.ConfigurationError as error:
+        ...     print(error)
+        devices=0 asks for no device...
+    """
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
@@ -39,7 +59,18 @@ class ArgumentTypeError(ConfigurationError, TypeError):
 
 
 class CheckpointError(FitkitError, OSError, ValueError):
-    """A file can't be read or written whole; nothing was changed."""
+    """A file can't be read or written whole; nothing was changed.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> _ = open("broken.h5", "wb").write(b"no checkpoint")
+        >>> try:
+        ...     model.load("broken.h5")
+        ... except fitkit.CheckpointError as error:
+        ...     print("not loaded")
+        not loaded
+    """
 
 
 class WorkerError(FitkitError, RuntimeError):
@@ -48,6 +79,14 @@ class WorkerError(FitkitError, RuntimeError):
     Attributes:
         rank: the global rank that failed first.
         remote_traceback: that rank's traceback, as text.
+
+    Example:
+        >>> import fitkit
+        >>> def trained(model, x, y):
+        ...     try:
+        ...         return model.fit(x, y)
+        ...     except fitkit.WorkerError as error:
+        ...         print(f"rank {error.rank} failed:", error)
     """
 
     def __init__(self, message: str, rank: int = 0, remote_traceback: str = "") -> None:
@@ -57,7 +96,16 @@ class WorkerError(FitkitError, RuntimeError):
 
 
 class OutOfMemoryError(FitkitError, torch.OutOfMemoryError):
-    """Memory ran out; the message says what took it, and what needs less."""
+    """Memory ran out; the message says what took it, and what needs less.
+
+    Example:
+        >>> import fitkit
+        >>> def trained(model, x, y, batch_size=1024):
+        ...     try:
+        ...         return model.fit(x, y, batch_size=batch_size)
+        ...     except fitkit.OutOfMemoryError:
+        ...         return trained(model, x, y, batch_size // 2)
+    """
 
 
 class MissingPackageError(FitkitError, ImportError):

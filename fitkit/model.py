@@ -912,6 +912,15 @@ def load_model(path: Path, net: nn.Module = None) -> Model:  # type: ignore[assi
         FileNotFoundError: there is no such file.
         CheckpointError: damaged, not for this net, or objects were compiled, which no file can
             hold; the message says what to compile.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> model.save("model.h5")
+        >>> again = fitkit.load_model("model.h5", torch.nn.Linear(4, 1))
+        >>> bool((again.net.weight == model.net.weight).all())
+        True
     """
     model: Model = restored_model(path, net, Model)
     return model

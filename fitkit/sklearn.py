@@ -433,6 +433,14 @@ class Regressor(RegressorMixin, NetEstimator):
 
     Attributes:
         n_features_in_, feature_names_in_, net_, model_, history_: as in `Classifier`.
+
+    Example:
+        >>> import torch
+        >>> from fitkit.sklearn import Regressor
+        >>> x = torch.randn(64, 4).numpy()
+        >>> estimator = Regressor(torch.nn.Linear(4, 1), epochs=2).fit(x, x.sum(1))
+        >>> estimator.predict(x[:3]).shape
+        (3,)
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Regressor:  # noqa: N803

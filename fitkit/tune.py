@@ -57,6 +57,14 @@ class RateRange:
             mean would lag behind, and make the suggestion too high.)
         suggestion: the rate where the smoothed losses fall most steeply against the rate's
             logarithm, before the lowest; None where they fall nowhere.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> found = fitkit.tune.learning_rate(model, x, x.sum(1))
+        >>> model.compile(learning_rate=found.suggestion)
     """
 
     def __init__(self, rates: list[float], losses: list[float]) -> None:
@@ -290,6 +298,14 @@ def batch_size(
 
     Returns:
         The size, for each process, as `fit` takes it.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> fitkit.tune.batch_size(model, x, x.sum(1), max_val=64)
+        64
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; even the first size is

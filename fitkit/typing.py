@@ -2,6 +2,12 @@
 
 The names are those of the registries, which take other spellings too; `python -m tests.names`
 writes them here. A name that is only known when the program runs is a `Name`.
+
+Example:
+    >>> import torch, fitkit
+    >>> from fitkit.typing import Name
+    >>> chosen = "ADAMW"  # as the command line has it
+    >>> fitkit.Model(torch.nn.Linear(4, 1)).compile(Name(chosen), "mse")
 """
 
 from __future__ import annotations
@@ -18,14 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 Name = NewType("Name", str)
-"""A name that no type checker can know, as the program was given or has registered it.
-
-Example:
-    >>> import torch, fitkit
-    >>> from fitkit.typing import Name
-    >>> chosen = "ADAMW"  # as the command line has it
-    >>> fitkit.Model(torch.nn.Linear(4, 1)).compile(Name(chosen), "mse")
-"""
+"""A name that no type checker can know, as the program was given or has registered it."""
 
 
 class Unset(enum.Enum):

@@ -125,6 +125,14 @@ class EMA(Callback):
             epoch begins, so that callbacks after this one in the list save it, or copy it, at
             an epoch's end. Default False.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> ema = fitkit.callbacks.EMA(0.99)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[ema])
+
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be.
 
@@ -237,6 +245,14 @@ class SwapEMAWeights(EMA):
         swap_on_epoch: as in `EMA`. Default False.
         decay: as in `EMA`; Keras keeps it in the optimizer (`ema_momentum`). Default 0.99.
         **options: `EMA`'s other arguments.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> swap = fitkit.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[swap])
     """
 
     def __init__(self, swap_on_epoch: bool = False, decay: float = 0.99, **options: Any) -> None:
@@ -271,6 +287,14 @@ class StochasticWeightAveraging(Callback):
 
     Attributes:
         averaged: how many epochs' weights are in the mean.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> swa = fitkit.callbacks.StochasticWeightAveraging(swa_lrs=0.01)
+        >>> history = model.fit(x, x.sum(1), epochs=4, verbose=0, callbacks=[swa])
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a

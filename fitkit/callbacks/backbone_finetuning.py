@@ -42,6 +42,17 @@ class BackboneFinetuning(Callback):
         verbose: whether to say when it unfreezes. Default False.
         backbone: the part's name among the net's modules. Default `"backbone"`.
 
+    Example:
+        >>> import torch, fitkit
+        >>> net = torch.nn.Sequential()
+        >>> net.add_module("backbone", torch.nn.Linear(4, 8))
+        >>> net.add_module("head", torch.nn.Linear(8, 1))
+        >>> model = fitkit.Model(net)
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> later = fitkit.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[later])
+
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a part
             that isn't there, or a scheduler that sets the rates too.

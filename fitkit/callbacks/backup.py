@@ -53,6 +53,14 @@ class BackupAndRestore(Callback):
         sharded: whether each backup is a folder to which every rank writes its part, as
             `FSDPStrategy` makes worth while, instead of one file. Default False.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> backup = fitkit.callbacks.BackupAndRestore("backup")
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[backup])
+
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; ranks that don't see the
             same backups.

@@ -100,6 +100,16 @@ class Callback:
             too: what saves has to see what they have done.
         watches_losses: whether this callback acts on losses that are NaN or infinite; a run then
             leaves out its own warning about them.
+
+    Example:
+        >>> import torch, fitkit
+        >>> class Printer(fitkit.callbacks.Callback):
+        ...     def on_epoch_end(self, epoch, logs=None):
+        ...         print("epoch", epoch, sorted(logs))
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> history = model.fit(torch.ones(8, 4), torch.ones(8), verbose=0, callbacks=[Printer()])
+        epoch 0 ['loss']
     """
 
     model: Module
@@ -265,6 +275,11 @@ class CallbackList:
 
     Args:
         callbacks: a callback, a (nested) list of them, or None.
+
+    Example:
+        >>> from fitkit.callbacks import CallbackList, Timer
+        >>> len(CallbackList([Timer(), [Timer()]]).callbacks)
+        2
     """
 
     def __init__(self, callbacks: object = None) -> None:

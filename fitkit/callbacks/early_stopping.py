@@ -191,6 +191,15 @@ class OptunaPruning(Callback):
         monitor: a name of the epoch's logs. Default `"val_loss"`. Whether lower or higher is
             better is the study's direction.
 
+    Example:
+        >>> import torch, fitkit
+        >>> def objective(trial):
+        ...     model = fitkit.Model(torch.nn.Linear(4, 1))
+        ...     model.compile("adam", "mse", learning_rate=trial.suggest_float("rate", 1e-4, 1e-1))
+        ...     x = torch.randn(64, 4)
+        ...     pruning = fitkit.callbacks.OptunaPruning(trial, "loss")
+        ...     return model.fit(x, x.sum(1), verbose=0, callbacks=[pruning]).history["loss"][-1]
+
     Raises:
         ArgumentTypeError: no trial, or no name.
         ConfigurationError: a study of several objectives, which Optuna can't prune; at the end of

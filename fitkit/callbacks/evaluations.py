@@ -25,6 +25,14 @@ class EvaluateEvery(Callback):
         every: epochs between two evaluations; 1 (default) is after each.
         name: what the logs' names begin with. Default `"extra"`.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> every = fitkit.callbacks.EvaluateEvery(x, x.sum(1), name="clean")
+        >>> history = model.fit(x + 1, x.sum(1), epochs=2, verbose=0, callbacks=[every])
+
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be.
 
@@ -92,11 +100,15 @@ class MetricCallback(EvaluateEvery):
         x, y, batch_size, sample_weight, steps, every: as in `EvaluateEvery`.
         name: what the logs' names begin with. Default `"val"`.
 
-    Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
-
-    Ranks:
-        The metrics' states are merged over all ranks, so the values are those of one process.
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> r2 = fitkit.callbacks.MetricCallback(["r2"], x, x.sum(1))
+        >>> history = model.fit(x, x.sum(1), verbose=0, callbacks=[r2])
+        >>> list(history.history)
+        ['loss', 'val_r2']
     """
 
     def __init__(

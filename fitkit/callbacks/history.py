@@ -29,6 +29,15 @@ class History(Callback):
         model: the Model, as long as something else keeps it alive; else None.
 
     `history["loss"]` is short for `history.history["loss"]`.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=3, verbose=0)
+        >>> history.epoch, list(history.history)
+        ([0, 1, 2], ['loss'])
     """
 
     model: Any = WeakModel()  # the model has its history

@@ -37,6 +37,15 @@ class ProgressBar(Callback):
         refresh_per_second: how often the bar is drawn at most.
         console: the rich console to write to; None writes to `sys.stdout`.
         clock: seconds from any beginning.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.ProgressBar()
+        ... ])
     """
 
     stops_alike = True

@@ -86,6 +86,15 @@ class LearningRateScheduler(Callback):
             rate and the others keep their ratio to it.
         verbose: 1 says each epoch's rate. Default 0.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+        ... ])
+
     Raises:
         ArgumentTypeError: no function of one or two arguments, or one that gives no number.
         ConfigurationError: when fit begins, a scheduler that sets the rates too; a rate below 0.
@@ -167,6 +176,15 @@ class LearningRateMonitor(Callback):
 
     Attributes:
         rates: with `"step"`, the first group's rate at each step of the last fit.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.LearningRateMonitor()
+        ... ])
     """
 
     stops_alike = True
@@ -271,6 +289,15 @@ class ReduceLROnPlateau(Callback):
         wait: epochs since.
         cooldown_counter: epochs of the cooldown that are left.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1)
+        ... ])
+
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a
             scheduler that sets the rates too.
@@ -357,6 +384,15 @@ class GradientAccumulationScheduler(Callback):
         scheduling: epoch (from 0) → number of batches: `{0: 8, 4: 2}` accumulates 8 batches
             in the epochs 0 to 3, then 2. Epochs before the first one keep what compile was
             given as `accumulate_grad_batches`, and so do later fits.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.GradientAccumulationScheduler({1: 2})
+        ... ])
 
     Raises:
         ConfigurationError, ArgumentTypeError: an empty dict, epochs below 0, numbers below 1.

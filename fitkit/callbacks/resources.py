@@ -35,6 +35,14 @@ class Timer(Callback):
             ranks up to a second later, since they ask each other), `"epoch"` after the epoch.
         verbose: whether to say that time ran out. Default True.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> timer = fitkit.callbacks.Timer(duration="00:12:00:00")
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[timer])
+
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be.
 
@@ -194,6 +202,15 @@ class ThroughputMonitor(Callback):
         separator: what joins the names to `prefix`. Default `"/"`.
         prefix: what the names begin with: `"train"` gives `train/batches_per_sec`. Default `""`.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.ThroughputMonitor()
+        ... ])
+
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be.
     """
@@ -270,6 +287,15 @@ class DeviceStatsMonitor(Callback):
             used there by anybody, as nvidia-smi shows it (on several nodes
             `rank_<rank>_gpu_<index>_…`); `"min_max"` adds the least and the most of them,
             `gpu_memory_min_mib` and `gpu_memory_max_mib`. None (default): neither.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.DeviceStatsMonitor()
+        ... ])
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be.

@@ -179,6 +179,15 @@ class CSVLogger(_EpochFile):
             columns that it lacks. A fit that begins with a later epoch than 0 replaces the rows
             of the epochs that it makes again. Default False: each fit begins the file anew.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.CSVLogger("epochs.csv")
+        ... ])
+
     Raises:
         ArgumentTypeError, ConfigurationError: arguments that can't be.
         OSError: when fit begins, a file that can't be written.
@@ -207,6 +216,15 @@ class JSONLogger(_EpochFile):
     Args:
         filename: the file; its folder must be there.
         append: whether to go on with the file that is there, as in `CSVLogger`. Default False.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.JSONLogger("epochs.jsonl")
+        ... ])
 
     Raises:
         ArgumentTypeError: arguments that can't be.

@@ -32,6 +32,15 @@ class TerminateOnNaN(Callback):
         raise_error: whether to raise instead of stopping. Default False.
         check_every: batches between two looks. Default 10.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.TerminateOnNaN()
+        ... ])
+
     Raises:
         NonFiniteError: from `fit`, with `raise_error`; a `FloatingPointError`.
     """
@@ -136,6 +145,15 @@ class DetectLossSpike(Callback):
 
     Ranks:
         Each rank looks at its own batches; they act together.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.DetectLossSpike()
+        ... ])
 
     Raises:
         LossSpikeError, NonFiniteError: from `fit`, with `"raise"`.
@@ -266,6 +284,15 @@ class DetectNonFinite(Callback):
 
     Ranks:
         Each rank looks at its own batches; a finding on any of them counts for all.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.callbacks.DetectNonFinite()
+        ... ])
 
     Raises:
         NonFiniteError: from `fit`; a `FloatingPointError`.

@@ -27,6 +27,11 @@ class Adapter(Protocol):
 
     Attributes:
         backend: of the process group in which the ranks meet; it exchanges what is on the CPU.
+
+    Example:
+        >>> from fitkit.strategies import XLAAdapter, XLAStrategy
+        >>> def trained_by(adapter: XLAAdapter):
+        ...     return XLAStrategy(adapter)
     """
 
     backend: str

@@ -42,6 +42,16 @@ class Logger(Callback):
             it, so that a training that is resumed goes on with its run.
         connection: what a logger holds open while a fit runs; it doesn't travel to other ranks.
 
+    Example:
+        >>> import torch, fitkit
+        >>> class Printed(fitkit.loggers.Logger):
+        ...     def log_scalars(self, values, step, epoch):
+        ...         print(sorted(values))
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> history = model.fit(torch.ones(8, 4), torch.ones(8), verbose=0, callbacks=[Printed()])
+        [...'loss'...]
+
     Raises:
         ArgumentTypeError, ConfigurationError: an `update_freq` that can't be.
     """

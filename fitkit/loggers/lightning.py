@@ -41,6 +41,10 @@ class TensorBoardLogger(TensorBoard):
         version: a number, or a folder's name; None (default) takes the next that is free.
         log_graph: whether to write the net's modules. Default False.
         update_freq: when to log; see `Logger`.
+
+    Example:
+        >>> import fitkit
+        >>> board = fitkit.loggers.TensorBoardLogger("logs", name="first")
     """
 
     def __init__(
@@ -64,6 +68,15 @@ class CSVLogger(CSV):
         name: a folder in it, or None. Default `"lightning_logs"`.
         version: a number, or a folder's name; None (default) takes the next that is free.
         update_freq: when to write; see `Logger`.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.loggers.CSVLogger("logs", name="first")
+        ... ])
     """
 
     def __init__(
@@ -92,6 +105,10 @@ class WandbLogger(WandB):
         project: the project's name; None leaves it to wandb.
         update_freq: when to log; see `Logger`.
         **options: what else `wandb.init` takes.
+
+    Example:
+        >>> import fitkit
+        >>> logger = fitkit.loggers.WandbLogger(project="digits")
     """
 
     def __init__(
@@ -119,6 +136,10 @@ class MLFlowLogger(MLflow):
         tracking_uri: where to; None: where MLflow is told to, else `save_dir`.
         save_dir: a folder, in the place of `tracking_uri`. Default None.
         update_freq: when to log; see `Logger`.
+
+    Example:
+        >>> import fitkit
+        >>> logger = fitkit.loggers.MLFlowLogger("digits")
     """
 
     def __init__(

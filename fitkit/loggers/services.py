@@ -31,6 +31,10 @@ class WandB(Logger):
         update_freq: when to log; see `Logger`.
         **options: what else `wandb.init` takes: `name`, `mode`, `dir`, `tags`, `group`, …
 
+    Example:
+        >>> import fitkit
+        >>> logger = fitkit.loggers.WandB(project="digits")
+
     Raises:
         MissingPackageError: wandb isn't installed.
         ArgumentTypeError: an option that wandb.init doesn't take.
@@ -115,6 +119,10 @@ class MLflow(Logger):
             told to (`MLFLOW_TRACKING_URI`). A folder, as `"file:runs"`, is what MLflow 3 asks
             MLFLOW_ALLOW_FILE_STORE=true for.
         update_freq: when to log; see `Logger`.
+
+    Example:
+        >>> import fitkit
+        >>> logger = fitkit.loggers.MLflow("digits")
 
     Raises:
         MissingPackageError: mlflow isn't installed.

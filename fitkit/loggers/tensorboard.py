@@ -48,6 +48,10 @@ class TensorBoard(Logger):
         write_steps_per_second: whether to write `epoch_steps_per_second`. Default False.
         update_freq: `"epoch"` (default), `"batch"` or a number of batches; see `Logger`.
 
+    Example:
+        >>> import fitkit
+        >>> board = fitkit.loggers.TensorBoard("runs/first")
+
     Raises:
         MissingPackageError: tensorboard isn't installed.
         ArgumentTypeError, ConfigurationError: arguments that can't be, or that fitkit leaves out:

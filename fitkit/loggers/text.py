@@ -62,6 +62,15 @@ class CSV(_TextLogger):
         append: whether a training that begins anew goes on with the table that is there, too.
             Default False: it begins the file anew.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.loggers.CSV("scalars.csv")
+        ... ])
+
     Raises:
         ArgumentTypeError, ConfigurationError: arguments that can't be.
         OSError: when fit begins, a file that can't be written.
@@ -91,6 +100,15 @@ class JSONLines(_TextLogger):
         update_freq: when to write; see `Logger`.
         append: whether a training that begins anew goes on with the file that is there, too.
             Default False: it begins the file anew.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.loggers.JSONLines("scalars.jsonl")
+        ... ])
 
     Raises:
         ArgumentTypeError, ConfigurationError: arguments that can't be.

@@ -52,6 +52,12 @@ def confusion_counts(y_true: Any, y_pred: Any, labels: Any = None) -> tuple[Arra
         Counts of shape (C, C), true classes in rows and predicted ones in columns, and the
         classes' names.
 
+    Example:
+        >>> import fitkit
+        >>> counts, names = fitkit.pictures.confusion_counts([0, 1, 1], [0, 1, 0])
+        >>> counts.tolist(), names
+        ([[1, 0], [1, 1]], ['0', '1'])
+
     Raises:
         ConfigurationError, ArgumentTypeError: what can't be compared.
     """

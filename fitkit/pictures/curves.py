@@ -100,6 +100,12 @@ def learning_curves(
     Returns:
         The figure.
 
+    Example:
+        >>> import fitkit
+        >>> from fitkit.pictures.curves import Curve
+        >>> curves = {"loss": Curve([1, 2, 3], [2.3, 0.9, 0.5])}
+        >>> figure = fitkit.pictures.learning_curves(curves)
+
     Raises:
         MissingPackageError: matplotlib isn't installed.
         ConfigurationError, ArgumentTypeError: nothing to draw, an unknown name.

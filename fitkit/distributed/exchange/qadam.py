@@ -153,6 +153,11 @@ class QAdamOptimizer(Optimizer):
 
     Reference: Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed, 2021, arXiv:2102.02888; Gan et al., BAGUA, 2021, arXiv:2107.01499 (8 bits).
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile(fitkit.optimizers.QAdamOptimizer(model.parameters(), lr=1e-3), "mse")
     """
 
     average: Callable[[list[torch.nn.Parameter], list[torch.Tensor]], None] | None = None

@@ -26,6 +26,11 @@ class Precision:
     Attributes:
         name: as users write it.
         compute_dtype: of matrix products and convolutions; None for the module's own.
+
+    Example:
+        >>> import torch, fitkit
+        >>> issubclass(fitkit.precisions.Float8Mixed, fitkit.precisions.Precision)
+        True
     """
 
     name = ""

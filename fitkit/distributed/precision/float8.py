@@ -51,6 +51,11 @@ class Float8Mixed(BFloat16Mixed):
             multiplies them itself, which takes compute capability 8.9 (RTX 40, L4, H100).
         every_layer: whether the first and the last layer take part, too. Default False.
 
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(16, 16))
+        >>> model.compile("adam", "mse", precision=fitkit.precisions.Float8Mixed(emulate=True))
+
     Raises:
         ArgumentTypeError: something else than a bool.
 

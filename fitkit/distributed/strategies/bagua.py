@@ -37,6 +37,12 @@ class Bagua(DDP):
 
     Reference: Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, 2021,
     arXiv:2107.01499. Each algorithm names its own.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", accelerator="cpu", devices=2,
+        ...               strategy=fitkit.strategies.BaguaStrategy(algorithm="bytegrad"))
     """
 
     name = "bagua"

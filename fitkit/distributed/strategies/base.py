@@ -59,6 +59,11 @@ class Strategy:
         collectives: set by `join` and `leave`: the exchanges between the ranks.
         engine: set by `fit`, to what `engine_for` gives; None where torch makes gradients and
             updates, and outside of a training.
+
+    Example:
+        >>> from fitkit.strategies import DDPStrategy, Strategy
+        >>> issubclass(DDPStrategy, Strategy)
+        True
     """
 
     name = ""
@@ -221,7 +226,13 @@ class Strategy:
 
 
 class SingleDevice(Strategy):
-    """Trains on one device, in process."""
+    """Trains on one device, in process.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", strategy=fitkit.strategies.SingleDeviceStrategy())
+    """
 
     name = "single_device"
 

@@ -52,6 +52,12 @@ class DDP(Strategy):
 
     Reference: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training, 2020, arXiv:2006.15704.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", accelerator="cpu", devices=2,
+        ...               strategy=fitkit.strategies.DDPStrategy())
     """
 
     name = "ddp"
@@ -276,7 +282,14 @@ class DDPWrapper:
 
 
 class DDPSpawn(DDP):
-    """`DDP` with worker processes: the caller's process is rank 0, its model learns in place."""
+    """`DDP` with worker processes: the caller's process is rank 0, its model learns in place.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", accelerator="cpu", devices=2,
+        ...               strategy=fitkit.strategies.DDPSpawnStrategy())
+    """
 
     name = "ddp_spawn"
     starts = "workers"

@@ -26,6 +26,10 @@ class DDP2(DDP):
 
     Args: as for `DDP`. With `find_unused_parameters=True` a parameter that only `*_step_end` uses
         can't learn: torch takes it for unused, since it looks at the step's outputs.
+
+    Example:
+        >>> import fitkit
+        >>> strategy = fitkit.strategies.DDP2Strategy()
     """
 
     name = "ddp2"

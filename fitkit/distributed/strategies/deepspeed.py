@@ -46,6 +46,10 @@ class DeepSpeed(DDP):
 
     Reference: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models, 2020, arXiv:1910.02054.
+
+    Example:
+        >>> import fitkit
+        >>> strategy = fitkit.strategies.DeepSpeedStrategy(stage=2)
     """
 
     name = "deepspeed"

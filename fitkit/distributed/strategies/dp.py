@@ -23,6 +23,12 @@ class DP(Strategy):
 
     A metric of torchmetrics that a step updates counts what all replicas saw. Other state that a
     step sets on the module is lost, but for the buffers of the first replica; a warning says so.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", accelerator="cpu", devices=2,
+        ...               strategy=fitkit.strategies.DPStrategy())
     """
 
     name = "dp"

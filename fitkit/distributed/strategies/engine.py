@@ -48,6 +48,13 @@ class Engine:
 
     Attributes:
         in_place: the module and the optimizers that are in another form meanwhile.
+
+    Example:
+        >>> from fitkit.strategies import DDPSpawnStrategy, Engine
+        >>> class Local(Engine):
+        ...     "Each rank updates by its own gradients."
+        >>> class LocalStrategy(DDPSpawnStrategy):
+        ...     "Trains with it."
     """
 
     in_place: tuple[InPlace, ...] = ()

@@ -70,6 +70,12 @@ class FSDP(DDP):
 
     Reference: Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel,
     2023, arXiv:2304.11277.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", accelerator="cpu", devices=2,
+        ...               strategy=fitkit.strategies.FSDPStrategy())
     """
 
     name = "fsdp"

@@ -37,6 +37,10 @@ class Horovod(DDP):
 
     Reference: Sergeev & Del Balso, Horovod: fast and easy distributed deep learning in
     TensorFlow, 2018, arXiv:1802.05799.
+
+    Example:
+        >>> import fitkit
+        >>> strategy = fitkit.strategies.HorovodStrategy()
     """
 
     name = "horovod"

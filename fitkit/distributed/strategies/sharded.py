@@ -26,6 +26,12 @@ class DDPSharded(DDP):
 
     Reference: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models, 2020, arXiv:1910.02054.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", accelerator="cpu", devices=2,
+        ...               strategy=fitkit.strategies.DDPShardedStrategy())
     """
 
     name = "ddp_sharded"

@@ -36,6 +36,10 @@ class XLA(DDP):
             that is installed, or an object with an adapter's six calls
             (`fitkit.strategies.XLAAdapter`).
         timeout: as for `DDP`.
+
+    Example:
+        >>> import fitkit
+        >>> strategy = fitkit.strategies.XLAStrategy()
     """
 
     name = "xla"
