@@ -1,12 +1,13 @@
 """Sphinx's settings for the site: `make docs` builds it into build/docs."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import fitkit
+import fitkit.typing
 
 project = "fitkit"
 author = "fitkit maintainers"
@@ -23,6 +24,14 @@ myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+# Signatures name the types that have names: `OptimizerArgument` instead of all optimizers.
+autodoc_type_aliases = {
+    name: f"fitkit.typing.{name}"
+    for name in vars(fitkit.typing)
+    if name[0].isupper() and f"\n{name}: TypeAlias = " in inspect.getsource(fitkit.typing)
+}
+autodoc_type_aliases["Callbacks"] = "fitkit.callbacks.base.Callbacks"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -34,8 +43,17 @@ default_role = "code"
 
 def setup(app):
     app.connect("source-read", offer_pages_outside)
+    app.connect("autodoc-process-signature", shorten)
 
 
 def offer_pages_outside(app, page, source):
     """Links to pages outside docs, which the site doesn't have, give the file."""
     source[0] = re.sub(r"\]\(((?:\.\./)+(?:benchmarks/)?[A-Z_]+\.md)\)", r"](path:\1)", source[0])
+
+
+def shorten(app, what, name, obj, options, signature, returns):
+    """What a call leaves out shows as `...`, and a type by its name, in unions too."""
+    if signature is not None:
+        named = re.sub(r"TypeAliasForwardRef\('[\w.]*?(\w+)'\)", r"\1", signature)
+        return named.replace(" = UNSET", " = ..."), returns
+    return None

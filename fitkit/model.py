@@ -44,16 +44,16 @@ from fitkit.typing import (
     UNSET,
     AcceleratorName,
     Arrays,
-    BitsArgument,
     Data,
     DevicesArgument,
+    FilePath,
     LossArgument,
     LossWeights,
     MetricsArgument,
     Name,
+    NamedPrecision,
     NumpyOutput,
     OptimizerArgument,
-    Path,
     SchedulerArgument,
     StrategyName,
     TensorOutput,
@@ -175,7 +175,7 @@ class Model(Module):
         accelerator: AcceleratorName | Unset = UNSET,
         strategy: StrategyName | Name | Strategy | Unset = UNSET,
         num_nodes: int | Unset = UNSET,
-        precision: BitsArgument | Precision | Unset = UNSET,
+        precision: NamedPrecision | Precision | Unset = UNSET,
         accumulate_grad_batches: int | Unset = UNSET,
         gradient_clip_val: float | Unset | None = UNSET,
         gradient_clip_algorithm: Literal["norm", "value"] | Unset = UNSET,
@@ -311,7 +311,7 @@ class Model(Module):
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int | Collection[int] = 1,
-        resume_from: Path | None = None,
+        resume_from: FilePath | None = None,
     ) -> History:
         """Train.
 
@@ -761,7 +761,7 @@ class Model(Module):
     @only_known_arguments
     def export(
         self,
-        path: Path,
+        path: FilePath,
         format: Literal["torch_export", "onnx"] | None = None,
         example: Arrays | None = None,
         *,
@@ -821,7 +821,7 @@ class Model(Module):
         return model_html(type(net).__name__, self._fitkit.compilation.given, summarize(net))
 
     @only_known_arguments
-    def save(self, path: Path) -> None:
+    def save(self, path: FilePath) -> None:
         """Write weights, optimizers, schedulers, progress and history to one file.
 
         Args:
@@ -838,7 +838,7 @@ class Model(Module):
         save(self, path)
 
     @only_known_arguments
-    def load(self, path: Path) -> None:
+    def load(self, path: FilePath) -> None:
         """Put back what `save` wrote, into a model that is built and compiled as it was.
 
         To go on with the training write `fit(…, resume_from=path)`, which loads by itself.
@@ -851,7 +851,7 @@ class Model(Module):
             load(self, path)
 
     @only_known_arguments
-    def save_weights(self, path: Path) -> None:
+    def save_weights(self, path: FilePath) -> None:
         """Write the weights to a file, whole or not at all.
 
         Args:
@@ -864,7 +864,9 @@ class Model(Module):
         save_weights(self, path)
 
     @only_known_arguments
-    def load_weights(self, path: Path, *, strict: bool = True, skip_mismatch: bool = False) -> Any:
+    def load_weights(
+        self, path: FilePath, *, strict: bool = True, skip_mismatch: bool = False
+    ) -> Any:
         """Read weights from a file.
 
         Args:
@@ -898,7 +900,7 @@ class Model(Module):
         return self
 
 
-def load_model(path: Path, net: nn.Module = None) -> Model:  # type: ignore[assignment]
+def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[assignment]
     """A compiled model from a checkpoint whose loss and metrics were given by name.
 
     The optimizer was given by name too, or as an instance of a class of `torch.optim`.

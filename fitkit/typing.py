@@ -107,7 +107,7 @@ PrecisionName: TypeAlias = Literal[
 ]  # fmt: skip
 # --- to here
 
-Path: TypeAlias = str | os.PathLike[str]
+FilePath: TypeAlias = str | os.PathLike[str]
 
 
 class Array(Protocol):
@@ -176,7 +176,7 @@ SchedulerArgument: TypeAlias = OneScheduler | SchedulerOptions | None
 DevicesArgument: TypeAlias = int | str | Sequence[int]
 """A count, indices, or one of these as text; `"auto"`."""
 
-BitsArgument: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
+NamedPrecision: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
 """A precision by name, or by its bits."""
 
 Verbose: TypeAlias = int | Literal["auto"]
