@@ -22,7 +22,8 @@ class GivesWay:
     """A method of Keras's name, before which a subclass's own attribute, layer or method goes."""
 
     def __init__(self, function: Callable[..., Any], is_property: bool = False) -> None:
-        self.function, self.is_property = function, is_property
+        self.function: Callable[..., Any] = function
+        self.is_property: bool = is_property
         functools.update_wrapper(self, function)  # type: ignore[arg-type]
 
     def __get__(self, model: Any, kind: type | None = None) -> Any:
