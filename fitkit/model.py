@@ -598,6 +598,13 @@ class Model(Module):
 
         Returns:
             The batch's loss and metrics before the update, as `evaluate` returns them.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> for step in range(3):
+            ...     loss = model.train_on_batch(torch.ones(8, 4), torch.ones(8))
         """
         weights = None if class_weight is None else ClassWeights(class_weight)
         check_flag("return_dict", return_dict)
@@ -632,7 +639,15 @@ class Model(Module):
         sample_weight: Arrays | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """One batch's loss and metrics, as `evaluate` returns them."""
+        """One batch's loss and metrics, as `evaluate` returns them.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> sorted(model.test_on_batch(torch.ones(8, 4), torch.ones(8), return_dict=True))
+            ['loss']
+        """
         check_flag("return_dict", return_dict)
         with self._computing("test_on_batch"), surroundings(self, "test_on_batch"):
             values = evaluate_batch(self, self._one_batch(x, y, sample_weight))
@@ -640,7 +655,15 @@ class Model(Module):
 
     @only_known_arguments
     def predict_on_batch(self, x: Arrays) -> NumpyOutput:
-        """The net's outputs for one batch, as NumPy arrays."""
+        """The net's outputs for one batch, as NumPy arrays.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.predict_on_batch(torch.ones(8, 4)).shape
+            (8, 1)
+        """
         with self._computing("predict_on_batch"), surroundings(self, "predict_on_batch"):
             return trees.to_numpy(predict_batch(self, self._one_batch(x)))
 
@@ -664,6 +687,14 @@ class Model(Module):
         Raises:
             ConfigurationError: it can't be made; never an AttributeError, which
                 `nn.Module` would hide.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.optimizer.learning_rate = 0.01
+            >>> model.optimizer.param_groups[0]["lr"]
+            0.01
         """
         return with_rate(self._fitkit.fit_state.optimizers_for(self)[0])
 
@@ -672,6 +703,13 @@ class Model(Module):
         """The names of what `evaluate` returns, in its order.
 
         Names that depend on the net's outputs are known after the first pass over data.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse", metrics=["mae"])
+            >>> model.metrics_names
+            ['loss', 'mae']
         """
         return self._fitkit.log_names or ["loss", *self._fitkit.compilation.metrics.known_names]
 
@@ -744,6 +782,12 @@ class Model(Module):
             input_shape: the shape of one sample, instead of an example.
             depth: levels of nesting to show. Default None: all.
             print_fn: called with the text instead of printing it.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.summary(input_shape=(4,), print_fn=lambda text: None)
         """
         from fitkit.summary import summarize
 
@@ -795,6 +839,14 @@ class Model(Module):
                 the file computes something else.
             MissingPackageError: ONNX needs `pip install 'fitkit[onnx]'`.
             CheckpointError: the file can't be written; one that was there is untouched.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.export("model.pt2", example=torch.ones(8, 4))
+            >>> torch.export.load("model.pt2").module()(torch.ones(3, 4)).shape
+            torch.Size([3, 1])
         """
         from fitkit.export import export
 
@@ -834,6 +886,13 @@ class Model(Module):
 
         Raises:
             CheckpointError: the file can't be written; one that was there is untouched.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.save("model.h5")
+            >>> model.load("model.h5")
         """
         save(self, path)
 
@@ -846,6 +905,14 @@ class Model(Module):
         Raises:
             FileNotFoundError: there is no such file.
             CheckpointError: damaged, or not for this model; the model is as it was.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.save("before.h5")
+            >>> history = model.fit(torch.ones(8, 4), torch.ones(8), verbose=0)
+            >>> model.load("before.h5")
         """
         with in_use(self, "load", alone=True):
             load(self, path)
@@ -860,6 +927,12 @@ class Model(Module):
 
         Raises:
             CheckpointError: the file can't be written; one that was there is untouched.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.save_weights("weights.safetensors")
         """
         save_weights(self, path)
 
@@ -879,6 +952,13 @@ class Model(Module):
         Raises:
             FileNotFoundError: there is no such file.
             CheckpointError: damaged, or not for this net; the model is as it was.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> model.save_weights("weights.pt")
+            >>> missing = fitkit.Model(torch.nn.Linear(4, 1)).load_weights("weights.pt")
         """
         from fitkit.checkpoint import load_weights
 
