@@ -128,7 +128,10 @@ class RankProcess:
     def end(self) -> None:
         """End it, where it still lives, and what it started: it has its own session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:  # Windows has no sessions
+                self._process.kill()
         self._process.wait()
 
     def broke(self) -> bool:
@@ -176,6 +179,6 @@ def end_own_session() -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    if os.getsid(0) == os.getpid():
+    if hasattr(os, "getsid") and os.getsid(0) == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -311,7 +311,7 @@ def _is_orphan(environment: Mapping[str, str]) -> bool:
     number = re.match("[0-9]{1,9}(?=-|$)", parent)
     if environment.get("FITKIT_LAUNCHED", "").strip() != "1" or number is None:
         return False
-    if environment.get("RANK") == "0" or os.getsid(0) != os.getpid():
+    if environment.get("RANK") == "0" or not hasattr(os, "getsid") or os.getsid(0) != os.getpid():
         return False
     try:
         os.kill(int(number[0]), 0)
