@@ -60,7 +60,10 @@ LossName: TypeAlias = Literal[
     "binary_focal_crossentropy", "mean_absolute_percentage_error", "mape",
     "mean_squared_logarithmic_error", "msle", "log_cosh", "cosine_similarity", "kl_divergence",
     "kld", "kullback_leibler_divergence", "poisson", "hinge", "squared_hinge",
-    "categorical_hinge",
+    "categorical_hinge", "BCELoss", "BCEWithLogitsLoss", "CosineSimilarity", "CrossEntropyLoss",
+    "HingeEmbeddingLoss", "HuberLoss", "L1Loss", "MSELoss", "MultiLabelMarginLoss",
+    "MultiLabelSoftMarginLoss", "MultiMarginLoss", "NLLLoss", "PoissonNLLLoss", "SmoothL1Loss",
+    "SoftMarginLoss",
 ]  # fmt: skip
 MetricName: TypeAlias = Literal[
     "accuracy", "acc", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy",

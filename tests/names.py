@@ -14,6 +14,8 @@ END = "# --- to here\n"
 
 def names() -> dict[str, list[str]]:
     """The names of each type: those of fitkit itself, none that an installed package adds."""
+    import torch
+
     from fitkit.arguments import snake_case
     from fitkit.distributed.devices import ACCELERATORS
     from fitkit.distributed.precision import PRECISIONS
@@ -28,7 +30,7 @@ def names() -> dict[str, list[str]]:
 
     return {
         "OptimizerName": [form for name in own(OPTIMIZERS) for form in (name.lower(), name)],
-        "LossName": own(LOSSES),
+        "LossName": own(LOSSES) + [name for name in dir(torch.nn) if name in LOSSES],
         "MetricName": own(NAMES),
         "SchedulerName": [form for name in own(SCHEDULERS) for form in (snake_case(name), name)],
         "StrategyName": ["auto", *own(STRATEGIES)],
