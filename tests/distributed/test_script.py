@@ -245,3 +245,43 @@ def test_every_rank_reads_what_rank_0_has_saved(start, tmp_path, by_torchrun):
     assert (tmp_path / "read0.txt").read_text().startswith("CheckpointError")
     told = (tmp_path / "read1.txt").read_text()
     assert told.startswith("WorkerError: Rank 0 failed (CheckpointError")
+
+
+TALKS = """
+    def talks(epoch, logs):
+        print("epoch", epoch, "of", os.getenv("RANK"))
+        print("warned", file=sys.stderr)
+        for _ in range(5000):
+            print("much" * 20)
+    shown = LambdaCallback(on_epoch_end=talks)
+"""
+
+
+def test_lightnings_print_on_every_rank_is_seen_with_output_all(start):
+    process = start(
+        TALKS + """
+    from fitkit.strategies import DDPStrategy
+    model = compiled(strategy=DDPStrategy(output="all"))
+    model.fit(x, y, epochs=2, verbose=0, callbacks=[shown])
+    print("after", rank)
+    """
+    )
+    status, out, err = ended(process)
+    assert status == 0, err
+    lines = out.splitlines()
+    for epoch in (0, 1):
+        assert lines.count(f"epoch {epoch} of 0") == 1
+        assert lines.count(f"[rank 1] epoch {epoch} of 1") == 1
+    assert lines.count("[rank 1] " + "much" * 20) == 10_000
+    assert lines.index("[rank 1] epoch 1 of 1") < lines.index("after 0")
+    assert lines.count("[rank 1] after 1") == 1  # what a script prints at its end, too
+    assert err.splitlines().count("[rank 1] warned") == 2
+
+
+def test_without_it_the_other_ranks_print_nothing(start):
+    status, out, err = ended(
+        start(TALKS + "    compiled(strategy='ddp').fit(x, y, verbose=0, callbacks=[shown])\n")
+    )
+    assert status == 0, err
+    assert "[rank 1]" not in out + err
+    assert out.count("epoch 0") == 1

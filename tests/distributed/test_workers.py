@@ -625,3 +625,34 @@ def test_empty_batches_on_some_ranks_change_nothing(devices):
     last = F.cross_entropy(expected, y).item()
     assert history.history["val_loss"][-1] == pytest.approx(last, abs=1e-5)
     assert np.allclose(model.predict(data, verbose=0), expected, atol=1e-5)
+
+
+def test_the_environment_shows_what_workers_print(monkeypatch, capsys):
+    def talks(epoch, logs):
+        print(f"epoch {epoch}", flush=False)
+        for _ in range(3000):
+            print("much" * 20)
+
+    monkeypatch.setenv("FITKIT_RANK_OUTPUT", "all")
+    shown = LambdaCallback(on_epoch_end=talks)
+    compiled().fit(X, Y, epochs=2, verbose=0, callbacks=[shown])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "epoch" in line and "rank" in line] == [
+        "[rank 1] epoch 0", "[rank 1] epoch 1",
+    ]  # fmt: skip
+    assert lines.count("[rank 1] " + "much" * 20) == 6000
+    monkeypatch.delenv("FITKIT_RANK_OUTPUT")
+    compiled().fit(X, Y, verbose=0, callbacks=[shown])
+    assert "[rank 1]" not in capsys.readouterr().out
+
+
+def test_a_worker_that_ends_leaves_its_last_words_where_output_is_shown(monkeypatch, capsys):
+    def dies(batch, logs):
+        if torch.distributed.get_rank() == 1:
+            print("last words", file=sys.stderr)
+            os._exit(3)
+
+    monkeypatch.setenv("FITKIT_RANK_OUTPUT", "all")
+    with pytest.raises(fitkit.WorkerError, match="(?s)Rank 1 left with status 3.*last words"):
+        compiled().fit(X, Y, verbose=0, callbacks=[LambdaCallback(on_train_batch_end=dies)])
+    assert "[rank 1] last words" in capsys.readouterr().err

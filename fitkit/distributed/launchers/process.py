@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import torch
 
+from fitkit.distributed.launchers.output import ShownOutput
 from fitkit.distributed.launchers.watch import Failure
 
 
@@ -90,6 +91,7 @@ class RankProcess:
         variables: of its environment, beside this process's.
         folder: where it starts; None for where this process is.
         files: open files that it gets, by the same numbers.
+        shows_output: whether this process shows what it prints.
     """
 
     def __init__(
@@ -99,19 +101,31 @@ class RankProcess:
         variables: Mapping[str, str],
         folder: str | None = None,
         files: tuple[int, ...] = (),
+        shows_output: bool = False,
     ) -> None:
         self.rank = rank
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the rank
+        # Python would keep what it prints to a pipe until some thousand bytes have come together.
+        unbuffered = {"PYTHONUNBUFFERED": "1"} if shows_output else {}
         self._process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, **variables},
+            env={**os.environ, **unbuffered, **variables},
             pass_fds=files,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # rank 0 prints; the others would repeat it
-            stderr=self._said,
+            # Rank 0 prints; the others would repeat it.
+            stdout=subprocess.PIPE if shows_output else subprocess.DEVNULL,
+            stderr=subprocess.PIPE if shows_output else self._said,
             start_new_session=True,  # Ctrl-C goes to the whole group; rank 0 alone handles it
         )
+        self._shown: ShownOutput | None = None
+        if self._process.stdout is not None and self._process.stderr is not None:
+            self._shown = ShownOutput(rank, self._process.stdout, self._process.stderr)
+
+    def wait_for_output(self) -> None:
+        """Wait until what it printed so far is shown, where it is."""
+        if self._shown is not None:
+            self._shown.wait()
 
     def lives(self) -> bool:
         """Whether it hasn't ended."""
@@ -133,6 +147,8 @@ class RankProcess:
             else:  # Windows has no sessions
                 self._process.kill()
         self._process.wait()
+        if self._shown is not None:
+            self._shown.wait_for_end()
 
     def broke(self) -> bool:
         """Whether it ended by a signal or an exception; other statuses are the script's own."""
@@ -158,6 +174,8 @@ class RankProcess:
 
     def words(self) -> str:
         """The end of what it wrote to its standard error."""
+        if self._shown is not None:
+            return self._shown.words()
         with contextlib.suppress(OSError, ValueError):
             length = self._said.seek(0, os.SEEK_END)
             self._said.seek(max(length - 4000, 0))

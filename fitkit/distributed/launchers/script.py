@@ -34,7 +34,7 @@ from fitkit.distributed.launchers.process import (
 )
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.watch import Failure
-from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.errors import ConfigurationError, WorkerError, warn
 
 Result = TypeVar("Result")
 
@@ -62,13 +62,15 @@ class ScriptLauncher(RankLauncher):
     Args:
         strategy: enters and leaves the ranks' process group.
         size: how many ranks there are.
+        shows_output: whether rank 0 shows what the others print.
     """
 
     others_print = False
 
-    def __init__(self, strategy: JoinsRanks, size: int) -> None:
+    def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
         super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1))
         self._size = size
+        self._shows_output = shows_output
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank; see `RankLauncher.launch`."""
@@ -84,12 +86,15 @@ class ScriptLauncher(RankLauncher):
 
     @property
     def _ranks(self) -> ScriptRanks:
-        return ranks_of_script(self._size)
+        return ranks_of_script(self._size, self._shows_output)
 
     @contextlib.contextmanager
     def during_call(self) -> Iterator[None]:
         with threads_shared(self._size), ended_by_interrupt(self._ranks.end):
-            yield
+            try:
+                yield
+            finally:
+                self._ranks.wait_for_output()
 
     def lost(self) -> Failure | None:
         return self._ranks.lost()
@@ -141,18 +146,23 @@ class ScriptRanks:
     def end(self) -> None:
         """End the other ranks; rank 0 alone can."""
 
+    def wait_for_output(self) -> None:
+        """Wait until what the other ranks printed so far is shown; by rank 0, which shows it."""
+
 
 class StartedRanks(ScriptRanks):
     """Rank 0's side.
 
     Args:
         size: how many ranks there are, this one included.
+        shows_output: whether this process shows what the others print.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, shows_output: bool = False) -> None:
         port = _free_port()
         super().__init__(0, size, MeetingFolder.make())
         self._owner = os.getpid()
+        self.shows_output = shows_output
         variables = {
             "FITKIT_LAUNCHED": "1",
             "FITKIT_PARENT": process_name(self._owner),
@@ -171,6 +181,7 @@ class StartedRanks(ScriptRanks):
                 [sys.executable, *sys.orig_argv[1:]],
                 {**variables, "OMP_NUM_THREADS": threads, "RANK": name, "LOCAL_RANK": name},
                 STARTED_IN,
+                shows_output=shows_output,
             )
             for rank, name in enumerate(map(str, range(1, size)), 1)
         ]
@@ -183,6 +194,10 @@ class StartedRanks(ScriptRanks):
     def end(self) -> None:
         for other in self._others:
             other.end()
+
+    def wait_for_output(self) -> None:
+        for other in self._others:
+            other.wait_for_output()
 
     def finish(self) -> None:
         """At the end of rank 0's script: let the others come to their end, too."""
@@ -247,8 +262,12 @@ def _free_port() -> int:
 _ranks: ScriptRanks | None = None
 
 
-def ranks_of_script(size: int) -> ScriptRanks:
+def ranks_of_script(size: int, shows_output: bool = False) -> ScriptRanks:
     """This script's ranks; started, where they aren't yet.
+
+    Args:
+        size: how many.
+        shows_output: whether rank 0 shows what the others print, where it starts them.
 
     Raises:
         ConfigurationError: there are others than `size`.
@@ -256,8 +275,13 @@ def ranks_of_script(size: int) -> ScriptRanks:
     global _ranks
     if _ranks is None:
         joined = is_script_rank(os.environ)
-        _ranks = JoinedRanks(os.environ) if joined else StartedRanks(size)
+        _ranks = JoinedRanks(os.environ) if joined else StartedRanks(size, shows_output)
     check_script_size(_ranks.size, size)
+    if shows_output and isinstance(_ranks, StartedRanks) and not _ranks.shows_output:
+        warn(
+            "This script's other ranks were started without output='all' and can't be shown now. "
+            "Give it to the first model that trains, or set FITKIT_RANK_OUTPUT=all."
+        )
     return _ranks
 
 

@@ -64,14 +64,16 @@ class WorkersLauncher(RankLauncher):
     Args:
         strategy: enters and leaves the ranks' process group.
         size: how many ranks there are.
+        shows_output: whether rank 0 shows what the others print.
     """
 
     others_print = False
     ends_process = False  # it may be a notebook's
 
-    def __init__(self, strategy: JoinsRanks, size: int) -> None:
+    def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
         super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1), LOAD_TIMEOUT)
         self.size = size
+        self.shows_output = shows_output
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank.
@@ -91,7 +93,7 @@ class WorkersLauncher(RankLauncher):
                     "after the other call."
                 )
             with contextlib.closing(self._payload(function, arguments)) as payload:
-                self._pool = _pool_of(self.size - 1)
+                self._pool = _pool_of(self.size - 1, self.shows_output)
                 self.call_store: Store = self._pool.begin(payload)
             try:
                 return super().launch(function, *arguments)
@@ -107,7 +109,11 @@ class WorkersLauncher(RankLauncher):
     @contextlib.contextmanager
     def during_call(self) -> Iterator[None]:
         with ended_by_interrupt(self._pool.end_processes), threads_shared(self.size):
-            yield
+            try:
+                yield
+            finally:
+                for worker in self._pool.workers:
+                    worker.wait_for_output()
 
     def lost(self) -> Failure | None:
         return first_lost(self._pool.workers)
@@ -142,9 +148,12 @@ class WorkerProcess(RankProcess):
         rank: which it holds.
         size: how many ranks there are.
         folder: where the ranks meet.
+        shows_output: whether this process shows what it prints.
     """
 
-    def __init__(self, rank: int, size: int, folder: MeetingFolder) -> None:
+    def __init__(
+        self, rank: int, size: int, folder: MeetingFolder, shows_output: bool = False
+    ) -> None:
         ours, theirs = socket.socketpair()
         self._files, their_files = socket.socketpair()
         files = theirs.fileno(), their_files.fileno()
@@ -157,6 +166,7 @@ class WorkerProcess(RankProcess):
                 "FITKIT_PATH": json.dumps(sys.path),
             },
             files=files,
+            shows_output=shows_output,
         )
         theirs.close()
         their_files.close()
@@ -179,13 +189,16 @@ class Pool:
 
     Args:
         count: how many.
+        shows_output: whether this process shows what they print.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shows_output: bool = False) -> None:
         self.owner: int = os.getpid()
+        self.shows_output = shows_output
         self._folder = MeetingFolder.make()
         self.workers: list[WorkerProcess] = [
-            WorkerProcess(rank, count + 1, self._folder) for rank in range(1, count + 1)
+            WorkerProcess(rank, count + 1, self._folder, shows_output)
+            for rank in range(1, count + 1)
         ]
         deadline, store = time.monotonic() + START_TIMEOUT_S, self._folder.store(0)
         for worker in self.workers:
@@ -242,12 +255,13 @@ _calls = threading.RLock()
 """Held by the thread whose call the workers take part in; calls of other models' wait."""
 
 
-def _pool_of(count: int) -> Pool:
+def _pool_of(count: int, shows_output: bool = False) -> Pool:
     """The living pool of that many workers, or a new one."""
     global _pool
-    if _pool is None or not _pool.usable or len(_pool.workers) != count:
+    fits = _pool is not None and (len(_pool.workers), _pool.shows_output) == (count, shows_output)
+    if _pool is None or not fits or not _pool.usable:
         end_workers()
-        _pool = Pool(count)
+        _pool = Pool(count, shows_output)
     return _pool
 
 

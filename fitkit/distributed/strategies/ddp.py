@@ -18,6 +18,7 @@ from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
 from fitkit.distributed.launchers import InlineLauncher
+from fitkit.distributed.launchers.output import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
@@ -47,6 +48,10 @@ class DDP(Strategy):
             `"fp16"`, `"bf16"` (half the traffic) or `"powersgd"` (low-rank, with error feedback).
         comm_hook_state: that hook's first argument; with `"powersgd"` a dict of options of
             torch's `PowerSGDState`, like `{"matrix_approximation_rank": 2}`.
+        output: `"all"` shows what the other ranks print, each line with its rank before it;
+            `"rank_zero"` doesn't; None (default) for what the environment's `FITKIT_RANK_OUTPUT`
+            says, else `"rank_zero"`. It holds for processes that fitkit starts; those of torchrun
+            or SLURM print by themselves.
 
     A strategy of your own may override `init_dist_connection` and `configure_ddp`.
 
@@ -73,6 +78,8 @@ class DDP(Strategy):
         gradient_as_bucket_view: bool = False,
         comm_hook: Callable[..., Any] | str | None = None,
         comm_hook_state: object = None,
+        *,
+        output: str | None = None,
     ) -> None:
         super().__init__()
         check_choice("process_group_backend", process_group_backend, (None, "nccl", "gloo"))
@@ -83,6 +90,8 @@ class DDP(Strategy):
         check_flag("gradient_as_bucket_view", gradient_as_bucket_view)
         check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
         check_hook(comm_hook, comm_hook_state)
+        check_output(output)
+        self.output = output
         self.process_group_backend = process_group_backend
         self.timeout: timedelta | None = (
             timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
@@ -113,9 +122,9 @@ class DDP(Strategy):
         elif cluster is not None and cluster.launcher != "fitkit":
             self.launcher = RankLauncher(self, cluster)
         elif self.starts == "script" and self._finds_a_script():
-            self.launcher = ScriptLauncher(self, self.world.size)
+            self.launcher = ScriptLauncher(self, self.world.size, shows_all(self.output))
         else:
-            self.launcher = WorkersLauncher(self, self.world.size)
+            self.launcher = WorkersLauncher(self, self.world.size, shows_all(self.output))
             self.reads_on_rank_zero = True
         return self
 

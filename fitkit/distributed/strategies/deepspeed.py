@@ -42,7 +42,7 @@ class DeepSpeed(DDP):
             for the one in `config`, else 2.
         config: other settings of DeepSpeed (a dict or the path of a JSON file), but for those that
             `compile` and `fit` have arguments for.
-        process_group_backend, timeout: as for `DDP`.
+        process_group_backend, timeout, output: as for `DDP`.
 
     Reference: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models, 2020, arXiv:1910.02054.
@@ -63,8 +63,9 @@ class DeepSpeed(DDP):
         *,
         process_group_backend: str | None = None,
         timeout: float | timedelta | None = None,
+        output: str | None = None,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, output=output)
         self.config: dict[str, Any] = read_config(config)
         self.stage: int = check_stage(stage, self.config)
 

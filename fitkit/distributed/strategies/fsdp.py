@@ -66,7 +66,7 @@ class FSDP(DDP):
             accelerators only.
         backup: whether rank 0 keeps weights and optimizer state from before `fit` in main memory.
             A training that fails leaves the model with these; without them its weights are lost.
-        process_group_backend, timeout: as for `DDP`.
+        process_group_backend, timeout, output: as for `DDP`.
 
     Reference: Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel,
     2023, arXiv:2304.11277.
@@ -95,8 +95,9 @@ class FSDP(DDP):
         backup: bool = True,
         process_group_backend: str | None = None,
         timeout: float | timedelta | None = None,
+        output: str | None = None,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, output=output)
         check_wrap(wrap)
         check_recomputed(activation_checkpointing)
         check_flag("reshard_after_forward", reshard_after_forward)

@@ -33,7 +33,7 @@ class Horovod(DDP):
             several optimizers, and in steps that make the updates themselves, it is torch's
             process group in either case.
         compression: `"fp16"` sends gradients in half the bytes; None as they are.
-        process_group_backend, timeout: as for `DDP`.
+        process_group_backend, timeout, output: as for `DDP`.
 
     Reference: Sergeev & Del Balso, Horovod: fast and easy distributed deep learning in
     TensorFlow, 2018, arXiv:1802.05799.
@@ -54,11 +54,12 @@ class Horovod(DDP):
         *,
         process_group_backend: str | None = None,
         timeout: float | timedelta | None = None,
+        output: str | None = None,
     ) -> None:
         check_choice("engine", engine, ("torch", "horovod"))
         check_choice("compression", compression, (None, "fp16"))
         hook: Callable[..., Any] | str | None = compression if engine == "torch" else None
-        super().__init__(process_group_backend, timeout, comm_hook=hook)
+        super().__init__(process_group_backend, timeout, comm_hook=hook, output=output)
         self.averager = engine
         self.compression = compression
         self._hvd: Any = None  # Horovod's module, between `join` and `leave`

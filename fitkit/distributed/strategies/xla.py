@@ -35,7 +35,7 @@ class XLA(DDP):
         adapter: what drives the devices: `"torch_tpu"`, `"torch_xla"`, None for the first of them
             that is installed, or an object with an adapter's six calls
             (`fitkit.strategies.XLAAdapter`).
-        timeout: as for `DDP`.
+        timeout, output: as for `DDP`.
 
     Example:
         >>> import fitkit
@@ -47,9 +47,13 @@ class XLA(DDP):
     has_engine = True
 
     def __init__(
-        self, adapter: str | Adapter | None = None, *, timeout: float | timedelta | None = None
+        self,
+        adapter: str | Adapter | None = None,
+        *,
+        timeout: float | timedelta | None = None,
+        output: str | None = None,
     ) -> None:
-        super().__init__(timeout=timeout)
+        super().__init__(timeout=timeout, output=output)
         self._asked = adapter
         # A package is looked for when it is needed.
         is_named = adapter is None or isinstance(adapter, str)
