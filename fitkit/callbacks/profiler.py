@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -133,6 +134,7 @@ class Profiler(Callback):
         owner = _owner(hook)
         name = getattr(hook, "__qualname__", "?") if owner is None else type(owner).__name__
 
+        @functools.wraps(hook)
         def timed(*arguments: Any) -> Any:
             clock = self._clock
             if clock is None:

@@ -123,7 +123,7 @@ def evaluate_source(
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no batches with rows.")
         model._fitkit.log_names = list(values)
-        callbacks.call("on_test_end", values)
+        context.call_at_end(callbacks.hooks("on_test_end"), values, data_ranks, values)
     return values
 
 

@@ -75,7 +75,8 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                 state.run = run
                 if not kept_in_evaluation(model._weights_module()):
                     model.train()
-                callbacks.call("on_train_begin", {})
+                with running(model, run.context):  # what is logged there is the first epoch's
+                    run.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
                 run.kept = kept_in_evaluation(model._weights_module())
                 if run.resumed is not None:  # what they had, after their beginning
                     run.history.epoch = list(run.resumed.history["epoch"])
@@ -281,8 +282,10 @@ class Fit:
             self._go_on_drawing()
         step.begin()
         begun = resumes and done > 0
-        with state.settings_kept() if begun else contextlib.nullcontext():
-            callbacks.call("on_epoch_begin", epoch, {})
+        with state.settings_kept() if begun else contextlib.nullcontext(), running(model, context):
+            context.call_before_batch(callbacks.hooks("on_epoch_begin"), epoch, {})
+        if begun:
+            context.waiting.clear()  # it was noted before the epoch was cut
         self.epoch, self.logs = epoch, None
         self._follow_freezing()
         state.train(state.stored_weights if begun else None)
@@ -354,7 +357,9 @@ class Fit:
                 elif (epoch + 1) % plan.frequency == 0:
                     self._step_plateau(plan, epoch, values)
         self.logs = values
-        callbacks.call("on_epoch_end", epoch, values)
+        with running(model, context):
+            ended = callbacks.hooks("on_epoch_end")
+            context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
         if self.arguments.callback_list.callbacks:
             model.stop_training = self._any_stops()
         return values

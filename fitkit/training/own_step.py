@@ -48,6 +48,7 @@ class StepContext:
         is_padding: whether the current batch is padding, which counts for nothing.
         is_opening: whether hooks run before a batch whose samples aren't known yet.
         waiting: what they have logged, until `take_waiting`.
+        ending: what a hook logs that is called with the pass's values; None elsewhere.
         backward: computes a loss's gradients and averages them over the ranks; training only.
     """
 
@@ -61,6 +62,7 @@ class StepContext:
     is_padding: bool = False
     is_opening: bool = False
     waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
+    ending: Logged | None = None
     backward: Callable[..., None] | None = None
 
     @staticmethod
@@ -91,6 +93,38 @@ class StepContext:
             hook(*arguments)
         self.is_opening = False
 
+    def call_at_end(
+        self,
+        hooks: Iterable[Callable[..., Any]],
+        values: dict[str, Any],
+        ranks: Collectives,
+        *arguments: Any,
+    ) -> None:
+        """Call hooks with a pass's values, to which what one of them logs is added for the next.
+
+        Args:
+            hooks: the callbacks', in their order.
+            values: the pass's, the same on all ranks; and so they stay.
+            ranks: those that call the hooks too.
+            *arguments: the hooks' own.
+
+        Ranks:
+            Collective: an exchange for each hook that isn't fitkit's own, whose code may log.
+        """
+        for hook in hooks:
+            self.ending = Logged()
+            try:
+                hook(*arguments)
+            finally:
+                ending, self.ending = self.ending, None
+            states, numbers = [ending.state()], [ranks.rank]
+            is_ours = (getattr(hook, "__module__", None) or "").startswith("fitkit.")
+            if ranks.world_size > 1 and not is_ours:
+                states, numbers = ranks.gather(states[0]), list(range(ranks.world_size))
+            if any(states):
+                values.update(ending.merge(states, [1] * len(states), numbers))
+                ending.finish()
+
     def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
         """Take a value that a hook logs, unless its batch counts for nothing.
 
@@ -102,6 +136,9 @@ class StepContext:
                 f"self.log({name!r}) was called in predict, which has no logs. Return the value "
                 "from predict_step, or log it in evaluate's test_step."
             )
+        if self.ending is not None:
+            self.ending.add(name, value, options, 1 if samples is None else samples)
+            return
         if self.is_opening:
             self.waiting.append((name, value, options, samples))
             return

@@ -298,3 +298,32 @@ def test_model_stop_evaluating_and_stop_predicting_end_a_ranks_own_part(strategy
     rows = [0, 1, 2, 3, 6, 7]
     expected = ((torch.as_tensor(model.predict(x, verbose=0)) - x)[rows] ** 2).mean().item()
     assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_self_log_at_an_epochs_end_is_the_value_of_all_ranks(tmp_path):
+    """Each rank's value differs; all see one, so that early stopping and savers act alike."""
+
+    class Ends(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.log("begun", 1.0, reduce_fx="sum")
+
+        def on_test_end(self, logs):
+            self.model.log("rank", float(self.model.global_rank))
+
+        def on_epoch_end(self, epoch, logs):
+            assert logs["val_rank"] == 0.5
+            self.model.log("ranks", epoch + float(self.model.global_rank), reduce_fx="sum")
+            if self.model.is_global_zero:
+                self.model.log("zero", 7.0, rank_zero_only=True)
+
+    model = compiled(devices=2)
+    best = fitkit.callbacks.ModelCheckpoint(
+        tmp_path / "best.h5", monitor="ranks", mode="min", save_best_only=True
+    )
+    stopping = fitkit.callbacks.EarlyStopping("ranks", mode="min", patience=1)
+    history = model.fit(
+        X, Y, validation_data=(X, Y), epochs=5, verbose=0, callbacks=[Ends(), best, stopping]
+    ).history
+    assert history["ranks"] == [1.0, 3.0]
+    assert history["zero"] == [7.0, 7.0] and history["val_rank"] == [0.5, 0.5]
+    assert history["begun"] == [2.0, 2.0]
