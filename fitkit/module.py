@@ -246,8 +246,8 @@ class Module(nn.Module):
             return
         if self._fitkit.contexts.current is None:
             raise ConfigurationError(
-                f"self.log({name!r}) was called outside of a run, or when its last epoch was over. Call "
-                "it in a step, in its _epoch_end, or in a callback's hook of epochs or batches."
+                f"self.log({name!r}) was called outside of a run, or when its last epoch was over. "
+                "Call it in a step, its _epoch_end, or a callback's hook of epochs or batches."
             )
         self._fitkit.contexts.current.log(name, loggable, options, batch_size)
 

@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from fitkit.arguments import check_choice, describe
+from fitkit.arguments import check_choice, check_count, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.optimizers import shown
 from fitkit.registry import Registry
@@ -32,6 +33,10 @@ for _name, _class in vars(lr_scheduler).items():
 SCHEDULERS.add("cosine", lr_scheduler.CosineAnnealingLR)
 
 
+VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
+"""What names of a validation's values begin with, where they say it themselves."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SchedulerChoice:
     """What `compile` was given as the scheduler.
@@ -42,11 +47,13 @@ class SchedulerChoice:
             as the scheduler's class counts (`own_interval`).
         monitor: the log that `ReduceLROnPlateau` watches; None for `val_loss` where there is
             a validation, else `loss`.
+        frequency: it moves after every so many of its intervals.
     """
 
     given: Any
     interval: str | None = None
     monitor: str | None = None
+    frequency: int = 1
 
     @property
     def follows_fit(self) -> bool:
@@ -71,25 +78,23 @@ class SchedulerChoice:
         if value is None:
             return None
         if isinstance(value, dict):
-            unknown = set(value) - {"scheduler", "interval", "monitor"}
+            unknown = set(value) - {"scheduler", "interval", "frequency", "monitor"}
             if unknown or "scheduler" not in value:
                 raise ConfigurationError(
                     f"lr_scheduler has the keys {list(value)}; it takes 'scheduler' (which "
-                    "must be there), 'interval' and 'monitor'."
+                    "must be there), 'interval', 'frequency' and 'monitor'."
                 )
             given, monitor = value["scheduler"], value.get("monitor")
-            interval = value.get("interval")
+            interval, frequency = value.get("interval"), value.get("frequency", 1)
         else:
-            given, monitor, interval = value, None, None
+            given, monitor, interval, frequency = value, None, None, 1
+        check_count("lr_scheduler's frequency", frequency)
         check_choice("lr_scheduler's interval", interval, (None, "epoch", "step"))
         if monitor is not None and not isinstance(monitor, str):
             raise ArgumentTypeError(f"lr_scheduler's monitor={monitor!r} must be a name.")
         _check_kind(given)
-        if interval == "step" and _maker(given) is lr_scheduler.ReduceLROnPlateau:
-            raise ConfigurationError(
-                "ReduceLROnPlateau watches a value of an epoch; give it interval='epoch'."
-            )
-        return cls(given, interval, monitor)
+        check_watched(interval, monitor)
+        return cls(given, interval, monitor, int(frequency))
 
     def build(self, optimizer: Optimizer, epochs: int, updates: int | None) -> Any:
         """The scheduler over `optimizer`.
@@ -209,6 +214,20 @@ def _is_scheduler(value: Any) -> bool:
         and callable(getattr(value, "step", None))
         and callable(getattr(value, "state_dict", None))
     )
+
+
+def check_watched(interval: str | None, monitor: str | None) -> None:
+    """Refuse a scheduler of updates that watches what comes once an epoch.
+
+    Raises:
+        ConfigurationError: with what to write.
+    """
+    if interval == "step" and monitor is not None and VALIDATION_NAME.match(monitor):
+        raise ConfigurationError(
+            f"lr_scheduler has interval='step', but monitor={monitor!r} is a value of the "
+            "validation, which updates don't have. Write interval='epoch', or monitor a value of "
+            "the training's steps ('loss', or what training_step logs)."
+        )
 
 
 def own_interval(scheduler: Any) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
+from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training.evaluate import evaluate_source
 from fitkit.training.log import LazyLogs, noted_by, reduced
 from fitkit.training.optimizing import PlannedScheduler, warn_of_flags
@@ -52,9 +53,6 @@ from fitkit.training.update import updates_for
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback may stop an epoch."""
-
-VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
-"""What names of a validation's values begin with, where they say it themselves."""
 
 
 def run_fit(model: Module, arguments: FitArguments) -> History:
@@ -206,7 +204,7 @@ class Fit:
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         """Make a function that moves the rates after each of an optimizer's updates."""
         moves = [
-            plan.stepper()
+            partial(self._step_plateau_at_update, plan) if plan.watches else plan.stepper()
             for plan in self.schedulers
             if plan.interval == "step" and plan.optimizer in (None, optimizer)
         ]
@@ -469,6 +467,48 @@ class Fit:
         waits = self.held_out is not None and not self.arguments.validates_after(epoch)
         if waits and VALIDATION_NAME.match(watched):
             return
+        self._miss(plan, watched, logs)
+
+    def _step_plateau_at_update(self, plan: PlannedScheduler) -> None:
+        """After every `frequency` updates give a scheduler what the last step logged, of all ranks.
+
+        Ranks:
+            Collective, with one exchange where there are several.
+        """
+        plan.passed += 1
+        if plan.passed % plan.frequency:
+            return
+        watched = plan.monitor or "loss"
+        value, weight = self._logged_by_step(watched)
+        ranks = self.strategy.data_ranks
+        if ranks.world_size > 1:
+            # A rank whose batch was padding has none.
+            own = [0.0, 0.0] if value is None or not weight else [value * weight, weight]
+            total, weight = ranks.sums(own)
+            value = total / weight if weight else None
+        if value is not None:
+            plan.scheduler.step(value)
+        else:
+            self._miss(plan, watched, self.step.logbook.results())
+
+    def _logged_by_step(self, name: str) -> tuple[float | None, float]:
+        """The last step's value of that name, and by what a mean over ranks weighs it.
+
+        It is the step's own for the loss and for what it logs, and the epoch's so far of a metric.
+        """
+        logbook, samples = self.step.logbook, float(self.step.samples)
+        entries = logbook.logged.entries
+        entry = entries.get(name, entries.get(name.removesuffix("_step")))
+        if entry is not None and entry.latest is not None:
+            return float(entry.latest), samples
+        if name == "loss" and logbook.loss.last is not None:
+            count = self.step.count
+            return float(logbook.loss.last), samples if count is None else float(count)
+        value = logbook.results().get(name)
+        return None if value is None else float(value), samples
+
+    def _miss(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
+        """Refuse that the logs lack what a scheduler watches, or say it once."""
         names = ", ".join(logs)
         if plan.monitor is not None:
             problem = f"lr_scheduler monitors {watched!r}, but the logs have {names}."

@@ -27,14 +27,15 @@ from fitkit.optimizers import (
     is_schedule_free,
     put_rate,
 )
-from fitkit.schedulers import SchedulerChoice, own_interval
+from fitkit.schedulers import SchedulerChoice, check_watched, own_interval
 from fitkit.training.check_state import check_scheduler_state
 from fitkit.training.resume import Progress
 from fitkit.training.settings import Compilation
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
-    "schedulers), a dict with 'optimizer' and 'lr_scheduler', or a list of such dicts"
+    "schedulers; one scheduler needs no list), a dict with 'optimizer' and 'lr_scheduler', or a "
+    "list of such dicts"
 )
 SCHEDULER_KEYS = (
     "scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau",
@@ -133,6 +134,13 @@ def read_optimizers(returned: Any) -> OwnOptimizers:
     Raises:
         ConfigurationError, ArgumentTypeError: none of the shapes.
     """
+    if returned is None:
+        raise ConfigurationError(
+            "configure_optimizers returned None. Lightning would run training_step and learn "
+            "nothing; fit makes updates. Return the optimizer (is there a `return`?), leave the "
+            "method out and name one in compile, or call evaluate or predict where nothing is to "
+            f"be learned. {SHAPES}."
+        )
     if isinstance(returned, Optimizer):
         return OwnOptimizers([returned], [])
     if isinstance(returned, Mapping):
@@ -142,8 +150,11 @@ def read_optimizers(returned: Any) -> OwnOptimizers:
             return OwnOptimizers(list(returned), [])
         if all(isinstance(entry, Mapping) for entry in returned):
             return _of_dicts(list(returned))
-        if len(returned) == 2 and all(isinstance(entry, (list, tuple)) for entry in returned):
-            return _of_two_lists(*returned)
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
+            optimizers, schedulers = returned
+            if not isinstance(schedulers, (list, tuple)):
+                schedulers = [] if schedulers is None else [schedulers]
+            return _of_two_lists(optimizers, schedulers)
     raise ArgumentTypeError(f"configure_optimizers returned {describe(returned)}. {SHAPES}.")
 
 
@@ -232,10 +243,8 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
             f"{type(scheduler).__name__} has no state_dict and load_state_dict, so checkpoints "
             "can't keep where it is: a resumed training begins it anew. Give it both."
         )
-    if planned.watches and interval == "step":
-        raise ConfigurationError(
-            "ReduceLROnPlateau watches a value of an epoch; give it interval='epoch'."
-        )
+    if planned.watches:
+        check_watched(interval, planned.monitor)
     return planned
 
 
@@ -394,6 +403,7 @@ class FitState:
             PlannedScheduler(
                 scheduler,
                 choice.interval or own_interval(scheduler),
+                choice.frequency,
                 monitor=choice.monitor,
                 optimizer=optimizer,
                 follows_fit=choice.follows_fit,
@@ -404,6 +414,7 @@ class FitState:
         """Move the scheduler to where it would be at the beginning of an epoch."""
         (plan,) = self.schedulers
         done = initial_epoch if plan.interval == "epoch" else initial_epoch * (steps or 0)
+        plan.passed, done = done, done // plan.frequency
         # torch warns where a scheduler moves before its optimizer has.
         self.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
         for _ in range(done):

@@ -161,3 +161,22 @@ def test_gathered_embeddings_carry_gradients_between_ranks():
         model.compile(lambda parameters: torch.optim.SGD(parameters, 0.1))
         model.fit(X[:48], Y[:48], **options)
     torch.testing.assert_close(models[1].layer.weight, models[0].layer.weight, rtol=0, atol=1e-6)
+
+
+def test_a_plateau_by_step_gets_the_mean_of_all_ranks():
+    class Own(fitkit.Model):
+        def training_step(self, batch, batch_idx):
+            self.log("rank", 1.0 + self.global_rank, on_step=True)
+            return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            scheduler = {"scheduler": plateau, "interval": "step", "monitor": "rank"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    model = Own(torch.nn.Linear(2, 1))
+    model.compile(accelerator="cpu", devices=2)
+    model.fit(torch.ones(16, 2), torch.ones(16, 1), batch_size=4, verbose=0)  # two updates
+    assert model.lr_schedulers().best == 1.5
+    assert model.optimizer.param_groups[0]["lr"] == 0.05
