@@ -200,6 +200,7 @@ class Model(Module):
 
         Args:
             optimizer: a name (any `torch.optim` class, in any case, with torch's defaults), a
+                dict of a name and other settings (`{"name": "adam", "eps": 1e-5}`), a
                 class, a `functools.partial`, a factory `params -> Optimizer`, or an instance
                 over this model's parameters. Default: the subclass's `configure_optimizers`,
                 else `"adam"`. Giving one begins anew; a call without it keeps the optimizer and

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fitkit.arguments import check_number, describe
 from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.registry import Registry
+from fitkit.registry import Registry, nearest
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry(
     "optimizer", hint="Or give a class, a functools.partial, a factory or an instance."
@@ -34,7 +34,8 @@ class OptimizerChoice:
     """What `compile` was given as the optimizer; built when the parameters are in place.
 
     Attributes:
-        given: the name, class, partial, factory or instance, as given.
+        given: the name, class, partial, factory or instance, as given; or a dict of a name and
+            the settings of the class that it stands for.
         learning_rate: for all but instances; None for the optimizer's own.
     """
 
@@ -45,6 +46,8 @@ class OptimizerChoice:
         given = self.given
         if isinstance(given, str):
             OPTIMIZERS[given]
+        elif isinstance(given, dict):
+            _check_settings(given)
         elif isinstance(given, type) and not issubclass(given, Optimizer):
             raise ArgumentTypeError(
                 f"optimizer={given.__name__} is a class, but no torch.optim.Optimizer."
@@ -53,8 +56,9 @@ class OptimizerChoice:
             pass
         else:
             raise ArgumentTypeError(
-                f"optimizer={describe(given)} must be a name, an Optimizer class, a "
-                "functools.partial of one, a factory params -> Optimizer, or an instance."
+                f"optimizer={describe(given)} must be a name, a dict of a name and settings, an "
+                "Optimizer class, a functools.partial of one, a factory params -> Optimizer, or an "
+                "instance."
             )
 
     @property
@@ -65,7 +69,7 @@ class OptimizerChoice:
     @property
     def is_name(self) -> bool:
         """Whether fitkit chose the class, and so may choose how it computes."""
-        return isinstance(self.given, str)
+        return isinstance(self.given, str | dict)
 
     def check_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse an instance over parameters that aren't among `parameters`.
@@ -100,8 +104,13 @@ class OptimizerChoice:
             return self.given
         held = list(parameters)
         check_trainable(held)
-        maker = OPTIMIZERS[self.given] if isinstance(self.given, str) else self.given
-        options: dict[str, Any] = {} if self.learning_rate is None else {"lr": self.learning_rate}
+        maker, options = self.given, {}
+        if isinstance(self.given, str):
+            maker = OPTIMIZERS[self.given]
+        elif isinstance(self.given, dict):
+            maker, options = OPTIMIZERS[self.given["name"]], _settings_in(self.given)
+        if self.learning_rate is not None:
+            options["lr"] = self.learning_rate
         try:
             optimizer = maker(held, **options)
         except Exception as error:
@@ -114,6 +123,44 @@ class OptimizerChoice:
                 "torch.optim.Optimizer."
             )
         return optimizer
+
+
+def _settings_in(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings beside the name; files hold tuples as lists."""
+    settings = {name: value for name, value in given.items() if name != "name"}
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+
+
+def _check_settings(given: dict[str, Any]) -> None:
+    """Refuse a dict without a name, and settings that the named class doesn't have or take."""
+    if not isinstance(given.get("name"), str):
+        raise ConfigurationError(
+            f"optimizer={describe(given)} is a dict without the optimizer's name. Write "
+            'optimizer={"name": "adam", "eps": 1e-5}, say.'
+        )
+    kind, settings = OPTIMIZERS[given["name"]], _settings_in(given)
+    taken = inspect.signature(kind).parameters
+    known = [name for name in taken if name not in ("params", "lr")]
+    takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in taken.values())
+    for name in settings:
+        if name in ("lr", "learning_rate"):
+            raise ConfigurationError(
+                f"optimizer has the setting {name!r}; the rate is an argument of compile, by which "
+                f"it can be changed later. Write learning_rate={settings[name]!r} beside it."
+            )
+        if name not in known and not takes_any:
+            close = nearest(str(name), known)
+            suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise ConfigurationError(
+                f"optimizer has the setting {name!r}, but {kind.__name__} has none of that name."
+                f"{suggestion} It has {', '.join(known)}."
+            )
+    try:
+        kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings)
+    except Exception as error:
+        raise ConfigurationError(
+            f"optimizer={describe(given)} could not be made: {error}"
+        ) from error
 
 
 def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
@@ -299,6 +346,8 @@ def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
 
 def shown(given: Any) -> str:
     """What was given, for a message: a name in quotes, or a class's or function's name."""
+    if isinstance(given, dict):
+        return repr(given)
     return repr(given) if isinstance(given, str) else getattr(given, "__name__", describe(given))
 
 
