@@ -170,6 +170,7 @@ class Model(Module):
         learning_rate: float | Unset | None = UNSET,
         loss_weights: LossWeights | Unset = UNSET,
         weighted_metrics: MetricsArgument | Unset = UNSET,
+        target: str | list[str] | dict[str, str] | Unset | None = UNSET,
         lr_scheduler: SchedulerArgument | Unset = UNSET,
         devices: DevicesArgument | Unset = UNSET,
         accelerator: AcceleratorName | Unset = UNSET,
@@ -216,6 +217,9 @@ class Model(Module):
                 the optimizer's own. Given alone it changes the rate and keeps the state.
             loss_weights: one weight an output, as a list or dict; the loss is their sum.
             weighted_metrics: metrics that count samples by their weight (the weighted mean).
+            target: which entry of dict batches holds the targets, where the data give no `y`; the
+                net gets the others. For several outputs a list of names or a dict
+                `{output: name}`. Default None: `"labels"` or `"label"`, which the net gets, too.
             lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance;
                 or a dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`) and
                 `"monitor"` (the log that `ReduceLROnPlateau` watches). Without an interval

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fitkit import trees
 from fitkit.arguments import check_count, describe
-from fitkit.data.batches import samples_of, unpack
+from fitkit.data.batches import samples_of
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.resolve import named_strategy
 from fitkit.distributed.spread.blocks import blocks_of
@@ -42,6 +42,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable
 from fitkit.summary import human_bytes
+from fitkit.training.step import unpacker_of
 from fitkit.tune import untouched
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}
@@ -400,7 +401,7 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
 def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     """The same of a net without memory, by its shapes."""
     net = model._weights_module()
-    inputs = trees.map_leaves(_as_meta, unpack(batch)[0])
+    inputs = trees.map_leaves(_as_meta, unpacker_of(model)(batch)[0])
     with SavedTensors(apart_from=[*net.parameters(), *net.buffers()]) as saved:
         outputs = model(inputs)
     notes = ["The net is on the meta device: its loss, and half precision, aren't in activations."]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError, warn
@@ -120,12 +121,12 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
     Args:
         batch: `(x, y)`, `(x, y, sample_weight)`, `(x,)` as a tuple or list; anything else
-            (a tensor, a dict) is the inputs as a whole.
+            (a tensor, a dict, a `PackedSequence`) is the inputs as a whole.
 
     Raises:
         ConfigurationError: a tuple or list of another length.
     """
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         count = len(batch)
         if count == 2:
             return batch[0], batch[1], None
@@ -144,12 +145,15 @@ def samples_in(x: Any, y: Any) -> int:
     """The number of samples in a batch: its targets', where there are any."""
     if isinstance(y, torch.Tensor) and y.ndim:
         return y.shape[0]
+    if y is None and isinstance(x, PackedSequence):
+        return int(x.batch_sizes[0])
     return trees.sample_count(x if y is None else y)
 
 
 def samples_of(batch: Any) -> int:
     """The number of samples in a batch that isn't taken apart yet; it may have any structure."""
-    if isinstance(batch, (tuple, list)) and len(batch) not in (1, 2, 3):
+    is_packed = isinstance(batch, PackedSequence)
+    if isinstance(batch, (tuple, list)) and not is_packed and len(batch) not in (1, 2, 3):
         return trees.sample_count(batch)
     x, y, _ = unpack(batch)
     return samples_in(x, y)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +41,7 @@ class Transfer:
         device: where the net is.
         float_dtype: the dtype of the net's parameters.
         memory_format: of floating inputs with four dimensions; None leaves it.
+        labels: entries of dict batches that are targets.
 
     Attributes:
         ready: a batch that is on the device already, brought there by whoever set this.
@@ -57,8 +58,10 @@ class Transfer:
         device: torch.device,
         float_dtype: torch.dtype,
         memory_format: torch.memory_format | None = None,
+        labels: Iterable[str] = LABEL_KEYS,
     ) -> None:
         self.device = device
+        self.labels = tuple(labels)
         self.memory_format = memory_format
         self.ready: Any = None
         self.pin: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -113,7 +116,7 @@ class Transfer:
     def _inputs(self, x: Any) -> Any:
         moved = trees.map_leaves(self._input, x)
         if isinstance(x, Mapping):
-            for key in LABEL_KEYS:
+            for key in self.labels:
                 if key in moved:
                     moved[key] = trees.map_leaves(self._target, x[key])
         return moved

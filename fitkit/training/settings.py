@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": None,
     "loss_weights": None,
     "weighted_metrics": None,
+    "target": None,
     "lr_scheduler": None,
     "devices": "auto",
     "accelerator": "auto",
@@ -231,6 +232,7 @@ def _check_simple(given: dict[str, Any]) -> None:
         "gradient_clip_val": lambda name, value: check_number(name, value, above=0, optional=True),
         "gradient_clip_algorithm": lambda name, value: check_choice(name, value, ("norm", "value")),
         "num_nodes": check_count,
+        "target": _check_target,
         "scale_lr": lambda name, value: check_choice(name, value, (None, "linear", "sqrt")),
         "warmup_epochs": lambda name, value: check_number(name, value, minimum=0, optional=True),
         "benchmark": lambda name, value: check_flag(name, value, optional=True),
@@ -252,6 +254,17 @@ def _check_simple(given: dict[str, Any]) -> None:
 def _check_deterministic(name: str, value: Any) -> None:
     if value != "warn":
         check_flag(name, value, optional=True)
+
+
+def _check_target(name: str, value: Any) -> None:
+    """None, or a name, a list or a dict of names."""
+    if value is not None and not (
+        (keys := list(trees.leaves(value))) and all(isinstance(key, str) and key for key in keys)
+    ):
+        raise ArgumentTypeError(
+            f"target={describe(value)} must be the name of the entry of dict batches that holds "
+            "the targets, or for several outputs a list of names or a dict {output: name}."
+        )
 
 
 def _check_jit_compile(name: str, value: Any) -> None:

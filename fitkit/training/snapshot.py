@@ -31,7 +31,7 @@ from fitkit.training.resume import Progress, copy_lists
 from fitkit.trees import map_leaves
 
 NAMED = (
-    "optimizer", "loss", "metrics", "weighted_metrics", "learning_rate", "loss_weights",
+    "optimizer", "loss", "metrics", "weighted_metrics", "target", "learning_rate", "loss_weights",
     "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
     "precision", "scale_lr", "warmup_epochs",
 )  # fmt: skip

@@ -77,6 +77,7 @@ class CompiledStep:
         self.forward: Callable[..., Any] = forward_of(wrapped)
         self.caller: Caller = caller_of(model)
         self.mover: Mover = mover_of(model)
+        self._unpack = unpacker_of(model, name)
         self._ranks = ranks
         self._move = self.mover.move
         self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
@@ -197,7 +198,7 @@ class CompiledStep:
         return self._parts(self._move(batch))
 
     def _parts(self, batch: Any) -> tuple[Any, Any, Any]:
-        x, y, weight = unpack(batch)
+        x, y, weight = self._unpack(batch)
         if y is None:
             y = labels_inside(x)
         if self.class_weights is not None:
@@ -275,7 +276,7 @@ class CompiledStep:
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, of a batch that is still to be computed."""
         rank_batch = batch if type(batch) is RankBatch else None
-        x, y, _ = unpack(batch if rank_batch is None else rank_batch.batch)
+        x, y, _ = self._unpack(batch if rank_batch is None else rank_batch.batch)
         samples = samples_in(x, y) if rank_batch is None else rank_batch.count
         counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
         return [float(samples if c is None or not samples else c) for c in counts]
@@ -286,6 +287,13 @@ class CompiledStep:
             raise ConfigurationError(
                 f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
                 "batch had targets, too. Give (x, y) in each batch."
+            ) from error
+        if y is None and isinstance(x, Mapping) and self.loss.own is None and len(x) > 1:
+            raise ConfigurationError(
+                f"A batch of {self.name} is a dict without targets beside it ({', '.join(x)}), and "
+                f"{type(error).__name__} came of it: {error}\nWhere one of these entries holds the "
+                f"targets, write compile(target={list(x)[-1]!r}), say; or give (x, y) by a "
+                "collate_fn."
             ) from error
         raise_explained(error, self.wrapped.net, x, y, self.name)
 
@@ -314,6 +322,38 @@ def labels_inside(x: Any) -> Any:
             if key in x:
                 return x[key]
     return None
+
+
+def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple[Any, Any, Any]]:
+    """What takes a model's batches apart: `unpack`, or where `compile(target=…)` names targets
+    inside of dict batches, what takes them out.
+
+    Args:
+        name: how the user called the data; None where the targets needn't be there.
+    """
+    target, caller = model._fitkit.compilation.target, caller_of(model)
+    if target is None:
+        return unpack
+    keys = set(trees.leaves(target))
+
+    def taken_apart(batch: Any) -> tuple[Any, Any, Any]:
+        x, y, weight = unpack(batch)
+        if not isinstance(x, Mapping):
+            return x, y, weight
+        if y is None and keys <= set(x):
+            y = trees.map_leaves(lambda key: x[key], target)
+        elif y is None and name is not None:
+            raise ConfigurationError(
+                f"compile was given target={target!r}, but a batch of {name} has the entries "
+                f"{', '.join(map(repr, x))}."
+            )
+        inputs = {key: value for key, value in x.items() if key not in keys}
+        if len(inputs) == 1:
+            ((key, value),) = inputs.items()
+            return (inputs if caller.takes(inputs, key) else value), y, weight
+        return inputs, y, weight
+
+    return taken_apart
 
 
 def check_batch(x: Any, weight: Any, name: str) -> None:
@@ -354,13 +394,14 @@ class PredictStep:
         self.forward: Callable[..., Any] = forward_of(wrapped)
         self.caller: Caller = caller_of(model)
         self.mover: Mover = mover_of(model)
+        self._unpack = unpacker_of(model)
         self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
         self._kind = strategy.device.type
         self.checked: bool = False
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
         """The net's outputs for the batch's inputs; targets and weights are not looked at."""
-        x, _, _ = unpack(self.mover(batch))
+        x, _, _ = self._unpack(self.mover(batch))
         if not self.checked:
             check_batch(x, None, "x")
         try:
@@ -377,7 +418,7 @@ class PredictStep:
 
     def inside(self, model: Callable[..., Any], batch: Any) -> Any:
         """The outputs of a batch that is on the device, inside a `predict_step`."""
-        return self._widen(self.caller(model, unpack(batch)[0]))
+        return self._widen(self.caller(model, self._unpack(batch)[0]))
 
 
 def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
@@ -516,6 +557,8 @@ def mover_of(model: Module) -> Mover:
     compilation = model._fitkit.compilation
     strategy, word = compilation.strategy, compilation.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]
-    transfer = Transfer(strategy.device, strategy.precision.input_dtype(model), format_of_images)
+    labels = (*LABEL_KEYS, *trees.leaves(compilation.target or ()))
+    dtype = strategy.precision.input_dtype(model)
+    transfer = Transfer(strategy.device, dtype, format_of_images, labels)
     own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
     return Mover(transfer, own)
