@@ -1,6 +1,6 @@
 """fitkit: Keras's verbs on any PyTorch network."""
 
-from fitkit import callbacks, loggers, optimizers, pictures, precisions, strategies, tune
+from fitkit import callbacks, data, loggers, optimizers, pictures, precisions, strategies, tune
 from fitkit.callbacks import History
 from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
@@ -25,6 +25,7 @@ __all__ = [
     "OutOfMemoryError",
     "WorkerError",
     "callbacks",
+    "data",
     "find_usable_cuda_devices",
     "load_model",
     "loggers",

@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fitkit import trees
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, marked, samples_of
+from fitkit.data.combined import CombinedSource
 from fitkit.data.loaders import (
     GivenOrder,
     batches_by_index,
@@ -77,6 +78,13 @@ def sharded(
         shard = _ReadByAll(source, ranks, training, is_part=True)
         shard.steps = source.steps
         return shard
+    if isinstance(source, CombinedSource):
+        given = any(isinstance(each.sampler, DistributedSampler) for each in source.loaders)
+        if given or not replace_sampler:
+            return _ReadByAll(source, ranks, training, is_part=True)
+        if not scatter:
+            check_same_on_all_ranks(source, ranks)
+        return _DealtCombined(source, ranks, training)
     if isinstance(source, (ArraySource, LoaderSource)):
         if not scatter:  # else all ranks have the data that rank 0 sent them
             check_same_on_all_ranks(source, ranks)
@@ -221,6 +229,18 @@ class _DealtByIndex(_Shard):
         return marked(batches)
 
 
+class _DealtCombined(_Shard):
+    """Several loaders side by side, whose batches are dealt out together."""
+
+    source: CombinedSource
+
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        drawn = self.ranks.broadcast(self.source.draw(number) if self.ranks.rank == 0 else None)
+        first = skip + self.ranks.rank
+        batches = self.source.read([order[first :: self.size] for order in drawn])
+        return self._together(batches) if self.training else batches
+
+
 class _ReadByAll(_Shard):
     """Data that every rank reads in their own order, to keep every n-th batch.
 
@@ -348,7 +368,7 @@ LOOKED_AT = 256
 """How many numbers of each array are looked at, evenly spread."""
 
 
-def check_same_on_all_ranks(source: ArraySource | LoaderSource, ranks: Collectives) -> None:
+def check_same_on_all_ranks(source: Source, ranks: Collectives) -> None:
     """Refuse data that differ between the ranks, as far as a small part of them shows.
 
     Where each rank runs the script, each makes its own data. Random data or splits without a seed
@@ -381,13 +401,16 @@ def check_same_on_all_ranks(source: ArraySource | LoaderSource, ranks: Collectiv
         )
 
 
-def _facts(source: ArraySource | LoaderSource) -> Iterator[tuple[str, int]]:
+def _facts(source: Source) -> Iterator[tuple[str, int]]:
     """What can be known of a source for little, in words, each with a checksum."""
     if isinstance(source, ArraySource):
         for name, part in zip(("x", "y", "sample_weight"), source.batch, strict=False):
             for path, leaf in trees.leaves_with_paths(part):
                 yield _array_facts(name + path, leaf)
-    else:
+    elif isinstance(source, CombinedSource):
+        for loader in source.loaders:
+            yield from _dataset_facts(loader.dataset)
+    elif isinstance(source, LoaderSource):
         yield from _dataset_facts(source.loader.dataset)
 
 

@@ -31,6 +31,7 @@ from fitkit.data.arrays import (
     wide_dtype,
 )
 from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
+from fitkit.data.combined import CombinedLoader, combined_source
 from fitkit.data.loaders import (
     GivenOrder,
     batches_by_index,
@@ -302,7 +303,8 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
             )
         return LoaderSource(DataLoader(x, batch_size=batch_size, shuffle=bool(shuffle)))
     _warn_unused_batch_size(name, x, batch_size, None)
-    return IterableSource(x)
+    combined = combined_source(x, _without_masks) if isinstance(x, CombinedLoader) else None
+    return IterableSource(x) if combined is None else combined
 
 
 def _is_map_style(x: Any) -> bool:

@@ -5,6 +5,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from tests.nets import classes_in_turn
@@ -180,3 +181,43 @@ def test_a_plateau_by_step_gets_the_mean_of_all_ranks():
     model.fit(torch.ones(16, 2), torch.ones(16, 1), batch_size=4, verbose=0)  # two updates
     assert model.lr_schedulers().best == 1.5
     assert model.optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("by_index", [True, False])
+def test_combined_loaders_are_dealt_out_whole_and_once(tmp_path, by_index):
+    """Seven combined batches on two ranks: the last rank's filler counts for nothing."""
+
+    class Own(fitkit.Model):
+        def training_step(self, batch, batch_idx):
+            few, many = batch["few"][0], batch["many"][0]
+            self.log("few", few.sum(), reduce_fx="sum")
+            self.log("many", many.sum(), reduce_fx="sum")
+            return self(few).square().mean() + self(many).square().mean()
+
+    def loader(count, size):
+        return DataLoader(TensorDataset(torch.arange(1.0, count + 1)[:, None]), size)
+
+    def combined():
+        few, many = loader(6, 2), loader(14, 2)
+        return fitkit.data.CombinedLoader(
+            {"few": few, "many": many if by_index else list(many)}, "max_size_cycle"
+        )
+
+    def trained(devices, data):
+        model = Own(torch.nn.Linear(1, 1, bias=False))
+        torch.nn.init.ones_(model.net.weight)
+        model.compile("sgd", accelerator="cpu", devices=devices, learning_rate=1e-4)
+        return model, model.fit(data, verbose=0).history
+
+    model, history = trained(2, combined())
+    assert history["many"] == [105.0]  # 1 + … + 14
+    assert history["few"] == [21.0 * 2 + 3.0]  # twice through, and its first batch
+    assert model.global_step == 4
+
+    batches = list(combined())
+    pairs = [
+        {key: [torch.cat([b[key][0] for b in batches[at : at + 2]])] for key in ("few", "many")}
+        for at in range(0, 7, 2)
+    ]
+    one, _ = trained(1, pairs)
+    assert torch.allclose(model.net.weight, one.net.weight, atol=1e-6)

@@ -1,0 +1,215 @@
+"""Several loaders side by side: each batch has one of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fitkit.arguments import check_choice, describe
+from fitkit.data.batches import Source, marked
+from fitkit.data.loaders import (
+    GivenOrder,
+    batches_by_index,
+    draw_as_iterating_does,
+    reads_by_index,
+    sampler_name,
+    tell_epoch,
+    with_sampler,
+)
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+
+MODES = ("min_size", "max_size_cycle", "max_size")
+
+
+class CombinedLoader:
+    """Gives a batch of each of several loaders at a time, in the structure that they came in.
+
+    `fit`, `evaluate` and `predict` take it as any loader. A step of the model's own gets the
+    batch, for example `batch["labelled"]` and `batch["unlabelled"]`.
+
+    `DataLoader`s over data sets with a length are read by index: all orders of a pass, those of
+    further cycles too, are drawn when it begins. So ranks load only what they are dealt (whole
+    combined batches, in turn), and a resumed training goes on at its place without loading what
+    was before. Other iterables are read through, by each rank.
+
+    Args:
+        loaders: a dict, list or tuple of loaders, or of any iterables that can be read again.
+        mode: how long a pass is where lengths differ. `"min_size"` (default): as the shortest.
+            `"max_size_cycle"`: as the longest, while shorter ones begin again, in a new order.
+            `"max_size"`: as the longest, with None in place of what has ended.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: no loaders, or an unknown mode.
+
+    Example:
+        >>> import fitkit
+        >>> pairs = fitkit.data.CombinedLoader({"a": [1, 2, 3], "b": "xy"}, "max_size_cycle")
+        >>> list(pairs)
+        [{'a': 1, 'b': 'x'}, {'a': 2, 'b': 'y'}, {'a': 3, 'b': 'x'}]
+    """
+
+    def __init__(self, loaders: Any, mode: str = "min_size") -> None:
+        if not isinstance(loaders, (Mapping, list, tuple)) or not loaders:
+            raise ArgumentTypeError(
+                f"loaders={describe(loaders)} must be a dict, list or tuple of loaders."
+            )
+        if mode == "sequential":
+            raise ConfigurationError(
+                "mode='sequential' is one loader after the other: give fit a DataLoader over a "
+                "torch.utils.data.ConcatDataset, and evaluate one call for each loader."
+            )
+        check_choice("mode", mode, MODES)
+        self.loaders = loaders
+        self.mode = mode
+        named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
+        for name, loader in named:
+            if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+                raise ArgumentTypeError(
+                    f"loaders[{name!r}]={describe(loader)} must be a DataLoader, or an iterable "
+                    "that can be read again."
+                )
+
+    @property
+    def parts(self) -> list[Any]:
+        """The loaders, in their order."""
+        return list(self.loaders.values() if isinstance(self.loaders, Mapping) else self.loaders)
+
+    def structured(self, batches: Iterable[Any]) -> Any:
+        """One batch of each loader, in their structure."""
+        if isinstance(self.loaders, Mapping):
+            return dict(zip(self.loaders, batches, strict=True))
+        return tuple(batches)
+
+    def length(self, lengths: Iterable[int]) -> int:
+        """The batches of a pass, of loaders that have so many."""
+        return min(lengths) if self.mode == "min_size" else max(lengths)
+
+    def __len__(self) -> int:
+        return self.length(len(loader) for loader in self.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        # All begin now, in their order, as `zip(first, second)` would have it.
+        readers = [iter(loader) for loader in self.parts]
+        return map(self.structured, self._together(readers))
+
+    def _together(self, readers: list[Iterator[Any]]) -> Iterator[Any]:
+        if self.mode == "min_size":
+            return zip(*readers, strict=False)
+        if self.mode == "max_size":
+            return itertools.zip_longest(*readers)
+        return self._cycled(readers)
+
+    def _cycled(self, readers: list[Iterator[Any]]) -> Iterator[Any]:
+        missing = object()
+        over = [False] * len(readers)
+        while True:
+            batches = []
+            for index, loader in enumerate(self.parts):
+                batch = next(readers[index], missing)
+                if batch is missing:
+                    over[index] = True
+                    readers[index] = iter(loader)
+                    batch = next(readers[index], missing)
+                    if all(over) or batch is missing:
+                        return
+                batches.append(batch)
+            yield batches
+
+
+class CombinedSource(Source):
+    """The batches of a `CombinedLoader` whose loaders are all read by index.
+
+    Args:
+        combined: the loaders' structure and mode.
+        loaders: those that are read in their place.
+    """
+
+    def __init__(self, combined: CombinedLoader, loaders: list[DataLoader[Any]]) -> None:
+        self.combined = combined
+        self.loaders = loaders
+        self.steps = combined.length(map(len, loaders))
+        # Kept from pass to pass, so that workers may live on.
+        self._orders = [GivenOrder() for _ in loaders]
+        self._ordered = [
+            with_sampler(loader, order) for loader, order in zip(loaders, self._orders, strict=True)
+        ]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The loaders' and their samplers' own generators."""
+        owners = [(each, each.sampler, each.batch_sampler) for each in self.loaders]
+        found = [getattr(one, "generator", None) for these in owners for one in these]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        return self.read([order[skip:] for order in self.draw(number)])
+
+    def draw(self, number: int) -> list[list[Any]]:
+        """The indices of each loader's batches in a pass; `EMPTY` for one that has ended."""
+        assert self.steps is not None
+        begun = []
+        for loader in self.loaders:
+            tell_epoch(loader, number)
+            begun.append(iter(getattr(loader, sampler_name(loader))))
+            draw_as_iterating_does(loader)
+        orders = [list(itertools.islice(indices, self.steps)) for indices in begun]
+        for loader, order in zip(self.loaders, orders, strict=True):
+            if self.combined.mode == "max_size":
+                order += [EMPTY] * (self.steps - len(order))
+            while len(order) < self.steps:
+                again = list(getattr(loader, sampler_name(loader)))
+                if not again:
+                    raise ConfigurationError("A loader's sampler gave nothing in its next cycle.")
+                order += again[: self.steps - len(order)]
+        return orders
+
+    def read(self, orders: list[list[Any]]) -> Iterator[Any]:
+        """The batches of these indices, without a draw of random numbers more."""
+        readers = [self._reader(at, chosen) for at, chosen in enumerate(orders)]
+        return marked(map(self.combined.structured, zip(*readers, strict=True)))
+
+    def _reader(self, at: int, chosen: list[Any]) -> Iterator[Any]:
+        filled = [indices for indices in chosen if indices is not EMPTY]
+        ended = itertools.repeat(None, len(chosen) - len(filled))
+        loader = self.loaders[at]
+        if not filled:
+            return ended
+        if reads_by_index(loader):
+            return itertools.chain(batches_by_index(loader, filled), ended)
+        self._orders[at].items = filled
+        generator = loader.generator or torch.default_generator
+        state = generator.get_state()
+        batches = iter(self._ordered[at])
+        generator.set_state(state)
+        return itertools.chain(batches, ended)
+
+
+EMPTY = None
+"""In place of the indices of a batch of a loader that has ended."""
+
+
+def combined_source(
+    combined: CombinedLoader, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
+) -> CombinedSource | None:
+    """The source for a `CombinedLoader`; None where a loader can't be read by index.
+
+    Args:
+        prepared: gives the loader that is read in a loader's place.
+
+    Raises:
+        ConfigurationError: a loader has no batches.
+    """
+    for loader in combined.parts:
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return None
+        try:
+            length = len(loader)
+        except TypeError:
+            return None  # its sampler has none
+        if not length:
+            raise ConfigurationError("A loader of the CombinedLoader is empty: it has no batches.")
+    return CombinedSource(combined, [prepared(loader) for loader in combined.parts])
