@@ -9,6 +9,7 @@ from fitkit.callbacks.backup import BackupAndRestore
 from fitkit.callbacks.base import Callback, CallbackList, LambdaCallback
 from fitkit.callbacks.early_stopping import EarlyStopping, OptunaPruning
 from fitkit.callbacks.evaluations import EvaluateEvery, MetricCallback
+from fitkit.callbacks.gradual_unfreezing import GradualUnfreezing
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
 from fitkit.callbacks.profiler import Profiler
@@ -40,6 +41,7 @@ __all__ = [
     "EarlyStopping",
     "EvaluateEvery",
     "GradientAccumulationScheduler",
+    "GradualUnfreezing",
     "History",
     "JSONLogger",
     "LambdaCallback",

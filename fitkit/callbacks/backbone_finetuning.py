@@ -101,7 +101,7 @@ class BackboneFinetuning(Callback):
 
     def prepare_optimizers(self, model: Module) -> None:
         for optimizer in optimizers_of(model):
-            split_off(optimizer, self._part(model))
+            split_off(optimizer, list(self._part(model).parameters()))
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
@@ -113,16 +113,7 @@ class BackboneFinetuning(Callback):
             self._freeze(part)
 
     def _part(self, model: Module) -> nn.Module:
-        net = model if model.net is None else model.net
-        modules = dict(net.named_modules())
-        if self.backbone in modules:
-            return modules[self.backbone]
-        close = nearest(self.backbone, [name for name in modules if name])
-        suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        names = ", ".join(repr(name) for name, _ in net.named_children()) or "none"
-        raise ConfigurationError(
-            f"backbone={self.backbone!r} is no module of the net.{suggestion} Its modules: {names}."
-        )
+        return module_named(model, self.backbone, "backbone is")
 
     def _check_rest(self, part: nn.Module) -> None:
         own = {id(parameter) for parameter in part.parameters()}
@@ -133,7 +124,7 @@ class BackboneFinetuning(Callback):
             )
 
     def _freeze(self, part: nn.Module) -> None:
-        spared = {id(p) for layer in _normalizations(part) for p in layer.parameters()}
+        spared = {id(p) for layer in normalizations(part) for p in layer.parameters()}
         for parameter in part.parameters():
             if parameter.requires_grad and not (self.train_bn and id(parameter) in spared):
                 parameter.requires_grad = False
@@ -144,7 +135,7 @@ class BackboneFinetuning(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch < self.unfreeze_backbone_at_epoch:
             if self.is_frozen and not self.train_bn:
-                for layer in _normalizations(self._part(self.model)):
+                for layer in normalizations(self._part(self.model)):
                     layer.eval()  # fit has just put it into training mode
         elif self._unfrozen_at is None:
             self._unfreeze(epoch)
@@ -193,9 +184,30 @@ class BackboneFinetuning(Callback):
         self._unfrozen_at = state["unfrozen_at"]
 
 
-def split_off(optimizer: torch.optim.Optimizer, part: nn.Module) -> None:
-    """Give a module's parameters groups of their own, with the options that they have."""
-    own = {id(parameter) for parameter in part.parameters()}
+def module_named(model: Module, name: str, what: str) -> nn.Module:
+    """A part of the net, by its name among the net's modules.
+
+    Args:
+        what: says for the message who has the name.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    net: nn.Module = model if model.net is None else model.net
+    modules = dict(net.named_modules())
+    if name in modules:
+        return modules[name]
+    close = nearest(name, [known for known in modules if known])
+    suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    names = ", ".join(repr(known) for known, _ in net.named_children()) or "none"
+    raise ConfigurationError(
+        f"{what} {name!r}, which is no module of the net.{suggestion} Its modules: {names}."
+    )
+
+
+def split_off(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Give parameters groups of their own, with the options that they have."""
+    own = {id(parameter) for parameter in parameters}
     for group in list(optimizer.param_groups):
         inside = [parameter for parameter in group["params"] if id(parameter) in own]
         if inside and len(inside) < len(group["params"]):
@@ -205,6 +217,7 @@ def split_off(optimizer: torch.optim.Optimizer, part: nn.Module) -> None:
             optimizer.param_groups.append({"params": inside, **copy.deepcopy(options)})
 
 
-def _normalizations(part: nn.Module) -> list[nn.Module]:
+def normalizations(part: nn.Module) -> list[nn.Module]:
+    """A part's batch normalizations."""
     kinds = nn.modules.batchnorm._BatchNorm
     return [module for module in part.modules() if isinstance(module, kinds)]

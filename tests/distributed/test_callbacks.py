@@ -16,6 +16,7 @@ from fitkit.callbacks import (
     EarlyStopping,
     EvaluateEvery,
     GradientAccumulationScheduler,
+    GradualUnfreezing,
     JSONLogger,
     LearningRateMonitor,
     LearningRateScheduler,
@@ -132,6 +133,10 @@ def test_groups_of_batches_change_on_all_ranks():
 
 def test_a_backbone_that_is_freed_learns_from_all_ranks_samples():
     assert_as_one_process(lambda: [BackboneFinetuning(2)])
+
+
+def test_parts_that_are_freed_in_stages_learn_from_all_ranks_samples():
+    assert_as_one_process(lambda: [GradualUnfreezing({1: {"backbone": 0.02}, 2: "act"})])
 
 
 def test_the_average_of_running_statistics_is_the_same_on_all_ranks():

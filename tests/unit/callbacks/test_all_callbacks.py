@@ -22,6 +22,7 @@ NEEDED = {
     "CSVLogger": {"filename": "log.csv"},
     "EvaluateEvery": {"x": X, "y": Y},
     "GradientAccumulationScheduler": {"scheduling": {0: 2}},
+    "GradualUnfreezing": {"stages": {1: "0"}},
     "JSONLogger": {"filename": "log.jsonl"},
     "LearningRateScheduler": {"schedule": lambda epoch: 0.1 / (epoch + 1)},
     "MetricCallback": {"metrics": ["mae"], "x": X, "y": Y},

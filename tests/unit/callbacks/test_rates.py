@@ -9,6 +9,7 @@ from fitkit.callbacks import (
     BackboneFinetuning,
     Callback,
     GradientAccumulationScheduler,
+    GradualUnfreezing,
     LearningRateMonitor,
     LearningRateScheduler,
 )
@@ -303,3 +304,106 @@ def test_a_part_that_is_not_there_and_one_that_is_all_are_refused():
     model.compile(lr_scheduler="cosine")
     with pytest.raises(ConfigurationError, match="lr_scheduler"):
         model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning())
+
+
+# ------------------------------------------------------------------ GradualUnfreezing
+
+
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential(
+            torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+        )
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+STAGES = {1: "backbone.2", 2: {"backbone": 0.02}, 3: {"backbone.2": 0.005}}
+
+
+def unfrozen(stages=None, *, epochs=4, **options):
+    torch.manual_seed(0)
+    model = fitkit.Model(Deep())
+    model.compile("sgd", "mse", learning_rate=0.1)
+    seen = []
+
+    def notes(epoch, logs):
+        learning = {name for name, p in model.net.named_parameters() if p.requires_grad}
+        rates = [group["lr"] for group in model.optimizer.param_groups]
+        mean = model.net.backbone[1].running_mean.clone()
+        seen.append((learning, rates, mean))
+
+    callback = GradualUnfreezing(STAGES if stages is None else stages, **options)
+    watch = fitkit.callbacks.LambdaCallback(on_epoch_end=notes)
+    model.fit(X, Y, epochs=epochs, verbose=0, shuffle=False, callbacks=[callback, watch])
+    return model, seen
+
+
+def test_lightnings_base_finetuning_thaws_in_stages_with_groups_of_their_own():
+    model, seen = unfrozen(train_bn=False)
+    head, last = {"head.weight", "head.bias"}, {"backbone.2.weight", "backbone.2.bias"}
+    everything = {name for name, _ in model.net.named_parameters()}
+    assert [learning for learning, _, _ in seen] == [head, head | last, everything, everything]
+    rates = [rates for _, rates, _ in seen]
+    assert rates[0][0] == 0.1 and rates[1][:2] == pytest.approx([0.1, 0.01])
+    assert rates[2] == pytest.approx([0.1, 0.01, 0.02])
+    assert rates[3] == pytest.approx([0.1, 0.005, 0.02])
+    assert torch.equal(seen[1][2], torch.zeros(4)) and not torch.equal(seen[2][2], torch.zeros(4))
+
+
+def test_with_train_bn_normalization_learns_from_the_beginning():
+    _, seen = unfrozen(epochs=1)
+    assert {"backbone.1.weight", "backbone.1.bias"} < seen[0][0]
+    assert not torch.equal(seen[0][2], torch.zeros(4))
+
+
+def test_thawing_in_stages_learns_as_plain_pytorch_does():
+    torch.manual_seed(0)
+    net = Deep()
+    parts = [net.head, net.backbone[2], torch.nn.ModuleList([net.backbone[0], net.backbone[1]])]
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in parts], lr=0.1)
+    for epoch in range(4):
+        parts[1].requires_grad_(epoch >= 1)
+        parts[2].requires_grad_(epoch >= 2)
+        optimizer.param_groups[1]["lr"] = 0.005 if epoch == 3 else 0.1 * 0.1
+        optimizer.param_groups[2]["lr"] = 0.02
+        net.train()
+        net.backbone[1].train(epoch >= 2)
+        for start in range(0, len(X), 32):
+            optimizer.zero_grad()
+            batch = slice(start, start + 32)
+            torch.nn.functional.mse_loss(net(X[batch]), Y[batch]).backward()
+            optimizer.step()
+    model, _ = unfrozen(train_bn=False)
+    for one, two in zip(model.net.parameters(), net.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+
+
+def test_a_training_that_ends_before_its_last_stage_leaves_all_free():
+    model, _ = unfrozen(epochs=1)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("stages", "message"), [
+    ({}, "dict of epochs"),
+    ([1], "dict of epochs"),
+    ({-1: "head"}, "keys are epochs"),
+    ({1: [3]}, "module's name"),
+    ({1: {"head": 0.0}}, "above 0|greater|positive"),
+    ({1: "bakbone"}, "Did you mean 'backbone'"),
+    ({1: ["head", "backbone"]}, "nothing to train in epoch 0"),
+    ({1: "backbone", 2: "backbone.2"}, "no parameters beside"),
+])  # fmt: skip
+def test_stages_that_cant_be(stages, message):
+    with pytest.raises(fitkit.FitkitError, match=message):
+        unfrozen(stages, train_bn=False)
+
+
+def test_stages_refuse_a_scheduler_beside_them():
+    model = fitkit.Model(Deep())
+    model.compile("sgd", "mse", lr_scheduler="cosine")
+    with pytest.raises(ConfigurationError, match="lr_scheduler"):
+        model.fit(X, Y, verbose=0, callbacks=GradualUnfreezing(STAGES))

@@ -11,6 +11,7 @@ from fitkit.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
+    GradualUnfreezing,
     LearningRateScheduler,
     ModelCheckpoint,
     ReduceLROnPlateau,
@@ -30,6 +31,12 @@ CASES = {
     "scheduler": lambda: LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     "backbone": lambda: BackboneFinetuning(1),
     "backbone later": lambda: BackboneFinetuning(3),
+    "backbone in stages": lambda: GradualUnfreezing(
+        {1: "norm", 2: {"backbone": 0.003}, 3: {"norm": 0.002, "backbone": 0.001}}
+    ),
+    "backbone with held norm": lambda: GradualUnfreezing(
+        {0: {"head": 0.02}, 1: {"backbone": 0.003}, 3: "norm"}, train_bn=False
+    ),
 }
 
 
