@@ -221,8 +221,9 @@ class Model(Module):
                 net gets the others. For several outputs a list of names or a dict
                 `{output: name}`. Default None: `"labels"` or `"label"`, which the net gets, too.
             lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance;
-                or a dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`) and
-                `"monitor"` (the log that `ReduceLROnPlateau` watches). Without an interval
+                or a dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"`
+                (of how many of these it moves once; default 1) and `"monitor"` (the log that
+                `ReduceLROnPlateau` watches). Without an interval
                 `OneCycleLR` and `CyclicLR` move at each update, others once an epoch. Names that
                 need the training's length (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it
                 from each `fit` and begin anew with it; all others go on over several fits.

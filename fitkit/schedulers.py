@@ -116,6 +116,8 @@ class SchedulerChoice:
         maker = SCHEDULERS[self.given] if isinstance(self.given, str) else self.given
         by_epochs = (self.interval or own_interval(maker)) == "epoch"
         length = epochs if by_epochs else updates
+        if length is not None:
+            length = max(length // self.frequency, 1)  # it moves as often
         options = self._options(maker, optimizer, length) if self.follows_fit else {}
         try:
             scheduler = maker(optimizer, **options)

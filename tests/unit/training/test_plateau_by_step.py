@@ -132,6 +132,12 @@ def test_compiles_frequency_moves_a_named_scheduler_every_so_many_epochs():
     model.compile("sgd", "cross_entropy", learning_rate=0.1, lr_scheduler=halves)
     model.fit(X, Y, epochs=2, **QUIET)  # eight updates
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2)
+    model.compile(
+        "sgd", learning_rate=0.1,
+        lr_scheduler={"scheduler": "cosine", "interval": "step", "frequency": 2},
+    )  # fmt: skip
+    model.fit(X, Y, epochs=2, **QUIET)
+    assert model.lr_schedulers().T_max == model.lr_schedulers().last_epoch == 4
     with pytest.raises(fitkit.ConfigurationError, match="frequency"):
         model.compile(lr_scheduler={"scheduler": "cosine", "frequency": 0})
 
