@@ -188,6 +188,7 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Lightning", "GPUStatsMonitor"): "Write DeviceStatsMonitor.",
         ("Lightning", "WeightAveraging"): "Write EMA, or StochasticWeightAveraging.",
         ("Lightning", "EMAWeightAveraging"): "Write EMA.",
+        ("Lightning", "BaseFinetuning"): "Write GradualUnfreezing({epoch: names of modules}).",
         ("Lightning", "BasePredictionWriter"): "Write a callback with on_predict_batch_end.",
         ("Lightning", "OnExceptionCheckpoint"): "Write ModelCheckpoint(save_on_exception=True).",
         ("Lightning", "SpikeDetection"): "Write DetectLossSpike.",

@@ -136,7 +136,8 @@ def test_a_backbone_that_is_freed_learns_from_all_ranks_samples():
 
 
 def test_parts_that_are_freed_in_stages_learn_from_all_ranks_samples():
-    assert_as_one_process(lambda: [GradualUnfreezing({1: {"backbone": 0.02}, 2: {"backbone": 0.01}})])
+    stages = {1: {"backbone": 0.02}, 2: {"backbone": 0.01}}
+    assert_as_one_process(lambda: [GradualUnfreezing(stages)])
 
 
 def test_the_average_of_running_statistics_is_the_same_on_all_ranks():
