@@ -137,8 +137,11 @@ if TYPE_CHECKING:
 else:
     NumpyOutput = TensorOutput = Any
 
-OptimizerArgument: TypeAlias = OptimizerName | Name | Optimizer | Callable[..., Optimizer]
-"""A class, a partial and a factory are callables that give an optimizer."""
+OptimizerArgument: TypeAlias = (
+    OptimizerName | Name | dict[str, Any] | Optimizer | Callable[..., Optimizer]
+)
+"""A dict has the name and other settings. A class, a partial and a factory are callables that give
+an optimizer."""
 
 OneLoss: TypeAlias = LossName | Name | Callable[..., Any]
 """A module is a callable too."""
@@ -171,6 +174,7 @@ class SchedulerOptions(_OfScheduler, total=False):
     """A scheduler, when it moves, and the log that it watches."""
 
     interval: Literal["epoch", "step"] | None
+    frequency: int
     monitor: str | None
 
 

@@ -39,6 +39,17 @@ class GradualUnfreezing(Callback):
         ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a part
             that isn't there, nothing to learn at first, or a scheduler that sets the rates too.
 
+    Example:
+        >>> import torch, fitkit
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> model = fitkit.Model(net)
+        >>> model.compile("sgd", "mse", learning_rate=0.1)
+        >>> stages = fitkit.callbacks.GradualUnfreezing({1: {"0": 0.02}})
+        >>> x, y = torch.ones(8, 2), torch.ones(8, 1)
+        >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=stages)
+        >>> [group["lr"] for group in model.optimizer.param_groups]
+        [0.1, 0.02]
+
     Reference: Howard & Ruder, Universal Language Model Fine-tuning for Text Classification, 2018,
     arXiv:1801.06146.
     """
