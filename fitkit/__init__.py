@@ -14,6 +14,7 @@ from fitkit.foreign_names import no_attribute
 from fitkit.model import Model, load_model
 from fitkit.planning import plan
 from fitkit.random_states import set_seed
+from fitkit.verification.verifying import verify
 from fitkit.version import __version__ as __version__
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "set_seed",
     "strategies",
     "tune",
+    "verify",
 ]
 
 

@@ -1,8 +1,9 @@
-"""The command line: `python -m fitkit doctor`, `inspect FILE`, `convert SOURCE TARGET`."""
+"""The command line: `python -m fitkit doctor`, `inspect`, `convert` and `verify`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import fitkit
@@ -24,10 +25,22 @@ def main(arguments: list[str] | None = None) -> int:
     )
     convert.add_argument("source", help=formats)
     convert.add_argument("target", help=formats)
+    verify = commands.add_parser(
+        "verify", help="run a script up to its first fit, and verify that model with those data"
+    )
+    verify.add_argument("--devices", type=int, default=2, help="processes (default 2)")
+    verify.add_argument("--updates", type=int, default=3, help="updates of each run (default 3)")
+    verify.add_argument("--jit-compile", action="store_true", help="run torch.compile, too")
+    verify.add_argument("source", metavar="script", help="a Python script that calls fit")
+    verify.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="…", help="the script's own arguments"
+    )
     given = parser.parse_args(arguments)
     if given.command == "doctor":
         print(report(fitkit.__version__))
         return 0
+    if given.command == "verify":
+        return _verify(given)
     from fitkit.checkpoint import inspection
 
     try:
@@ -45,6 +58,27 @@ def main(arguments: list[str] | None = None) -> int:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
     return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    """Verify a script; 0 where all that was run is equal, 1 where not, 2 where it can't be told."""
+    from fitkit.verification.verifying import verify_script
+
+    if not os.path.isfile(given.source):
+        print(f"There is no file {given.source}.", file=sys.stderr)
+        return 2
+    try:
+        found = verify_script(
+            given.source,
+            given.arguments,
+            devices=given.devices,
+            updates=given.updates,
+            jit_compile=given.jit_compile or None,
+        )
+    except FitkitError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0 if found.ok else 1
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ LAYERS = {
     "sklearn": 8,
     "tune": 8,
     "planning": 9,
+    "verification": 9,
     "__init__": 10,
     "__main__": 11,
 }

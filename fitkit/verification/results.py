@@ -1,0 +1,203 @@
+"""What `fitkit.verify` finds: rows, causes, and the table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import math
+
+COUNTED = "return {'loss': loss, 'count': the labels that count} from a training_step."
+
+REASONS = {
+    "dropout": (
+        "draws other numbers for each part, process or kernel.",
+        "Nothing to mend; all else was compared with it in evaluation mode.",
+    ),
+    "batch_norm": (
+        "normalises each part of a batch by itself.",
+        "Use GroupNorm or LayerNorm, or keep it in evaluation mode (layer.eval()); on several "
+        "devices compile(sync_batchnorm=True).",
+    ),
+    "layer": (
+        "gives a sample another output where the batch has other samples.",
+        "Let it look at each sample alone, or train on undivided batches.",
+    ),
+    "unsteady": (
+        "gives another output for the same input, weights and seeds.",
+        "Draw from torch's global generator, and keep what changes in a buffer.",
+    ),
+    "forgotten": (
+        "keeps something that the checkpoint doesn't have.",
+        "Keep it in a buffer (register_buffer), or in get_extra_state and set_extra_state.",
+    ),
+    "ignored_labels": (
+        "is a mean over the labels that count, and each part has another number of them.",
+        f"Give the loss by name (loss='cross_entropy' ignores -100), or {COUNTED}",
+    ),
+    "sum": (
+        "is a sum over the samples, and parts are averaged.",
+        "Return the mean over the samples.",
+    ),
+    "loss": (
+        "isn't a mean over the samples: no layer's output depends on the cut, and it does.",
+        f"Return the mean over the samples; of another mean {COUNTED} A loss that needs the whole "
+        "batch (a contrastive one) needs it undivided.",
+    ),
+    "metric": (
+        "isn't a mean over the samples, nor one that is joined over batches.",
+        "Give it by name or as a torchmetrics.Metric, which see all samples.",
+    ),
+    "kernels": (
+        "The kernels add up in another order each time.",
+        "With compile(deterministic=True) both runs are equal, bit for bit.",
+    ),
+    "gradients": (
+        "No layer's output differs, but gradients do: by kernels, or a loss that draws.",
+        "Try compile(deterministic=True).",
+    ),
+    "rounding": (
+        "As much is rounded off as the updates change.",
+        "Write precision='32-true', or train at a higher rate.",
+    ),
+    "by_rank": ("Accumulated the numbers are equal: something differs by rank.", ""),
+    "by_kernel": ("No layer draws numbers: the kernels compute something else.", ""),
+    "not_finite": (
+        "isn't finite any more.",
+        "See fitkit.callbacks.TerminateOnNaN, and try a lower rate.",
+    ),
+}
+"""What is said of a cause, and what to write."""
+
+KINDS = {
+    "unsteady": "kernels", "gradients": "kernels", "forgotten": "state", "sum": "loss",
+    "by_rank": "unknown", "by_kernel": "kernels", "not_finite": "rounding",
+}  # fmt: skip
+"""The kind of a cause, where it isn't the reason's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why numbers differ, as an experiment has shown.
+
+    Attributes:
+        kind: `"dropout"` (any layer that draws), `"batch_norm"`, `"layer"` (another one that mixes
+            samples), `"ignored_labels"`, `"loss"`, `"metric"`, `"data"`, `"kernels"`, `"state"`
+            (what a checkpoint lacks), `"rounding"`, `"error"` or `"unknown"`.
+        place: the name of the layer, the metric or the part of the data; "" where there is none.
+        words: what it does.
+        advice: what to write.
+    """
+
+    kind: str
+    place: str
+    words: str
+    advice: str
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.place, self.words, self.advice) if part)
+
+
+def cause_of(reason: str, place: str = "") -> Cause:
+    """The cause that `REASONS` describes."""
+    return Cause(KINDS.get(reason, reason), place, *REASONS[reason])
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        name: `"data"`, `"repeat"`, `"accumulated"`, `"processes"`, `"evaluation"`, `"compiled"`,
+            `"resumed"` or `"precision"`.
+        what: the same for people.
+        ok: whether both sides are equal; None where it wasn't run.
+        digits: how many digits are equal, of what the updates changed (in an evaluation: of the
+            values); infinite where all bits are, None where nothing was compared.
+        first: the first parameter or value that differs; "" where none does.
+        causes: why.
+        note: why it wasn't run.
+    """
+
+    name: str
+    what: str
+    ok: bool | None
+    digits: float | None = None
+    first: str = ""
+    causes: tuple[Cause, ...] = ()
+    note: str = ""
+
+    @property
+    def equal(self) -> str:
+        """How equal both sides are, in words."""
+        if self.digits is None:
+            return "not run" if self.ok is None else "no"
+        if math.isinf(self.digits):
+            return "bit for bit"
+        count = math.floor(self.digits)
+        digits = f"{count} digit{'' if count == 1 else 's'}"
+        return f"to {digits}" if self.ok else f"no ({digits})"
+
+
+def digits_of(difference: float) -> float:
+    """How many digits are equal where that part of a value differs."""
+    return math.inf if difference == 0.0 else max(0.0, -math.log10(difference))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` found; `str()` gives the table.
+
+    Attributes:
+        rows: the comparisons, in the order in which they were made.
+        title: how many updates of how many samples, and in which precision they were compared.
+    """
+
+    rows: tuple[Row, ...]
+    title: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that was run is equal."""
+        return all(row.ok is not False for row in self.rows)
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """Each cause of a difference once, in the order of the rows."""
+        return tuple(dict.fromkeys(cause for row in self.rows for cause in row.causes))
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of that name."""
+        return {row.name: row for row in self.rows}[name]
+
+    @property
+    def table(self) -> str:
+        """The rows as text."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("run", "equal", "why, and what to write", box=box.SIMPLE_HEAD)
+        said: set[Cause] = set()
+        for row in self.rows:
+            reasons = [
+                f"{c.place or c.words}: as above." if c in said else str(c) for c in row.causes
+            ]
+            reasons.append(row.note)
+            said.update(row.causes)
+            if row.first and not row.ok:
+                reasons.insert(0, f"{row.first} is the first that differs.")
+            cells = (row.what, row.equal, "\n".join(filter(None, reasons)))
+            table.add_row(*map(Text, cells))
+        file = io.StringIO()
+        console = Console(file=file, width=100)
+        console.print(Text(self.title))
+        console.print(table)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
+
+    def __str__(self) -> str:
+        return self.table
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table)}</pre>"

@@ -1,0 +1,576 @@
+"""Runs of copies of one model on the same batches, cut in several ways, and what they show."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fitkit import trees
+from fitkit.arguments import describe
+from fitkit.callbacks import Callback
+from fitkit.data.arrays import take
+from fitkit.data.batches import samples_of, unpack
+from fitkit.errors import ConfigurationError, FitkitError
+from fitkit.model import Model
+from fitkit.modes import kept_in_evaluation
+from fitkit.random_states import set_seed
+from fitkit.verification.results import Cause, Row, cause_of, digits_of
+
+SEED = 20_011
+
+ALONE: dict[str, Any] = {
+    "devices": 1, "strategy": "auto", "num_nodes": 1, "auto_select_gpus": False,
+    "accumulate_grad_batches": 1, "scale_lr": None, "sync_batchnorm": False,
+    "jit_compile": False, "steps_per_execution": 1, "log_gpu_memory": None,
+}  # fmt: skip
+"""What every run is compiled with, but for what it tries: one process, whole batches."""
+
+STEADY: dict[str, Any] = {"lr_scheduler": None, "warmup_epochs": None}
+"""Rates that stay. In parts there are more batches, by which some schedules count."""
+
+LIMITS = {"64-true": (1e-6, 1e-9), "32-true": (1e-2, 1e-4)}
+"""Up to which difference weights count as equal, as a part of what the updates changed; and layers'
+outputs, as a part of the largest. Rounding is far below that in float64, and near in float32."""
+
+
+def cut(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into parts of uneven sizes, which weigh unlike.
+
+    Raises:
+        ConfigurationError: it can't be cut.
+    """
+    samples = samples_of(batch)
+    for leaf in trees.leaves(batch):
+        shape = getattr(leaf, "shape", None)
+        if leaf is not None and (not shape or shape[0] != samples):
+            raise ConfigurationError(
+                f"A batch of {samples} samples holds {describe(leaf)}, which can't be cut."
+            )
+    if samples < 2 * parts:
+        raise ConfigurationError(f"A batch of {samples} samples is too small for {parts} parts.")
+    bounds = [round(samples * place / parts) for place in range(parts + 1)]
+    if samples >= 3 * parts:
+        bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]
+    return [take(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+Numbers = dict[str, torch.Tensor]
+Pass = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""A module's inputs and outputs in one batch."""
+Passes = dict[tuple[str, int], list[Pass]]
+"""What a net's modules did with some batches, in the order in which they ended: by the module's
+name, and which of its calls for a batch it was."""
+Found = tuple[bool, float, str, tuple[Cause, ...]]
+"""What a comparison gives: whether both sides are equal, digits, the first that differs, causes."""
+
+
+class Trials:
+    """The comparisons of one model on some batches.
+
+    Args:
+        model: a compiled model, which stays as it is: copies of it are run.
+        batches: of the user's data; each makes an update.
+        devices: on how many processes.
+        class_weight: as in `fit`.
+
+    Raises:
+        Exception: the model can't train on these batches.
+    """
+
+    def __init__(self, model: Model, batches: list[Any], devices: int, class_weight: Any) -> None:
+        self.model, self.devices, self.class_weight = model, devices, class_weight
+        self.parts = 4 if samples_of(batches[0]) >= 16 else 2
+        # A last batch may be too small to be cut as the others.
+        large = [b for b in batches if samples_of(b) >= 2 * max(self.parts, devices)]
+        self.batches = large or batches[:1]
+        self.accelerator = "cuda" if model.device.type == "cuda" else "cpu"  # MPS has no float64
+        self.start = _numbers(model)
+        self.precision = "64-true"
+        self._known: dict[frozenset[str], Numbers] = {}
+        self._repeats: bool | None = None
+        try:
+            self.reference()
+        except Exception:
+            # A net may make float32 tensors that no cast reaches; else this raises the same again.
+            self.precision = "32-true"
+            self.reference()
+        self.limit, self.output_limit = LIMITS[self.precision]
+        if all(torch.equal(self.start[name], own) for name, own in self.reference().items()):
+            raise ConfigurationError(
+                f"{len(self.batches)} updates change no parameter, so that there is nothing to "
+                "compare: the rate is 0, or no gradient reaches the net."
+            )
+        self._loss_cause: Cause | None = None
+
+    def rows(self, runs_compiled: bool) -> Iterator[Row]:
+        """Make all comparisons.
+
+        Args:
+            runs_compiled: whether one is with `torch.compile`.
+        """
+        repeat = self._row("repeat", "the same updates again", self._repeat)
+        self._repeats = repeat.ok
+        yield repeat
+        processes = f"on {self.devices} process{'es' if self.devices > 1 else ''}"
+        for name, what, compare in (
+            ("accumulated", f"accumulated, in {self.parts} parts", self._accumulated),
+            ("processes", processes, self._on_processes),
+            ("evaluation", "evaluated in smaller batches", self._evaluated),
+            ("compiled", "compiled by torch.compile", self._compiled),
+            ("resumed", "cut, saved and resumed", self._resumed),
+            ("precision", f"in {self._precision_name}", self._in_precision),
+        ):
+            if name == "processes" and self.devices == 1:
+                row = Row(name, what, None, note="devices=1")
+            elif name == "compiled" and not runs_compiled:
+                row = Row(name, what, None, note="verify(…, jit_compile=True) runs it.")
+            else:
+                row = self._row(name, what, compare)
+            if row.ok is False and repeat.ok is False:  # nothing else can be told from it
+                row = dataclasses.replace(row, causes=repeat.causes)
+            yield row
+
+    def _row(self, name: str, what: str, compare: Callable[[], Found]) -> Row:
+        """Make a comparison; what can't be made says why."""
+        try:
+            return Row(name, what, *compare())
+        except ConfigurationError as error:
+            return Row(name, what, None, note=" ".join(str(error).split()))
+        except Exception as error:
+            text = f"It ended with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return Row(name, what, False, causes=(Cause("error", "", text, ""),))
+
+    # ------------------------------------------------------------------ runs
+
+    def copied(self, quiet: Iterable[str] = (), **settings: Any) -> Model:
+        """Copy the model, and compile the copy otherwise.
+
+        Args:
+            quiet: names of modules that are put into evaluation mode.
+        """
+        copied = copy.deepcopy(self.model)
+        for group in copied.optimizer.param_groups:  # an earlier fit's schedule may have ended at 0
+            group["lr"] = group.get("initial_lr", group["lr"])
+        given = {**ALONE, **STEADY, "precision": self.precision, "accelerator": self.accelerator}
+        copied.compile(**{**given, **settings})
+        net = copied._weights_module()
+        if not kept_in_evaluation(net):
+            copied.train()  # as fit does with a net that is in evaluation mode as a whole
+        for name in quiet:
+            module = net.get_submodule(name)
+            if type(module).__module__.startswith("torch."):
+                module.eval()
+            else:
+                module.training = False
+        return copied
+
+    def fitted(self, copied: Model, batches: list[Any], seed: int = SEED, **given: Any) -> Model:
+        """Train a copy on batches, in their order."""
+        set_seed(seed)
+        copied.fit(batches, class_weight=self.class_weight, verbose=0, **given)
+        return copied
+
+    def trained(self, batches: list[Any], quiet: Iterable[str] = (), **settings: Any) -> Numbers:
+        """The parameters after an update on each batch."""
+        return _numbers(self.fitted(self.copied(quiet, **settings), batches))
+
+    def reference(self, quiet: frozenset[str] = frozenset()) -> Numbers:
+        """The parameters that others are compared with."""
+        if quiet not in self._known:
+            self._known[quiet] = self.trained(self.batches, quiet)
+        return self._known[quiet]
+
+    def accumulated(
+        self, parts: int, quiet: Iterable[str] = (), batches: list[Any] | None = None
+    ) -> Numbers:
+        """The parameters after the same updates, each accumulated from parts."""
+        return self.trained(self._pieces(parts, batches), quiet, accumulate_grad_batches=parts)
+
+    def on_processes(self, quiet: Iterable[str] = (), **settings: Any) -> Numbers:
+        """The parameters after the same updates, a part of each on each process."""
+        enough = self.accelerator == "cpu" or torch.cuda.device_count() >= self.devices
+        return self.trained(
+            self._pieces(self.devices), quiet, devices=self.devices, strategy="ddp_spawn",
+            accelerator=self.accelerator if enough else "cpu", **settings,
+        )  # fmt: skip
+
+    def _pieces(self, parts: int, batches: list[Any] | None = None) -> list[Any]:
+        return [piece for batch in batches or self.batches for piece in cut(batch, parts)]
+
+    def compared(self, numbers: Numbers, others: Numbers) -> tuple[float, str]:
+        """How much differs, as a part of what the updates changed, and the first that does."""
+        apart = {name: float((own - others[name]).norm()) for name, own in numbers.items()}
+        moved = math.hypot(*(float((own - self.start[n]).norm()) for n, own in numbers.items()))
+        total = math.hypot(*apart.values())
+        if not math.isfinite(total + moved):
+            return math.inf, next((n for n, d in apart.items() if not math.isfinite(d)), "")
+        first = next((name for name, size in apart.items() if size > 1e-3 * total), "")
+        return (total / moved if moved else math.inf if total else 0.0), first
+
+    # ------------------------------------------------------------------ comparisons
+
+    def _judged(self, run: Callable[[frozenset[str]], Numbers], parts: int = 0) -> Found:
+        """Compare a way to make the updates with the reference, and find out why it differs.
+
+        Args:
+            run: makes them, with some modules in evaluation mode.
+            parts: into how many it cuts the batches; 0 where it doesn't.
+        """
+        difference, first = self.compared(self.reference(), run(frozenset()))
+        if difference <= self.limit:
+            return True, digits_of(difference), "", ()
+        return False, digits_of(difference), first, self._causes(run, parts)
+
+    def _repeat(self) -> Found:
+        difference, first = self.compared(self.reference(), self.trained(self.batches))
+        if not math.isfinite(difference):
+            return False, 0.0, first, (cause_of("not_finite", first),)
+        if difference == 0.0:
+            return True, math.inf, "", ()
+        steady = math.inf
+        with contextlib.suppress(Exception):  # an operation has no deterministic kernel
+            pair = [self.trained(self.batches, deterministic=True) for _ in range(2)]
+            steady, _ = self.compared(*pair)
+        if steady == 0.0:
+            return False, digits_of(difference), first, (cause_of("kernels"),)
+        name = self._first_other(*(self._passes(self.batches[:1]) for _ in range(2)))
+        why = cause_of("gradients") if name is None else cause_of("unsteady", self._place(name))
+        return False, digits_of(difference), first, (why,)
+
+    def _accumulated(self) -> Found:
+        return self._judged(functools.partial(self.accumulated, self.parts), self.parts)
+
+    def _on_processes(self) -> Found:
+        ok, digits, first, causes = self._judged(self.on_processes, self.devices)
+        if [found.kind for found in causes] == ["batch_norm"]:
+            together = self.on_processes(sync_batchnorm=True)
+            difference, _ = self.compared(self.reference(), together)
+            if difference <= self.limit:
+                count = math.floor(digits_of(difference))
+                advice = f"Write compile(sync_batchnorm=True): then equal to {count} digits."
+                causes = (dataclasses.replace(causes[0], advice=advice),)
+        return ok, digits, first, causes
+
+    def _compiled(self) -> Found:
+        return self._judged(
+            lambda quiet: self.trained(
+                self.batches, quiet, jit_compile=self._given("jit_compile") or True
+            )
+        )
+
+    def _in_precision(self) -> Found:
+        """Compare the compiled precision; what it rounds off is no fault until all is."""
+
+        def run(quiet: frozenset[str]) -> Numbers:
+            return self.trained(self.batches, quiet, precision=self._given("precision"))
+
+        difference, first = self.compared(self.reference(), run(frozenset()))
+        if difference < 1.0:
+            return True, digits_of(difference), "", ()
+        causes = self._causes(run, 0, limit=1.0)
+        if not causes or causes[-1].kind == "kernels":
+            causes = (*causes[:-1], cause_of("rounding"))
+        return False, digits_of(difference), first, causes
+
+    def _evaluated(self) -> Found:
+        """Evaluate whole batches, then their parts."""
+        pieces = self._pieces(self.parts)
+
+        def values_of(batches: list[Any]) -> dict[str, float]:
+            set_seed(SEED)
+            found = self.copied().evaluate(batches, verbose=0, return_dict=True)
+            return {name: float(value) for name, value in found.items()}
+
+        whole, others = values_of(self.batches), values_of(pieces)
+        apart = {
+            name: abs(value - others[name]) / max(abs(value), 1e-12)
+            for name, value in whole.items()
+            if value != others[name] and not math.isnan(value)
+        }
+        wrong = [name for name, size in apart.items() if size > self.output_limit]
+        digits = digits_of(max(apart.values(), default=0.0))
+        if not wrong:
+            return True, digits, "", ()
+        layer = self._first_other(*self._passes_by_seed(verb="evaluate"))
+        reason = "dropout"
+        if layer is None:
+            layer, reason = self._first_mixing(frozenset(), self.parts, "evaluate"), "layer"
+        if layer is not None:
+            is_norm = isinstance(self._module(layer), _NormBase)
+            found = cause_of("batch_norm" if is_norm else reason, self._place(layer))
+            return False, digits, wrong[0], (found,)
+        losses = [name for name in wrong if name == "loss" or name.endswith("_loss")]
+        causes = [cause_of("metric", repr(name)) for name in wrong if name not in losses]
+        if losses:
+            causes.insert(0, self._loss_cause or cause_of("loss", repr(losses[0])))
+        return False, digits, wrong[0], tuple(causes)
+
+    def _resumed(self) -> Found:
+        """Go on from the middle of a training, in the compiled precision, and compare all bits."""
+        middle = len(self.batches) // 2
+        if not middle:
+            raise ConfigurationError("One update has no middle: updates=1, or too few samples.")
+        names = ("precision", *STEADY)
+        settings = {name: self._given(name) for name in names}
+
+        def run(seed: int, *, saves: str = "", resumes: str | None = None) -> tuple[Any, Any]:
+            notes = _Notes(middle, saves)
+            copied = self.copied(**settings)
+            notes.follow(copied._weights_module())
+            self.fitted(copied, self.batches, seed, callbacks=notes, resume_from=resumes)
+            return copied._weights_module().state_dict(), notes.passes
+
+        with tempfile.TemporaryDirectory(prefix="fitkit_verify_") as folder:
+            path = os.path.join(folder, "middle.h5")
+            (whole, noted), (resumed, noted_then) = (
+                run(SEED, saves=path),
+                run(SEED + 1, resumes=path),
+            )
+        wrong = [n for n, value in whole.items() if not same_bits(value, resumed.get(n))]
+        if not wrong:
+            return True, math.inf, "", ()
+        if not self._repeats:
+            return False, 0.0, wrong[0], ()
+        name = self._first_other(noted, noted_then)
+        place = "" if name is None else self._place(name)
+        return False, 0.0, wrong[0], (cause_of("forgotten", place or "Something"),)
+
+    # ------------------------------------------------------------------ why
+
+    def _causes(
+        self, run: Callable[[frozenset[str]], Numbers], parts: int, limit: float | None = None
+    ) -> tuple[Cause, ...]:
+        """Put one kind of layer after another into evaluation mode until the numbers are equal."""
+        if not self._repeats:
+            return ()
+        found: list[Cause] = []
+        quiet: frozenset[str] = frozenset()
+        modules = dict(self.model._weights_module().named_modules())
+        while True:
+            name, reason = self._first_other(*self._passes_by_seed(quiet)), "dropout"
+            if name is None and parts:
+                name, reason = self._first_mixing(quiet, parts), "layer"
+            if name is None:
+                return (*found, self._other_cause(quiet, run, parts))
+            if name in quiet:  # it does so in evaluation mode, too, and hides what comes after it
+                return tuple(found)
+            own = modules[name]
+            is_norm = isinstance(own, _NormBase)
+            found.append(cause_of("batch_norm" if is_norm else reason, self._place(name)))
+            quiet |= {name, *(n for n, module in modules.items() if type(module) is type(own))}
+            difference, _ = self.compared(self.reference(quiet), run(quiet))
+            if difference <= (limit or self.limit):
+                return tuple(found)
+
+    def _other_cause(
+        self, quiet: frozenset[str], run: Callable[[frozenset[str]], Numbers], parts: int
+    ) -> Cause:
+        """The cause where no layer's output is one."""
+        if not parts:
+            return cause_of("by_kernel")
+        difference, _ = self.compared(self.reference(quiet), self.accumulated(parts, quiet))
+        if difference <= self.limit:
+            return cause_of("by_rank")
+        place = "The loss" if self._given("loss") is not None else "The model's own loss"
+        batches = [_with_all_labels(batch) for batch in self.batches]
+        if any(one is not other for one, other in zip(batches, self.batches, strict=True)):
+            whole, divided = (
+                self.trained(batches, quiet),
+                self.accumulated(parts, quiet, batches),
+            )
+            if self.compared(whole, divided)[0] <= self.limit:
+                self._loss_cause = cause_of("ignored_labels", place)
+                return self._loss_cause
+        self._loss_cause = cause_of("loss", place)
+        with contextlib.suppress(FitkitError):  # it may have no loss to evaluate
+            copied, batch = self.copied(quiet), self.batches[0]
+            total, one, other = (
+                copied.test_on_batch(*unpack(part), return_dict=True)["loss"]
+                for part in [batch, *cut(batch, 2)]
+            )
+            if math.isclose(total, one + other, rel_tol=self.output_limit):
+                self._loss_cause = cause_of("sum", place)
+        return self._loss_cause
+
+    def _passes_by_seed(
+        self, quiet: frozenset[str] = frozenset(), verb: str = "fit"
+    ) -> tuple[Passes, Passes]:
+        """What modules do with the first batch under two seeds, which they draw numbers from."""
+        batches = self.batches[:1]
+        return (
+            self._passes(batches, quiet, verb),
+            self._passes(batches, quiet, verb, seed=SEED + 1),
+        )
+
+    def _first_mixing(self, quiet: frozenset[str], parts: int, verb: str = "fit") -> str | None:
+        """The first module that gives a sample another output in a part of its batch."""
+        whole = self._passes(self.batches[:1], quiet, verb)
+        return self._first_other(whole, self._passes(cut(self.batches[0], parts), quiet, verb))
+
+    def _passes(
+        self,
+        batches: list[Any],
+        quiet: frozenset[str] = frozenset(),
+        verb: str = "fit",
+        seed: int = SEED,
+    ) -> Passes:
+        """What each module does before the first update, of which all these batches are."""
+        copied, notes = self.copied(quiet, accumulate_grad_batches=len(batches)), _Notes()
+        notes.follow(copied._weights_module())
+        if verb == "fit":
+            self.fitted(copied, batches, seed, callbacks=notes)
+        else:
+            set_seed(seed)
+            copied.evaluate(batches, verbose=0, callbacks=notes)
+        return notes.passes
+
+    def _first_other(self, one: Passes, other: Passes) -> str | None:
+        """The first module that gives something else for the same inputs; None where none does."""
+        for key, passes in one.items():
+            others = other.get(key, [])
+            if self._alike(passes, others, 0) and not self._alike(passes, others, 1):
+                return key[0]
+        return None
+
+    def _alike(self, passes: list[Pass], others: list[Pass], side: int) -> bool:
+        """Whether the inputs (side 0) or outputs (1), joined over batches, are the same."""
+        for place in range(len(passes[0][side])):
+            # A module may have given other structures, which can't be compared.
+            if not others or any(len(each[side]) <= place for each in (*passes, *others)):
+                break
+            whole = _joined([each[side][place] for each in passes], None)
+            joined = None
+            if whole is not None and whole.numel():
+                joined = _joined([each[side][place] for each in others], whole.shape)
+            if whole is None or joined is None:
+                continue
+            reach = self.output_limit * float(whole.abs().max())
+            if not torch.allclose(whole, joined, rtol=0, atol=reach, equal_nan=True):
+                return False
+        return True
+
+    def _module(self, name: str) -> nn.Module:
+        return self.model._weights_module().get_submodule(name)
+
+    def _place(self, name: str) -> str:
+        kind = type(self._module(name)).__name__
+        return f"{kind} {name!r}" if name else f"The net itself ({kind})"
+
+    def _given(self, name: str) -> Any:
+        """What `compile` was given."""
+        return self.model._fitkit.compilation.given[name]
+
+    @property
+    def _precision_name(self) -> str:
+        return f"precision={self._given('precision')!r}"
+
+
+class _Notes(Callback):
+    """Notes what a net's modules get and give, batch by batch.
+
+    Args:
+        only: notes that batch alone; None: all.
+        path: where a checkpoint is saved before that batch; "" for none.
+    """
+
+    stops_alike = True
+
+    def __init__(self, only: int | None = None, path: str = "") -> None:
+        self.passes: Passes = {}
+        self._only, self._path = only, path
+        self._batch = 0
+        self._calls: dict[str, int] = {}
+        self._inputs: list[list[torch.Tensor]] = []  # of the modules that are being called
+
+    def follow(self, net: nn.Module) -> None:
+        """Note what the modules of a net do."""
+        for name, module in net.named_modules():
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(functools.partial(self._leave, name))
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs.append(_copies((args, kwargs)))  # before the module may change them in place
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        inputs = self._inputs.pop()
+        if self._only in (None, self._batch):
+            call = self._calls[name] = self._calls.get(name, -1) + 1
+            self.passes.setdefault((name, call), []).append((inputs, _copies(output)))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._batch, self._calls = batch, {}
+        if self._only is None:
+            # Else a layer alone draws for two parts what it draws for the whole: luck.
+            set_seed(torch.initial_seed() % 2**31 + batch)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.on_train_batch_begin(batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        if self._path and self._only == batch + 1:
+            self.model.save(self._path)
+
+
+def _copies(tree: Any) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in trees.tensors(tree)]
+
+
+def _joined(tensors: list[torch.Tensor], shape: torch.Size | None) -> torch.Tensor | None:
+    """Tensors of several batches as one, of that shape; None where they don't make one.
+
+    Not all layers have the batch in dimension 0.
+    """
+    if not tensors or tensors[0].is_nested or not tensors[0].is_floating_point():
+        return None
+    if len(tensors) == 1:
+        return tensors[0] if shape in (None, tensors[0].shape) else None
+    for dimension in range(tensors[0].ndim):
+        with contextlib.suppress(RuntimeError):  # other sizes in other dimensions
+            joined = torch.cat(tensors, dimension)
+            if joined.shape == shape:
+                return joined
+    return None
+
+
+def _numbers(model: Model) -> Numbers:
+    """The model's parameters in float64 in main memory, by the net's names."""
+    named = model._weights_module().named_parameters()
+    return {name: own.detach().to("cpu", torch.float64, copy=True) for name, own in named}
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two entries of state dicts are equal; NaN is NaN."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.allclose(
+            one, other, rtol=0, atol=0, equal_nan=True
+        )
+    return bool(one == other)
+
+
+def _with_all_labels(batch: Any) -> Any:
+    """A batch with 0 in place of negative labels, so that all of them count; itself if it has none.
+
+    A net that computes its own loss has the labels among its inputs.
+    """
+    x, y, weight = unpack(batch)
+    labels = x if y is None else y
+    whole = [t for t in trees.tensors(labels) if not (t.is_floating_point() or t.is_complex())]
+    if not any(bool((tensor < 0).any()) for tensor in whole):
+        return batch
+    kept = {id(tensor) for tensor in whole}
+    counted = trees.map_leaves(lambda t: t.clamp(min=0) if id(t) in kept else t, labels)
+    if y is None:
+        return counted
+    return (x, counted) if weight is None else (x, counted, weight)

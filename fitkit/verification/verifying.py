@@ -1,0 +1,209 @@
+"""`fitkit.verify`, and a script that is verified at its first `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fitkit import trees
+from fitkit.arguments import check_count, check_flag, describe
+from fitkit.data.batches import NoRows, Source, samples_of
+from fitkit.data.sources import check_data_type, make_source
+from fitkit.distributed.cluster import detect
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.model import Model
+from fitkit.modes import in_use
+from fitkit.random_states import random_state, set_random_state, set_seed
+from fitkit.verification.results import Cause, Row, Verification
+from fitkit.verification.trials import SEED, Trials, same_bits
+
+
+def verify(
+    model: Model,
+    x: Any,
+    y: Any = None,
+    *,
+    devices: int = 2,
+    batch_size: int = 32,
+    updates: int = 3,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    jit_compile: bool | None = None,
+    verbose: bool = True,
+) -> Verification:
+    """Show whether this net and these data give the same numbers however the batches are cut.
+
+    A copy of the model makes a few updates in one process, with whole batches and in float64. Other
+    copies make the same updates again, accumulated from parts, on several processes, resumed from a
+    checkpoint and in the compiled precision, and evaluate smaller batches. Where numbers differ,
+    further runs find out why: with a kind of layer in evaluation mode, with other labels, with
+    deterministic kernels. The model, the random numbers and the files are as before afterwards.
+
+    Callbacks aren't called. Schedulers and warm-up take part in the resumed run only.
+
+    Args:
+        model: a compiled model.
+        x, y, sample_weight, class_weight: as in `fit`; data that can be read more than once.
+        devices: on how many processes. Default 2.
+        batch_size: samples of an update, of arrays or a Dataset. Default 32.
+        updates: how many. Default 3.
+        jit_compile: whether the net is run with `torch.compile`, too, which may take minutes.
+            Default None: where it is compiled with it.
+        verbose: whether the table is printed. Default True.
+
+    Returns:
+        The rows, with `.ok`, `.causes` and `.table`.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        Exception: the model can't train on these data; the error is that of `fit`.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> found = fitkit.verify(model, x, x.sum(1, keepdim=True), devices=1, verbose=False)
+        >>> found.ok, found["accumulated"].digits > 9
+        (True, True)
+    """
+    if not isinstance(model, Model):
+        raise ArgumentTypeError(
+            f"model={describe(model)} must be a compiled fitkit.Model. Write fitkit.Model(net)."
+        )
+    for name, count in (("devices", devices), ("updates", updates), ("batch_size", batch_size)):
+        check_count(name, count)
+    check_flag("verbose", verbose)
+    check_flag("jit_compile", jit_compile, optional=True)
+    check_data_type(x)
+    compilation = model._fitkit.compilation
+    if detect() is not None or compilation.strategy.collectives.world_size > 1:
+        raise ConfigurationError(
+            "verify starts processes of its own, and this process is one of several already. Run "
+            "it alone: python script.py."
+        )
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ConfigurationError(
+            "The net has lazy layers whose shapes aren't known yet. Run one batch through it "
+            "first: model.predict_on_batch(x[:1])."
+        )
+    dtype = compilation.strategy.precision.input_dtype(model)
+    source = make_source(
+        x, y, sample_weight, batch_size=batch_size, shuffle=True, float_dtype=dtype
+    )
+    if not source.repeatable:
+        raise ConfigurationError(
+            f"x is a {type(x).__name__}, which can be read only once, so that fit would find it "
+            "used up. Give arrays, a Dataset or a DataLoader."
+        )
+    runs_compiled = bool(compilation.jit_compile) if jit_compile is None else jit_compile
+    kept = random_state(source.generators)
+    try:
+        # What would be a warning in each of the runs is a row here.
+        with in_use(model, "verify", alone=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batches = _read(source, updates)
+            data = _same_twice(source, batches)
+            trials = Trials(model, batches, devices, class_weight)
+            rows = (data, *trials.rows(runs_compiled))
+    finally:
+        set_random_state(kept, source.generators)
+    found = Verification(
+        rows,
+        f"{len(trials.batches)} updates of {samples_of(trials.batches[0])} samples, compared in "
+        f"float{trials.precision[:2]} with whole batches in one process",
+    )
+    if verbose:
+        print(found)
+    return found
+
+
+def _read(source: Source, count: int) -> list[Any]:
+    """Read the first batches that have rows, after seeding all that the data may draw from."""
+    set_seed(SEED)
+    for generator in source.generators:
+        generator.manual_seed(SEED)
+    if hasattr(source, "seed"):
+        source.seed = None  # of the order of arrays, which is drawn anew then
+    found: list[Any] = []
+    for batch in source.batches(0):
+        if batch is not NoRows:  # a Dataset may give the same memory again
+            found.append(trees.map_leaves(copy.deepcopy, batch))
+        if len(found) == count:
+            break
+    if not found:
+        raise ConfigurationError("x is empty: it gave no batches.")
+    return found
+
+
+def _same_twice(source: Source, batches: list[Any]) -> Row:
+    """Whether the data are the same when they are read again with the same seeds."""
+    what = "the data, read twice"
+    for number, (one, other) in enumerate(zip(batches, _read(source, len(batches)), strict=False)):
+        pairs = zip(trees.leaves_with_paths(one), trees.leaves_with_paths(other), strict=False)
+        for (path, mine), (_, others) in pairs:
+            if not same_bits(mine, others):
+                cause = Cause(
+                    "data",
+                    f"x, at {path or 'its samples'},",
+                    "gives other samples when it is read again with the same seeds.",
+                    "Draw from torch's, NumPy's or Python's global generator, or from one that is "
+                    "seeded with the sample's index. Else a resumed training sees other data.",
+                )
+                return Row("data", what, False, 0.0, f"batch {number}", (cause,))
+    return Row("data", what, True, math.inf)
+
+
+class _Verified(BaseException):
+    """Ends a script at its first `fit`; no `except Exception` of the script's catches it."""
+
+
+def verify_script(path: str, arguments: Sequence[str] = (), **options: Any) -> Verification:
+    """Run a script until its first call of `fit`, and verify that model with those data instead.
+
+    Args:
+        path: the script, which runs as `python path` would.
+        arguments: of the script's own.
+        options: of `verify`; the rest follows from the call of `fit`.
+
+    Raises:
+        ConfigurationError: it ended without a call of `fit`.
+        Exception: whatever the script raises.
+    """
+    import runpy
+
+    found: list[Verification] = []
+    fit, kept = Model.fit, (sys.argv, sys.path[:])
+
+    def stand_in(*given: Any, **named: Any) -> None:
+        Model.fit = fit  # type: ignore[method-assign] # for the copies
+        call = inspect.signature(fit).bind(*given, **named)
+        call.apply_defaults()
+        names = ("y", "batch_size", "sample_weight", "class_weight")
+        used = {name: call.arguments[name] for name in names}
+        found.append(verify(call.arguments["self"], call.arguments["x"], **used, **options))
+        raise _Verified
+
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    Model.fit = stand_in  # type: ignore[method-assign, assignment]
+    try:
+        with contextlib.suppress(_Verified):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        Model.fit = fit  # type: ignore[method-assign]
+        sys.argv, sys.path[:] = kept
+    if not found:
+        raise ConfigurationError(
+            f"{path} ended without a call of fit. Give a script that compiles a model and fits it."
+        )
+    return found[0]
