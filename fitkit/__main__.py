@@ -1,4 +1,4 @@
-"""The command line: `python -m fitkit doctor`, `inspect`, `convert` and `verify`."""
+"""The command line: `python -m fitkit doctor`, `inspect`, `convert`, `diff` and `verify`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     convert.add_argument("source", help=formats)
     convert.add_argument("target", help=formats)
+    diff = commands.add_parser("diff", help="print in what two runs' files differ")
+    diff.add_argument("source", metavar="one", help=formats)
+    diff.add_argument("other", help=formats)
     verify = commands.add_parser(
         "verify", help="run a script up to its first fit, and verify that model with those data"
     )
@@ -41,18 +44,22 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if given.command == "verify":
         return _verify(given)
-    from fitkit.checkpoint import inspection
+    from rich.console import Console
+
+    from fitkit.checkpoint import comparison, inspection
 
     try:
         if given.command == "inspect":
-            from rich.console import Console
-
             inspection.print_inspection(given.source, Console())
+        elif given.command == "diff":
+            comparison.print_comparison(given.source, given.other, Console())
         else:
             written = inspection.convert(given.source, given.target)
             print(f"Wrote {given.target} ({written}).")
     except FileNotFoundError:
-        print(f"There is no file {given.source}.", file=sys.stderr)
+        files = [given.source, getattr(given, "other", given.source)]
+        name = next((file for file in files if not os.path.exists(file)), given.source)
+        print(f"There is no file {name}.", file=sys.stderr)
         return 1
     except FitkitError as error:
         print(" ".join(str(error).split()), file=sys.stderr)

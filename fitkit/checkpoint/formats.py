@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from pathlib import PurePath
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from fitkit.arguments import describe
@@ -136,7 +138,12 @@ class HDF5:
 
 def software() -> dict[str, str]:
     """The versions that a file is written with, for whoever looks into it."""
-    return {"fitkit": __version__, "torch": str(torch.__version__)}
+    return {
+        "fitkit": __version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
     from rich.tree import Tree
 
     name = os.fspath(path)
-    if not _holds_checkpoints(path):
+    if not holds_checkpoints(path):
         with format_of(path).open(path) as source:
             size = _size(os.path.getsize(path))
             yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
@@ -78,7 +78,7 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
             yield tree
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Text from a file without what a terminal would obey."""
     return text if text.isprintable() else repr(text)
 
@@ -90,7 +90,7 @@ def _heading(name: str, facts: Mapping[str, str]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_row("file", Text(name, "bold"))
     for key, value in facts.items():
-        table.add_row(Text(_clean(key)), Text(_clean(value)))
+        table.add_row(Text(clean(key)), Text(clean(value)))
     return table
 
 
@@ -108,10 +108,10 @@ def _weights(source: WeightSource) -> Iterator[RenderableType]:
             count *= length
         numbers, total = numbers + count, total + count * dtype.itemsize
         table.add_row(
-            Text(_clean(name)), str(shape), dtype_name(dtype), _size(count * dtype.itemsize)
+            Text(clean(name)), str(shape), dtype_name(dtype), _size(count * dtype.itemsize)
         )
     for name, value in source.extra.items():
-        table.add_row(Text(_clean(name)), "", "extra state", Text(describe(value)))
+        table.add_row(Text(clean(name)), "", "extra state", Text(describe(value)))
     yield table
     yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
 
@@ -124,7 +124,7 @@ def _grow(tree: Tree, encoded: object, stored: Arrays, level: int) -> None:
         if index == _SHOWN:
             tree.add(f"… and {len(items) - _SHOWN} more")
             return
-        branch = tree.add(Text(f"{_clean(key)}: {_words(item, stored)}"))
+        branch = tree.add(Text(f"{clean(key)}: {_words(item, stored)}"))
         if level < _MOST_LEVELS and not _is_short(item):
             _grow(branch, item, stored, level + 1)
 
@@ -210,7 +210,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
         raise ConfigurationError(
             f"{os.fspath(source)} can't be converted into itself. Give the target another name."
         )
-    if not (_holds_checkpoints(target) and _holds_checkpoints(source)):
+    if not (holds_checkpoints(target) and holds_checkpoints(source)):
         with read.open(source) as weights:
             to.write(target, _weights_to_convert(weights))
         return "weights"
@@ -224,7 +224,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
         return "checkpoint"
 
 
-def _holds_checkpoints(path: str | os.PathLike[str]) -> bool:
+def holds_checkpoints(path: str | os.PathLike[str]) -> bool:
     return is_folder_name(path) or PurePath(path).suffix.lower() in SUFFIXES
 
 

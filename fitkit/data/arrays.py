@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from fitkit import trees
 from fitkit.arguments import describe
@@ -302,6 +303,24 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
 VIEWS = 256
 """So many batches' views are made at once, which takes half the time of one by one; they have some
 0.1 MB."""
+
+
+MOST_BYTES = 1 << 22
+"""Of a tensor so many are in its fingerprint at most, which takes half a millisecond."""
+
+
+def fingerprints(tree: Any) -> dict[str, str]:
+    """Each tensor's type, shape and a digest of rows all over it, by its place in the tree."""
+    found: dict[str, str] = {}
+    for path, leaf in trees.leaves_with_paths(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+            rows = leaf.detach()
+            if leaf.nbytes > MOST_BYTES and leaf.ndim:
+                rows = rows[:: -(-leaf.nbytes // MOST_BYTES)]
+            raw: Any = rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+            kind = str(leaf.dtype).removeprefix("torch.")
+            found[path] = f"{kind} {tuple(leaf.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
+    return found
 
 
 class ArraySource(Source):

@@ -8,7 +8,11 @@ from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.callbacks import Callback
+from fitkit.data.arrays import fingerprints
 from fitkit.errors import CheckpointError, ConfigurationError, warn
+
+PLACE = ("batch_size", "samples", "shuffle")
+"""What of the data a place in them depends on."""
 
 
 @dataclasses.dataclass
@@ -28,7 +32,8 @@ class Progress:
         history: the epochs' numbers, and the values by name.
         warm_up: updates made and rates aimed at; None where there is no warm-up.
         callbacks: each one's class, what it watches, and its state, in their order.
-        data: what the place in them depends on; None in files of earlier versions.
+        data: what the place in them depends on, and what tells them from others; None in files of
+            earlier versions.
         shares: among how many the data were dealt out, which may be fewer than the ranks; None in
             files of earlier versions.
     """
@@ -124,12 +129,13 @@ def check_data(source: Any, progress: Progress) -> None:
     Raises:
         ConfigurationError: they have another size or order.
     """
-    now = kind_of_data(source)
-    if progress.batches and progress.data is not None and progress.data != now:
+    if not progress.batches or progress.data is None:
+        return
+    now, then = _place_in(source), {name: progress.data.get(name) for name in PLACE}
+    if then != now:
         raise ConfigurationError(
-            f"The training was cut within the data, which had {_words(progress.data)}, but now "
-            f"they have {_words(now)}. Give the data as before, or go on from a checkpoint of an "
-            "epoch's end."
+            f"The training was cut within the data, which had {_words(then)}, but now they have "
+            f"{_words(now)}. Give the data as before, or go on from a checkpoint of an epoch's end."
         )
 
 
@@ -140,13 +146,30 @@ def _kind(callback: Callback) -> dict[str, Any]:
     return {"class": type(callback).__name__, "monitor": watched}
 
 
-def kind_of_data(source: Any) -> dict[str, Any]:
+def _place_in(source: Any) -> dict[str, Any]:
     """What the place in the data depends on."""
     whole = source.whole
+    values = (whole.batch_size, whole.samples, getattr(whole, "shuffle", None))
+    return dict(zip(PLACE, values, strict=True))
+
+
+def kind_of_data(source: Any) -> dict[str, Any]:
+    """What the place in the data depends on, and what tells two runs' data apart."""
+    loader = getattr(source.whole, "loader", None)
+    if loader is None:
+        given = getattr(source.whole, "iterable", source.whole)
+        return {
+            **_place_in(source),
+            "kind": "arrays" if given is source.whole else type(given).__name__,
+            "digests": fingerprints(getattr(given, "batch", ())),
+        }
+    dataset = loader.dataset
     return {
-        "batch_size": whole.batch_size,
-        "samples": whole.samples,
-        "shuffle": getattr(whole, "shuffle", None),
+        **_place_in(source),
+        "kind": type(dataset).__name__,
+        "sampler": type(loader.sampler).__name__,
+        "workers": loader.num_workers,
+        "digests": fingerprints(getattr(dataset, "tensors", ())),
     }
 
 

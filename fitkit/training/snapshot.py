@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fitkit.checkpoint as files
-from fitkit.arguments import describe
+from fitkit.arguments import describe, plain_settings
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.module import Module
@@ -106,6 +106,7 @@ def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], di
     progress = model._fitkit.fit_state.progress if run is None else run.progress()
     state = {
         "compiled": named_arguments(model),
+        "settings": plain_settings(model._fitkit.compilation.given),
         "progress": None if progress is None else progress.as_dict(),
     }
     with model._fitkit.fit_state.evaluated() as train_weights:
