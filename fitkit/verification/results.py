@@ -135,6 +135,8 @@ class Row:
         if math.isinf(self.digits):
             return "bit for bit"
         count = math.floor(self.digits)
+        if count == 0:
+            return "to less than 1 digit" if self.ok else "no"
         digits = f"{count} digit{'' if count == 1 else 's'}"
         return f"to {digits}" if self.ok else f"no ({digits})"
 

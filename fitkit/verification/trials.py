@@ -113,6 +113,9 @@ class Trials:
                 "compare: the rate is 0, or no gradient reaches the net."
             )
         self._loss_cause: Cause | None = None
+        self._drawing: frozenset[str] = (
+            frozenset()
+        )  # modules that draw numbers, as the last search for causes found
 
     def rows(self, runs_compiled: bool) -> Iterator[Row]:
         """Make all comparisons.
@@ -254,13 +257,13 @@ class Trials:
 
     def _on_processes(self) -> Found:
         ok, digits, first, causes = self._judged(self.on_processes, self.devices)
-        if [found.kind for found in causes] == ["batch_norm"]:
-            together = self.on_processes(sync_batchnorm=True)
-            difference, _ = self.compared(self.reference(), together)
+        if causes and causes[-1].kind == "batch_norm":
+            together = self.on_processes(self._drawing, sync_batchnorm=True)
+            difference, _ = self.compared(self.reference(self._drawing), together)
             if difference <= self.limit:
                 count = math.floor(digits_of(difference))
                 advice = f"Write compile(sync_batchnorm=True): then equal to {count} digits."
-                causes = (dataclasses.replace(causes[0], advice=advice),)
+                causes = (*causes[:-1], dataclasses.replace(causes[-1], advice=advice))
         return ok, digits, first, causes
 
     def _compiled(self) -> Found:
@@ -356,7 +359,7 @@ class Trials:
         if not self._repeats:
             return ()
         found: list[Cause] = []
-        quiet: frozenset[str] = frozenset()
+        quiet = self._drawing = frozenset[str]()
         modules = dict(self.model._weights_module().named_modules())
         while True:
             name, reason = self._first_other(*self._passes_by_seed(quiet)), "dropout"
@@ -370,6 +373,7 @@ class Trials:
             is_norm = isinstance(own, _NormBase)
             found.append(cause_of("batch_norm" if is_norm else reason, self._place(name)))
             quiet |= {name, *(n for n, module in modules.items() if type(module) is type(own))}
+            self._drawing = quiet if reason == "dropout" else self._drawing
             difference, _ = self.compared(self.reference(quiet), run(quiet))
             if difference <= (limit or self.limit):
                 return tuple(found)

@@ -104,6 +104,13 @@ def test_batch_normalization_is_named_with_its_layer_and_what_helps(data):
     assert found["evaluation"].ok and found["resumed"].ok
 
 
+def test_batch_normalization_after_dropout_is_told_what_helps_too(data):
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    found = verified(net, *data, devices=2, optimizer="sgd")["processes"]
+    assert kinds(found) == ["dropout", "batch_norm"]
+    assert "compile(sync_batchnorm=True): then equal to" in found.causes[1].advice
+
+
 def test_frozen_batch_normalization_makes_no_difference(data):
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
     net[1].eval()
