@@ -377,6 +377,13 @@ def _kubeflow(environment: Environment) -> Cluster | None:
 
 def _refuse_half_set(environment: Environment) -> None:
     """Refuse some of torchrun's variables: to leave them alone would train n times, apart."""
+    nodes = environment.get("PET_NNODES", "").strip().rpartition(":")[2]
+    if environment.get("PET_MASTER_ADDR") and nodes.isdecimal() and int(nodes) > 1:
+        raise ConfigurationError(
+            f"PET_NNODES={environment['PET_NNODES']!r} is set, as in a pod of a Kubeflow TrainJob, "
+            "but torchrun, which reads it, didn't start this process: each node would train alone. "
+            "Write command: [torchrun, train.py] in the job, or unset PET_NNODES."
+        )
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "1").strip() in ("", "1"):
         return
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR") if not environment.get(name)]

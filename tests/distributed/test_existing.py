@@ -92,6 +92,39 @@ def test_the_tasks_of_slurm_are_the_ranks(tmp_path):
     assert_two_ranks_agree(tmp_path)
 
 
+def assert_two_pods_agree(tmp_path, processes):
+    for process in processes:
+        with process:
+            _, err = process.communicate(timeout=patience(80))
+        assert process.returncode == 0, err
+    rows = [(tmp_path / f"rank{rank}.txt").read_text().split() for rank in (0, 1)]
+    assert rows[0] == rows[1]
+    assert rows[0][:2] == ["2", "0"] and rows[0][3:] == ["103", "False"]
+
+
+def test_the_pods_of_a_trainjob_are_the_nodes(tmp_path):
+    # What Kubeflow's Trainer sets in each pod, in which the command is `torchrun train.py`.
+    job = {
+        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": free_port(),
+    }  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    assert_two_pods_agree(
+        tmp_path,
+        [begin(tmp_path, NUMBERS, launcher, PET_NODE_RANK=node, **job) for node in "01"],
+    )
+
+
+def test_the_pods_of_a_pytorchjob_are_the_ranks(tmp_path):
+    job = {
+        "KUBERNETES_PORT": "tcp://10.0.0.1:443", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(), "WORLD_SIZE": "2",
+    }  # fmt: skip
+    assert_two_pods_agree(
+        tmp_path, [begin(tmp_path, NUMBERS, RANK=rank, **job) for rank in "01"]
+    )
+
+
 @pytest.mark.slow  # how it is recognised is a unit test, how ranks take part is that of Slurm
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
 def test_the_processes_of_mpirun_are_the_ranks(tmp_path):

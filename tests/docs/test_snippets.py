@@ -20,7 +20,7 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard")
 """Packages that pages use without a word, since most readers have them."""
 MISSING = [package for package in OPTIONAL if importlib.util.find_spec(package) is None]
-LANGUAGES = {"python", "sh", "ini", "json", "{eval-rst}", "{toctree}"}
+LANGUAGES = {"python", "sh", "ini", "json", "yaml", "{eval-rst}", "{toctree}"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 
 

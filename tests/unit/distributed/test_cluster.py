@@ -150,6 +150,16 @@ def test_torchrun_s_variables_set_by_hand_are_enough():
     assert detect(environment) == Cluster("torchrun", 1, 1, 2, 2, 0, 1, "alpha", None)
 
 
+def test_a_pod_of_a_trainjob_without_torchrun_is_an_error_instead_of_n_trainings():
+    pod = {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
+    with pytest.raises(ConfigurationError, match=r"\[torchrun, train.py\]"):
+        detect(pod)
+    with pytest.raises(ConfigurationError, match="1:4"):
+        detect({**pod, "PET_NNODES": "1:4"})
+    assert detect({**pod, "PET_NNODES": "1"}) is None
+    assert detect({**pod, **TORCHRUN}).launcher == "torchrun"
+
+
 def test_half_of_torchrun_s_variables_is_an_error_instead_of_two_trainings():
     with pytest.raises(ConfigurationError, match="but not LOCAL_RANK and MASTER_ADDR"):
         detect({"RANK": "0", "WORLD_SIZE": "2"})
