@@ -202,8 +202,10 @@ class Model(Module):
         Args:
             optimizer: a name (any `torch.optim` class, in any case, with torch's defaults), a
                 dict of a name and other settings (`{"name": "adam", "eps": 1e-5}`), a
-                class, a `functools.partial`, a factory `params -> Optimizer`, or an instance
-                over this model's parameters. Default: the subclass's `configure_optimizers`,
+                class, a `functools.partial`, a factory `params -> Optimizer`, an instance over
+                this model's parameters, or a list of instances over disjoint parts of them,
+                which step together. `"muon"` is Muon for hidden matrices and AdamW for all else
+                (`fitkit.optimizers.muon`). Default: the subclass's `configure_optimizers`,
                 else `"adam"`. Giving one begins anew; a call without it keeps the optimizer and
                 its state.
             loss: a name, an `nn.Module`, a callable `(prediction, target) -> scalar`; a list or

@@ -363,6 +363,12 @@ class Module(nn.Module):
     # ------------------------------------------------------------------ optimizers
 
     @property
+    def _updates_all(self) -> bool:
+        """Whether each step leads to one update of all parameters, as wrappers like DDP's want it:
+        no optimizers take turns, and the model makes no updates itself."""
+        return self.automatic_optimization and not self._fitkit.fit_state.takes_turns
+
+    @property
     def global_step(self) -> int:
         """How many updates were made so far, over all calls of `fit`."""
         return self._fitkit.fit_state.updates

@@ -6,6 +6,7 @@ import copyreg
 import dataclasses
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.optim import Optimizer
 from fitkit.arguments import check_number, describe
 from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.parameter_groups import hidden_matrices, muon_beside_adamw
+from fitkit.parameter_groups import muon as muon
+from fitkit.parameter_groups import parameter_groups as parameter_groups
 from fitkit.registry import Registry, nearest
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry(
@@ -34,8 +38,8 @@ class OptimizerChoice:
     """What `compile` was given as the optimizer; built when the parameters are in place.
 
     Attributes:
-        given: the name, class, partial, factory or instance, as given; or a dict of a name and
-            the settings of the class that it stands for.
+        given: the name, class, partial, factory, instance or list of instances, as given; or a dict
+            of a name and the settings of the class that it stands for.
         learning_rate: for all but instances; None for the optimizer's own.
     """
 
@@ -52,19 +56,21 @@ class OptimizerChoice:
             raise ArgumentTypeError(
                 f"optimizer={given.__name__} is a class, but no torch.optim.Optimizer."
             )
+        elif isinstance(given, (list, tuple)):
+            _check_list(given)
         elif isinstance(given, Optimizer) or callable(given):
             pass
         else:
             raise ArgumentTypeError(
                 f"optimizer={describe(given)} must be a name, a dict of a name and settings, an "
-                "Optimizer class, a functools.partial of one, a factory params -> Optimizer, or an "
-                "instance."
+                "Optimizer class, a functools.partial of one, a factory params -> Optimizer, an "
+                "instance, or a list of instances that step together."
             )
 
     @property
-    def is_instance(self) -> bool:
-        """Whether the user made the optimizer."""
-        return isinstance(self.given, Optimizer)
+    def instances(self) -> list[Optimizer]:
+        """The optimizers that the user has made; empty where fitkit makes them."""
+        return instances_in(self.given)
 
     @property
     def is_name(self) -> bool:
@@ -77,13 +83,11 @@ class OptimizerChoice:
         Raises:
             ConfigurationError: with the shapes of those that aren't the model's.
         """
-        if not self.is_instance:
-            return
         own = {id(parameter) for parameter in parameters}
         foreign = [
             tuple(parameter.shape)
-            for group in self.given.param_groups
-            for parameter in group["params"]
+            for optimizer in self.instances
+            for parameter in held_by(optimizer)
             if id(parameter) not in own
         ]
         if foreign:
@@ -94,14 +98,19 @@ class OptimizerChoice:
                 "net. Make it over model.parameters(), or give its name or class."
             )
 
-    def build(self, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
-        """The optimizer over `parameters`.
+    def build(
+        self, parameters: Iterable[torch.nn.Parameter], module: torch.nn.Module
+    ) -> list[Optimizer]:
+        """The optimizers over `parameters`, which step together; one but for a list and "muon".
+
+        Args:
+            module: whose layers tell which parameters are hidden matrices.
 
         Raises:
             ConfigurationError: no parameters, or arguments that the optimizer refuses.
         """
-        if self.is_instance:
-            return self.given
+        if self.instances:
+            return self.instances
         held = list(parameters)
         check_trainable(held)
         maker, options = self.given, {}
@@ -111,6 +120,9 @@ class OptimizerChoice:
             maker, options = OPTIMIZERS[self.given["name"]], _settings_in(self.given)
         if self.learning_rate is not None:
             options["lr"] = self.learning_rate
+        if self.is_name and maker is torch.optim.Muon:
+            rate = options.pop("lr", None)
+            return muon_beside_adamw(held, hidden_matrices(module), rate, options=options)
         try:
             optimizer = maker(held, **options)
         except Exception as error:
@@ -122,7 +134,66 @@ class OptimizerChoice:
                 f"optimizer={shown(self.given)} gave a {type(optimizer).__name__}, not a "
                 "torch.optim.Optimizer."
             )
-        return optimizer
+        return [optimizer]
+
+
+def instances_in(given: Any) -> list[Optimizer]:
+    """The optimizers among what `compile` was given as such: one, or a list's."""
+    entries = given if isinstance(given, (list, tuple)) else [given]
+    return [entry for entry in entries if isinstance(entry, Optimizer)]
+
+
+def _check_list(given: Any) -> None:
+    """Refuse a list that isn't of optimizers which can step together."""
+    if not given or len(instances_in(given)) < len(given):
+        raise ArgumentTypeError(
+            f"optimizer={describe(given)}: a list holds optimizer instances, such as "
+            "[torch.optim.Muon(matrices), torch.optim.AdamW(others)]."
+        )
+    for optimizer in given if len(given) > 1 else ():
+        if needs_closure(optimizer):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} computes the loss itself, several times a step, so it "
+                "can't step together with others. Give it alone."
+            )
+    counts = Counter(id(parameter) for optimizer in given for parameter in held_by(optimizer))
+    shared = sum(count > 1 for count in counts.values())
+    if shared:
+        raise ConfigurationError(
+            f"{shared} parameters are held by more than one of the optimizers, so they would be "
+            "updated twice. Give each parameter to one."
+        )
+
+
+class OptimizerList(Optimizer):
+    """Several optimizers over disjoint parameters that make each update together.
+
+    What makes an update has them as one: gradients are clipped over all, and where scaled losses
+    leave an update out, all of them leave it out. They keep their states themselves.
+
+    Args:
+        members: the optimizers.
+    """
+
+    def __init__(self, members: list[Optimizer]) -> None:
+        self.members = members  # without torch's constructor: groups and states are the members'
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """All members' groups, as they are now."""
+        return [group for member in self.members for group in member.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self.members:
+            member.step()
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.members[-1].register_step_post_hook(hook)
+
+
+def members_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that step as one."""
+    return optimizer.members if isinstance(optimizer, OptimizerList) else [optimizer]
 
 
 def _settings_in(given: dict[str, Any]) -> dict[str, Any]:

@@ -422,10 +422,11 @@ def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
-        optimizer = model._fitkit.compilation.optimizer.build(parameters)
-        optimizer.step()
-        state = sum(trees.tensor_bytes(own) for own in optimizer.state.values())
-        optimizer.state.clear()  # it may be the user's own
+        state = 0.0
+        for optimizer in model._fitkit.compilation.optimizer.build(parameters, model):
+            optimizer.step()
+            state += sum(trees.tensor_bytes(own) for own in optimizer.state.values())
+            optimizer.state.clear()  # it may be the user's own
     finally:
         for parameter in parameters:
             parameter.grad = None

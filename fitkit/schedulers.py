@@ -96,6 +96,12 @@ class SchedulerChoice:
         check_watched(interval, monitor)
         return cls(given, interval, monitor, int(frequency))
 
+    def optimizers_among(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Those that get a scheduler: all, or the one that an instance was made for."""
+        own = getattr(self.given, "optimizer", None) if _is_scheduler(self.given) else None
+        found = [optimizer for optimizer in optimizers if optimizer is own]
+        return found or (optimizers if own is None else optimizers[:1])
+
     def build(self, optimizer: Optimizer, epochs: int, updates: int | None) -> Any:
         """The scheduler over `optimizer`.
 

@@ -25,6 +25,7 @@ LAYERS = {
     "data": 3,
     "metrics": 3,
     "losses": 3,
+    "parameter_groups": 2,
     "optimizers": 3,
     "schedulers": 4,
     "checkpoint": 3,

@@ -21,6 +21,7 @@ from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
+from fitkit.optimizers import members_of
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training.evaluate import evaluate_source
@@ -203,12 +204,13 @@ class Fit:
 
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         """Make a function that moves the rates after each of an optimizer's updates."""
+        own = members_of(optimizer)
         moves = [
             partial(self._step_plateau_at_update, plan) if plan.watches else plan.stepper()
             for plan in self.schedulers
-            if plan.interval == "step" and plan.optimizer in (None, optimizer)
+            if plan.interval == "step" and (plan.optimizer is None or plan.optimizer in own)
         ]
-        return after_update(self.warm_up, moves, leads=optimizer is self.optimizers[0])
+        return after_update(self.warm_up, moves, leads=self.optimizers[0] in own)
 
     def end_engine(self) -> None:
         """Have the strategy's engine give module and optimizers back; not after a failure."""

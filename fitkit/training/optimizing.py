@@ -266,7 +266,9 @@ class FitState:
     """The optimizers and schedulers: made when they are first needed after `compile` named them.
 
     Attributes:
-        optimizers: one, or those of `configure_optimizers`; empty before they were needed.
+        optimizers: one, several that step together, or those of `configure_optimizers`; empty
+            before they were needed.
+        takes_turns: whether several have a loss each, in turn, as `configure_optimizers` means it.
         schedulers: those of `configure_optimizers`, or the compiled one; empty where there are
             none, or before the first fit.
         frequencies: for how many batches in a row each optimizer is used; None for all each time.
@@ -286,6 +288,7 @@ class FitState:
     """
 
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
+    takes_turns: bool = False
     schedulers: list[PlannedScheduler] = dataclasses.field(default_factory=list)
     frequencies: list[int] | None = None
     updates: int = 0
@@ -320,8 +323,7 @@ class FitState:
         trainable = {id(parameter) for parameter in compilation.trainable(model)}
         held = [parameter for optimizer in self.optimizers for parameter in held_by(optimizer)]
         if not all(id(parameter) in trainable for parameter in held):
-            if choice.is_instance:
-                choice.check_parameters(compilation.trainable(model))
+            choice.check_parameters(compilation.trainable(model))
             warn(
                 "Parameters of the net were replaced since its optimizer was made; the optimizer "
                 "is made anew, without its state."
@@ -331,9 +333,9 @@ class FitState:
             if configures_its_own(model):
                 self._configure(model)
             else:
-                self.optimizers = [choice.build(compilation.trainable(model))]
-                if choice.is_name:
-                    fuse(self.optimizers[0], model)
+                self.optimizers = choice.build(compilation.trainable(model), model)
+                for optimizer in self.optimizers if choice.is_name else ():
+                    fuse(optimizer, model)
             self.rate_factor = 1.0
             _warn_of_idle_loss(compilation, self.optimizers)
         return self.optimizers
@@ -352,6 +354,7 @@ class FitState:
         for optimizer in found.optimizers:
             OptimizerChoice(optimizer).check_parameters(compilation.trainable(model))
         self.optimizers, self.schedulers = found.optimizers, found.schedulers
+        self.takes_turns = len(found.optimizers) > 1
         self.frequencies = found.frequencies
 
     def schedulers_for(
@@ -379,46 +382,50 @@ class FitState:
         choice = model._fitkit.compilation.scheduler
         begins_anew = choice is not None and choice.follows_fit and not resumes
         if choice is not None and (choice.follows_fit or not self.schedulers):
-            self._make_scheduler(choice, optimizers[0], epochs, steps, begins_anew)
+            self._make_schedulers(choice, optimizers, epochs, steps, begins_anew)
         if begins_anew:
             self._move_to(initial_epoch, steps)
         else:
             self.restore_schedulers()
         return self.schedulers
 
-    def _make_scheduler(
+    def _make_schedulers(
         self,
         choice: SchedulerChoice,
-        optimizer: Optimizer,
+        optimizers: list[Optimizer],
         epochs: int,
         steps: int | None,
         begins_anew: bool,
     ) -> None:
+        """Make one for each optimizer; an instance is of the optimizer that it was made for."""
         if self.schedulers or (begins_anew and self.stored_schedulers):
             self.stored_schedulers = []
-            for group in optimizer.param_groups:
+            for group in self.groups:
                 group["lr"] = group.get("initial_lr", group["lr"])
-        scheduler = choice.build(optimizer, epochs, None if steps is None else epochs * steps)
-        self.schedulers = [
-            PlannedScheduler(
-                scheduler,
-                choice.interval or own_interval(scheduler),
-                choice.frequency,
-                monitor=choice.monitor,
-                optimizer=optimizer,
-                follows_fit=choice.follows_fit,
+        updates = None if steps is None else epochs * steps
+        self.schedulers = []
+        for optimizer in choice.optimizers_among(optimizers):
+            scheduler = choice.build(optimizer, epochs, updates)
+            self.schedulers.append(
+                PlannedScheduler(
+                    scheduler,
+                    choice.interval or own_interval(scheduler),
+                    choice.frequency,
+                    monitor=choice.monitor,
+                    optimizer=optimizer,
+                    follows_fit=choice.follows_fit,
+                )
             )
-        ]
 
     def _move_to(self, initial_epoch: int, steps: int | None) -> None:
-        """Move the scheduler to where it would be at the beginning of an epoch."""
-        (plan,) = self.schedulers
-        done = initial_epoch if plan.interval == "epoch" else initial_epoch * (steps or 0)
-        plan.passed, done = done, done // plan.frequency
-        # torch warns where a scheduler moves before its optimizer has.
-        self.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
-        for _ in range(done):
-            plan.scheduler.step()
+        """Move the schedulers to where they would be at the beginning of an epoch."""
+        for plan in self.schedulers:
+            done = initial_epoch if plan.interval == "epoch" else initial_epoch * (steps or 0)
+            plan.passed, done = done, done // plan.frequency
+            # torch warns where a scheduler moves before its optimizer has.
+            plan.optimizer._opt_called = True  # type: ignore[union-attr]
+            for _ in range(done):
+                plan.scheduler.step()
 
     def restore_schedulers(self) -> None:
         """Give schedulers the states that a checkpoint has for them.
@@ -568,6 +575,7 @@ class FitState:
     def drop_optimizers(self) -> None:
         """Let the optimizers be made anew."""
         self.optimizers, self.schedulers, self.frequencies = [], [], None
+        self.takes_turns = False
         self.stored_schedulers, self.stored_groups = [], []
         self.trains, self.stored_weights = False, []
 
@@ -616,7 +624,7 @@ def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 KEPT = (
-    "optimizers", "schedulers", "frequencies", "rate_factor",
+    "optimizers", "takes_turns", "schedulers", "frequencies", "rate_factor",
     "stored_schedulers", "stored_groups", "stored_scalings", "stored_weights",
 )  # fmt: skip
 """What `snapshot` keeps."""

@@ -511,7 +511,7 @@ def step_for(
     else:
         wrapped = strategy.wrap_for_training(
             model,
-            averages=makes_one_update(model),
+            averages=model._updates_all,
             may_count=may_count or has_own_steps(model, stage),
         )
     compiled = CompiledStep(
@@ -524,16 +524,11 @@ def step_for(
         may_count=may_count,
     )
     context = StepContext(stage, compiled.logbook.logged, compiled)
-    by_turns = stage == "training" and not makes_one_update(model)
+    by_turns = stage == "training" and not model._updates_all
     moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
         return context, compiled
     return context, OwnStep(model, context, wrapped)
-
-
-def makes_one_update(model: Module) -> bool:
-    """Whether one optimizer makes one update a step, as wrappers like DDP's want it."""
-    return model.automatic_optimization and len(model._fitkit.fit_state.optimizers) <= 1
 
 
 def predict_step_for(model: Module) -> tuple[StepContext, Any]:

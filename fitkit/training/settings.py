@@ -37,7 +37,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
-from fitkit.optimizers import OptimizerChoice
+from fitkit.optimizers import OptimizerChoice, instances_in
 from fitkit.schedulers import SchedulerChoice
 from fitkit.training.resume import Progress
 from fitkit.typing import UNSET
@@ -163,7 +163,7 @@ class Compilation:
             return before is None or any(name in given for name in names)
 
         rate = values["learning_rate"]
-        if isinstance(values["optimizer"], torch.optim.Optimizer):
+        if instances_in(values["optimizer"]):
             rate = None
         return cls(
             given=values,
@@ -283,8 +283,7 @@ def _check_jit_compile(name: str, value: Any) -> None:
 def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse what can't go together, by the values that would hold after this call."""
     optimizer = values["optimizer"]
-    is_instance = isinstance(optimizer, torch.optim.Optimizer)
-    if is_instance and given.get("learning_rate") is not None:
+    if instances_in(optimizer) and given.get("learning_rate") is not None:
         raise ConfigurationError(
             f"learning_rate={given['learning_rate']} can't change an optimizer instance, which "
             "has a rate of its own. Set the rate where you make it (or in its param_groups), or "
@@ -294,7 +293,7 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
     if isinstance(scheduler, dict):
         scheduler = scheduler.get("scheduler")
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and (
-        scheduler.optimizer is not optimizer
+        all(scheduler.optimizer is not own for own in instances_in(optimizer))
     ):
         raise ConfigurationError(
             "The lr_scheduler instance belongs to another optimizer than this model's. Give "

@@ -17,7 +17,7 @@ from fitkit.arguments import describe, plain_settings
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.module import Module
-from fitkit.optimizers import OPTIMIZERS, class_of, held_by, load_state
+from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state
 from fitkit.training.check_state import (
     check_progress,
     check_scheduler_state,
@@ -377,8 +377,10 @@ def _check_schedulers(model: Module, training: dict[str, Any], path: str) -> Non
     """Refuse other schedulers than the file's, as far as they are known before they are made."""
     choice = model._fitkit.compilation.scheduler
     now = [type(plan.scheduler).__name__ for plan in model._fitkit.fit_state.schedulers]
+    optimizers = model._fitkit.fit_state.optimizers
+    among = [] if choice is None else choice.optimizers_among(optimizers)
     if not now and choice is not None:
-        now = [choice.class_name or ""]
+        now = [choice.class_name or ""] * len(among)
     then = [str(entry.get("class")) for entry in training.get("schedulers", [])]
     if now and then and "" not in now and now != then:
         raise CheckpointError(
@@ -387,14 +389,14 @@ def _check_schedulers(model: Module, training: dict[str, Any], path: str) -> Non
         )
     entries = training.get("schedulers", [])
     schedulers = [plan.scheduler for plan in model._fitkit.fit_state.schedulers]
-    groups = training["optimizers"][0]["state"]["param_groups"]
-    tried = None if choice is None else choice.trial(model.optimizer, groups)
-    if tried is not None:
-        schedulers = [tried]
-    for scheduler, entry in zip(schedulers, entries, strict=False):
+    kept = [entry["state"]["param_groups"] for entry in training["optimizers"]]
+    groups = [own for one, own in zip(optimizers, kept, strict=True) if one in among]
+    tried = [choice.trial(one, own) for one, own in zip(among, groups, strict=True) if choice]
+    tried = [] if None in tried else tried
+    for scheduler, entry in zip(tried or schedulers, entries, strict=False):
         check_scheduler_state(scheduler, entry["state"], path)
-    if tried is not None and entries:
-        try_scheduler_state(tried, entries[0]["state"], path)
+    for scheduler, entry in zip(tried, entries, strict=False):
+        try_scheduler_state(scheduler, entry["state"], path)
 
 
 def _check_order(model: Module, optimizer: Any, entry: dict[str, Any], path: str) -> None:
@@ -421,8 +423,8 @@ def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None
 def named_arguments(model: Module) -> dict[str, Any]:
     """`compile`'s arguments as far as they are plain data; others as None and a note.
 
-    An optimizer that is an instance of a class that has a name is described by that, by what it
-    was made with, and by its groups.
+    Optimizers that are instances of classes that have names are described by these, by what they
+    were made with, and by their groups.
     """
     given, names = model._fitkit.compilation.given, _names_of(model)
     kept: dict[str, Any] = {"named": {}, "objects": []}
@@ -434,12 +436,12 @@ def named_arguments(model: Module) -> dict[str, Any]:
             kept["named"][name] = value
         else:
             kept["objects"].append(name)
-    optimizer = given["optimizer"]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        kind = class_of(optimizer).__name__
-        if kind in OPTIMIZERS and OPTIMIZERS[kind] is class_of(optimizer):
-            kept["instance"] = {
-                "class": kind,
+    instances = instances_in(given["optimizer"])
+    kinds = [class_of(optimizer) for optimizer in instances]
+    if instances and all(k.__name__ in OPTIMIZERS and OPTIMIZERS[k.__name__] is k for k in kinds):
+        described = [
+            {
+                "class": class_of(optimizer).__name__,
                 "options": plain_options(optimizer),
                 "groups": [
                     {"names": part, "options": _plain_part(group)}
@@ -448,6 +450,9 @@ def named_arguments(model: Module) -> dict[str, Any]:
                     )
                 ],
             }
+            for optimizer in instances
+        ]
+        kept["instance"] = described if len(described) > 1 else described[0]
     return kept
 
 
@@ -457,7 +462,7 @@ def _plain_part(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
-    """The optimizer that `named_arguments` described; None where its parts aren't the model's.
+    """An optimizer that `named_arguments` described; None where its parts aren't the model's.
 
     Raises:
         Exception: of any kind, where the description is no optimizer's.
@@ -513,14 +518,17 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
         )
     objects = [name for name in NAMED if name in others]
     if objects == ["optimizer"] and isinstance(compiled, dict) and "instance" in compiled:
+        given = compiled["instance"]
         try:
-            optimizer = _made_again(compiled["instance"], model)
+            described = given if isinstance(given, list) else [given]
+            optimizers = [_made_again(one, model) for one in described]
         except Exception as error:
             raise CheckpointError(
                 f"{os.fspath(path)} describes an optimizer that can't be made: {error}"
             ) from error
-        if optimizer is not None:
-            named, objects = {**named, "optimizer": optimizer}, []
+        if optimizers and None not in optimizers:
+            named = {**named, "optimizer": optimizers if len(optimizers) > 1 else optimizers[0]}
+            objects = []
     if objects:
         raise CheckpointError(
             f"{os.fspath(path)} was saved by a model whose {', '.join(map(str, objects))} "

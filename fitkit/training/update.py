@@ -26,9 +26,11 @@ from fitkit.losses import Count, Term
 from fitkit.losses.compiled import total_of
 from fitkit.module import Module
 from fitkit.optimizers import (
+    OptimizerList,
     check_trainable,
     fuse,
     held_by,
+    members_of,
     needs_closure,
     unfuse_if_unreadable,
 )
@@ -58,7 +60,9 @@ def updates_for(
     """
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
     optimizers = ready_optimizers(model)
-    several = len(optimizers) > 1
+    several = state.takes_turns
+    if len(optimizers) > 1 and not several and model.automatic_optimization:
+        optimizers = [OptimizerList(optimizers)]
     scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
     state.accumulate = accumulate or model._fitkit.compilation.accumulate_grad_batches
     updates = [
@@ -85,9 +89,10 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
     trainable = model._fitkit.compilation.trainable(model)
     check_trainable(trainable)
     optimizers: list[Optimizer] = model._fitkit.fit_state.optimizers_for(model)
-    if _is_named(model):
-        fuse(optimizers[0], model)
+    is_named = _is_named(model)
     for optimizer in optimizers:
+        if is_named:
+            fuse(optimizer, model)
         check_fused_state(optimizer)
         match_state(optimizer)
         match_strides([optimizer])
@@ -462,7 +467,8 @@ class Update:
             self._strategy.data_ranks.mean_gradients(self._outside)
         if self._looks_at_gradients:
             self._looks_at_gradients = False
-            unfuse_if_unreadable(self.optimizer)
+            for optimizer in members_of(self.optimizer):
+                unfuse_if_unreadable(optimizer)
         if self._scaling is not None:
             self._update_scaled(self._scaling)
             return

@@ -226,10 +226,10 @@ def check_trains(
             f"automatic_optimization = False can't be kept under strategy={strategy!r}: the "
             f"step would compute gradients while the net's parameters are gathered. {instead}"
         )
-    if len(optimizers) != 1:
+    if not getattr(module, "_updates_all", True):
         raise ConfigurationError(
-            f"strategy={strategy!r} trains with one optimizer, but there are {len(optimizers)}. "
-            + instead
+            f"strategy={strategy!r} trains with one optimizer, or several that step together, but "
+            f"there are {len(optimizers)} that take turns. " + instead
         )
     if isinstance(optimizers[0], torch.optim.LBFGS):
         raise ConfigurationError(
@@ -237,14 +237,15 @@ def check_trains(
             "at once: they can't be spread over ranks. Write strategy='ddp', or take another "
             "optimizer."
         )
-    if isinstance(optimizers[0], (torch.optim.Adafactor, torch.optim.SparseAdam)):
-        raise ConfigurationError(
-            f"{type(optimizers[0]).__name__} can't update parts of parameters, which is all that a "
-            f"rank has under strategy={strategy!r}. Write strategy='ddp_sharded', or take another "
-            "optimizer."
-        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.SparseAdam)):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} can't update parts of parameters, which is all that a "
+                f"rank has under strategy={strategy!r}. Write strategy='ddp_sharded', or take "
+                "another optimizer."
+            )
     _check_modules(module, strategy, compiles=compiles)
-    _check_parameters(module, optimizers[0], strategy)
+    _check_parameters(module, optimizers, strategy)
 
 
 def _check_modules(module: nn.Module, strategy: str, *, compiles: bool) -> None:
@@ -263,10 +264,10 @@ def _check_modules(module: nn.Module, strategy: str, *, compiles: bool) -> None:
             )
 
 
-def _check_parameters(module: nn.Module, optimizer: Optimizer, strategy: str) -> None:
+def _check_parameters(module: nn.Module, optimizers: list[Optimizer], strategy: str) -> None:
     named = dict(module.named_parameters())
     own = set(named.values())
-    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+    if any(p not in own for one in optimizers for g in one.param_groups for p in g["params"]):
         raise ConfigurationError(
             f"The optimizer holds parameters outside the net (a loss's, say); under strategy="
             f"{strategy!r} it can't train both. Make them part of the net, or write "

@@ -94,6 +94,11 @@ class DeepSpeed(DDP):
         if self.collectives.world_size == 1:
             return None
         check_trains(module, optimizers, self.name)
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                f"DeepSpeed trains with one optimizer, but there are {len(optimizers)}. Write "
+                "strategy='fsdp' or 'ddp_sharded', or give one optimizer."
+            )
         _check_optimizer(optimizers[0])
         config = partial(full_config, self.config, self.stage)
         rank = self.collectives.rank

@@ -98,9 +98,9 @@ class Horovod(DDP):
         if self._hvd is None:
             return None
         broadcast_state(self._hvd, module, optimizers)
-        if len(optimizers) > 1 or not getattr(module, "automatic_optimization", True):
+        if not getattr(module, "_updates_all", True):
             return None
-        return HorovodGradients(self._hvd, optimizers[0], self.compression)
+        return HorovodGradients(self._hvd, optimizers, self.compression)
 
 
 NEVER = 2**30
@@ -144,22 +144,22 @@ def join_horovod(world: World) -> Any:
 
 
 class HorovodGradients(Engine):
-    """Averages the gradients of an optimizer's parameters.
+    """Averages the gradients of the optimizers' parameters.
 
     Horovod's `DistributedOptimizer` does it, around an optimizer that makes no updates: those are
     the user's own, which stays the object that schedulers and loss scaling know.
 
     Args:
         hvd: Horovod's module for torch.
-        optimizer: whose parameters they are.
+        optimizers: whose parameters they are.
         compression: `"fp16"` or None.
     """
 
     replaces_ddp = True
 
-    def __init__(self, hvd: Any, optimizer: Optimizer, compression: str | None) -> None:
+    def __init__(self, hvd: Any, optimizers: list[Optimizer], compression: str | None) -> None:
         self._hvd = hvd
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._compression = hvd.Compression.fp16 if compression else hvd.Compression.none
         self._waits = False
         self._exchange = self._new_exchange()
@@ -167,7 +167,8 @@ class HorovodGradients(Engine):
     def _new_exchange(self) -> Any:
         learning = [
             parameter
-            for group in self._optimizer.param_groups
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]

@@ -131,7 +131,7 @@ class XLA(DDP):
 
     def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         # Several optimizers' losses, and losses in a step of the user's, have their own exchange.
-        averages = len(optimizers) == 1 and getattr(module, "automatic_optimization", True)
+        averages = getattr(module, "_updates_all", True)
         return XLAEngine(self, list(module.parameters()) if averages else [])
 
 
