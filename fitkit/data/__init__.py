@@ -1,5 +1,6 @@
-"""Data: anything that users pass, as a source of batches."""
+"""Data: anything that users pass, as a source of batches; and batches of uneven sequences."""
 
+from fitkit.data.collate import BucketBatchSampler, pack, pad
 from fitkit.data.combined import CombinedLoader
 
-__all__ = ["CombinedLoader"]
+__all__ = ["BucketBatchSampler", "CombinedLoader", "pack", "pad"]

@@ -26,6 +26,7 @@ PUBLIC = (
     "fitkit.pictures",
     "fitkit.precisions",
     "fitkit.sklearn",
+    "fitkit.data",
     "fitkit.strategies",
     "fitkit.tune",
 )
@@ -36,7 +37,7 @@ NEEDS = {
 }
 """Modules that need an optional package, when they are imported or in their examples."""
 MISSING = tuple(name for name, package in NEEDS.items() if not importlib.util.find_spec(package))
-NAMES_OF_OPTIMIZERS = ["QAdamOptimizer"]
+NAMES_OF_OPTIMIZERS = ["QAdamOptimizer", "muon", "parameter_groups"]
 """What fitkit.optimizers has for users; it has no __all__."""
 def public_names():
     """(module, name) of all that users may write."""
