@@ -192,6 +192,7 @@ class Model(Module):
         matmul_precision: Literal["highest", "high", "medium"] | Unset | None = UNSET,
         memory_format: Literal["channels_last"] | Unset | None = UNSET,
         steps_per_execution: int | Unset = UNSET,
+        effective_batch_size: int | Unset | None = UNSET,
         gpus: DevicesArgument | Unset | None = UNSET,
     ) -> None:
         """Say how to train, and on what. All is checked here; nothing runs yet.
@@ -272,6 +273,10 @@ class Model(Module):
             steps_per_execution: batches between two calls of the callbacks' batch hooks, in
                 `fit`, `evaluate` and `predict`: a hook gets the first batch's number at the
                 beginning, the last one's (with the logs then) at the end. Default 1.
+            effective_batch_size: samples that an update of `fit` sees, over all devices. The
+                batch of each rank, of `fit`'s `batch_size` samples at the most, and the number of
+                batches that are accumulated follow from it, so the updates are the same on any
+                number of devices. A `DataLoader` keeps its batches. Default None.
 
         Raises:
             ConfigurationError, ArgumentTypeError: something that can't be; the model stays
@@ -332,7 +337,8 @@ class Model(Module):
                 `y`), or any iterable of batches `(x, y)` or `(x, y, sample_weight)`. A dict of
                 inputs goes to the net by keyword.
             y: the targets of arrays: (N, ...), or a tuple, list or dict for several outputs.
-            batch_size: samples in a batch of arrays or a Dataset. Default 32.
+            batch_size: samples in a batch of arrays or a Dataset, in each process; with
+                `compile(effective_batch_size=…)` the most samples of it. Default 32.
             epochs: the final epoch's number, as `initial_epoch` counts. Default 1.
             verbose: 0 silent, 1 a progress bar, 2 a line an epoch; `"auto"` (default): 1 in a
                 terminal or notebook, else 2.
@@ -556,7 +562,11 @@ class Model(Module):
         has_steps = any(overridden(self, f"{stage}_step") for stage in STAGES)
         if self.net is None and type(self).forward is Module.forward and not has_steps:
             self.forward()  # says what is missing
-        arguments.prepare(strategy.precision.input_dtype(self), strategy.data_rank_count)
+        arguments.prepare(
+            strategy.precision.input_dtype(self),
+            strategy.data_rank_count,
+            self._fitkit.compilation.effective_batch_size,
+        )
 
     def _launcher(self) -> Launcher:
         """What brings a call to every rank; within a run (in a callback) all ranks are here."""
@@ -723,7 +733,13 @@ class Model(Module):
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples in one step, over all devices and nodes; None before `fit` has seen data."""
+        """Samples in one step, over all devices and nodes; None before `fit` has seen data.
+
+        Where `compile` was given it: samples in one update.
+        """
+        asked: int | None = self._fitkit.compilation.effective_batch_size
+        if asked is not None:
+            return asked
         if self._fitkit.batch_size is None:
             return None
         return self._fitkit.batch_size * self._fitkit.compilation.strategy.data_rank_count

@@ -30,6 +30,7 @@ from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out
 from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.pictures.curves import rate_curve
+from fitkit.training.settings import parts_of_update
 from fitkit.typing import Arrays, Data
 
 if TYPE_CHECKING:
@@ -192,13 +193,22 @@ def learning_rate(
         _rate(mode, min_lr, max_lr, place / (num_training - 1)) for place in range(num_training)
     ]
     climb = _Climb(rates, early_stop_threshold)
+    compilation = model._fitkit.compilation
+    effective, parts = compilation.effective_batch_size, compilation.accumulate_grad_batches
+    if effective is not None:
+        ranks, is_loader = compilation.strategy.data_rank_count, isinstance(x, DataLoader)
+        size = x.batch_size if is_loader else batch_size
+        parts = parts_of_update(effective, ranks, size, is_fixed=is_loader)
+        batch_size = size if is_loader else effective // ranks // parts
     with in_use(model, "tune.learning_rate", alone=True), untouched(model):
+        given = {**model._fitkit.compilation.given, "accumulate_grad_batches": parts}
+        model._fitkit.compilation = dataclasses.replace(model._fitkit.compilation, given=given)
         model.fit(
             x,
             y,
             batch_size=batch_size,
             sample_weight=sample_weight,
-            steps_per_epoch=num_training * model._fitkit.compilation.accumulate_grad_batches,
+            steps_per_epoch=num_training * parts,
             callbacks=climb,
             verbose=0,
         )
@@ -395,8 +405,8 @@ def is_short_of_memory(error: BaseException) -> bool:
 NOTES = ("history", "stop_training", "current_epoch", "_batch_size", "_log_names")
 """What a fit leaves on a model beside its weights."""
 
-WITHOUT = {"warmup_epochs": None, "scale_lr": None, "lr_scheduler": None}
-"""Arguments of compile that would change rates while something is tried."""
+WITHOUT = dict.fromkeys(("warmup_epochs", "scale_lr", "lr_scheduler", "effective_batch_size"))
+"""Arguments of compile that would change rates or batches while something is tried."""
 
 
 @contextlib.contextmanager

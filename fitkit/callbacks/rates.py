@@ -418,6 +418,13 @@ class GradientAccumulationScheduler(Callback):
         begun = [number for first, number in self.scheduling.items() if first <= epoch]
         return begun[-1] if begun else None
 
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        if self.model._fitkit.compilation.effective_batch_size is not None:
+            raise ConfigurationError(
+                "GradientAccumulationScheduler sets how many batches make an update, and so does "
+                "compile(effective_batch_size=…). Leave one of them out."
+            )
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         number = self.batches_in(epoch)
         if number is not None:

@@ -24,7 +24,7 @@ from fitkit.training.resume import Progress
 
 _AS_NOW = (
     "loss", "loss_weights", "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val",
-    "gradient_clip_algorithm", "precision", "scale_lr", "warmup_epochs",
+    "gradient_clip_algorithm", "precision", "scale_lr", "warmup_epochs", "effective_batch_size",
 )  # fmt: skip
 """What `compile` decides anew, whatever the checkpoint was saved with."""
 

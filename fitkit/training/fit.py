@@ -156,12 +156,13 @@ class Fit:
         self.steps_before: int = 0  # before the epoch was cut
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
         self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
+        self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
             self._take_place(self.resumed)
         updates = None  # in an epoch, where that is known
         if self.stream.steps is not None:
-            updates = -(-self.stream.steps // compilation.accumulate_grad_batches)
+            updates = -(-self.stream.steps // self.accumulate)
         # The optimizers are made here, after the module has its place.
         state = model._fitkit.fit_state
         self.optimizers: list[Optimizer] = state.optimizers_for(model)
@@ -194,7 +195,13 @@ class Fit:
             for plan in self.schedulers
             if plan.interval == "epoch" and model.automatic_optimization
         ]
-        self.update = updates_for(model, self.context, self.step, after_update=self._after_update)
+        self.update = updates_for(
+            model,
+            self.context,
+            self.step,
+            accumulate=self.accumulate,
+            after_update=self._after_update,
+        )
         self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
@@ -240,7 +247,7 @@ class Fit:
         if size:
             sizes = f"{parts} x {size} = {parts * size}" if parts > 1 else f"{size}"
             batch = f", batches of {sizes} samples"
-            every = self.compilation.accumulate_grad_batches
+            every = self.accumulate
             if every > 1:
                 batch += f", an update every {every} batches ({parts * size * every} samples)"
         where = device if ranks * replicas == 1 else device.type

@@ -9,6 +9,7 @@ import numbers
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from fitkit import trees
 from fitkit.arguments import (
@@ -57,6 +58,7 @@ DEFAULTS: dict[str, Any] = {
     "num_nodes": None,
     "precision": "32-true",
     "accumulate_grad_batches": 1,
+    "effective_batch_size": None,
     "gradient_clip_val": None,
     "gradient_clip_algorithm": "norm",
     "scale_lr": None,
@@ -229,6 +231,7 @@ def _check_simple(given: dict[str, Any]) -> None:
     checks: dict[str, Any] = {
         "learning_rate": lambda name, value: check_number(name, value, minimum=0, optional=True),
         "accumulate_grad_batches": check_count,
+        "effective_batch_size": lambda name, value: check_count(name, value, optional=True),
         "gradient_clip_val": lambda name, value: check_number(name, value, above=0, optional=True),
         "gradient_clip_algorithm": lambda name, value: check_choice(name, value, ("norm", "value")),
         "num_nodes": check_count,
@@ -289,6 +292,12 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
             "has a rate of its own. Set the rate where you make it (or in its param_groups), or "
             "give the optimizer's name or class."
         )
+    if values["effective_batch_size"] is not None and values["accumulate_grad_batches"] != 1:
+        raise ConfigurationError(
+            f"effective_batch_size={values['effective_batch_size']} decides how many batches make "
+            f"an update, and so does accumulate_grad_batches={values['accumulate_grad_batches']}. "
+            "Leave one of them out (effective_batch_size=None, accumulate_grad_batches=1)."
+        )
     scheduler = values["lr_scheduler"]
     if isinstance(scheduler, dict):
         scheduler = scheduler.get("scheduler")
@@ -301,6 +310,50 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
         )
     if "optimizer" in given and (optimizer is None or isinstance(optimizer, bool)):
         raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")
+
+
+def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: bool) -> int:
+    """How many batches of each rank make an update of so many samples, by `effective_batch_size`.
+
+    Args:
+        samples: that an update sees, on all ranks.
+        ranks: among which the data are dealt out.
+        size: of a rank's batch: the most samples of it, or, where the data make their own batches,
+            exactly its samples; None where they don't say.
+        is_fixed: whether the data make their own batches.
+
+    Raises:
+        ConfigurationError: it can't be divided so; with what could.
+    """
+    given, among = f"effective_batch_size={samples}", f"{ranks} ranks" if ranks > 1 else "one rank"
+    if size is None:
+        raise ConfigurationError(
+            f"{given} needs to know the samples of a batch, but x makes batches of its own and "
+            "doesn't say. Give arrays, a Dataset, or a DataLoader with a batch_size; or write "
+            "accumulate_grad_batches=… instead."
+        )
+    step = ranks * size if is_fixed else ranks
+    if samples % step:
+        what = f"{among} with batches of {size}" if is_fixed else among
+        below = samples // step * step
+        nearest = f"{below} or {below + step}" if below else f"{step}"
+        raise ConfigurationError(
+            f"{given} can't be divided among {what}. Write {nearest}, say, or take another number "
+            f"of devices{' or another batch_size in the loader' if is_fixed else ''}."
+        )
+    if is_fixed:
+        return samples // step
+    mine = samples // ranks
+    # The fewest parts of equal size that aren't larger than a batch may be.
+    parts = next(parts for parts in range(-(-mine // size), mine + 1) if mine % parts == 0)
+    if 2 * (mine // parts) < min(size, mine):
+        near = -(-mine // size) * size * ranks
+        raise ConfigurationError(
+            f"{given} is {mine} samples for each of {among}, which can't be cut into equal batches "
+            f"of about batch_size={size} samples: {mine // parts} is the largest size that divides "
+            f"them. Write effective_batch_size={near}, say, or another batch_size in fit."
+        )
+    return parts
 
 
 def _is_own_module(loss: Any) -> bool:
@@ -352,6 +405,7 @@ class FitArguments:
         self.source: Any = None  # a Source, once it is prepared
         self.held_out: Source | None = None
         self.resumed: Progress | None = None
+        self.accumulate: int | None = None  # batches of an update, where compile's samples say it
 
     def _check_validation_freq(self) -> None:
         frequency = self.validation_freq
@@ -374,12 +428,15 @@ class FitArguments:
             return epoch + 1 in self.validation_freq
         return (epoch + 1) % int(self.validation_freq) == 0
 
-    def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
+    def prepare(
+        self, float_dtype: torch.dtype, ranks: int, effective_batch_size: int | None = None
+    ) -> None:
         """Make the training's and the validation's sources, before anything runs.
 
         Args:
             float_dtype: the dtype of the net's parameters.
             ranks: how many will train.
+            effective_batch_size: samples of an update, by which a rank's batches are cut.
 
         Raises:
             ArgumentTypeError, ConfigurationError: data that can't be read, don't fit, or are
@@ -391,9 +448,17 @@ class FitArguments:
             validation = validation_parts(self.validation_data)
         elif self.validation_split:
             train, validation = split_tail(*train, self.validation_split)
+        batch_size = self.batch_size
+        if effective_batch_size is not None:
+            is_loader = isinstance(train[0], DataLoader)
+            size = train[0].batch_size if is_loader else batch_size
+            self.accumulate = parts_of_update(effective_batch_size, ranks, size, is_fixed=is_loader)
+            batch_size = effective_batch_size // ranks // self.accumulate
         source = make_source(
-            *train, batch_size=self.batch_size, shuffle=self.shuffle, float_dtype=float_dtype
+            *train, batch_size=batch_size, shuffle=self.shuffle, float_dtype=float_dtype
         )
+        if effective_batch_size is not None and source.batch_size is None:  # an iterable of batches
+            parts_of_update(effective_batch_size, ranks, None, is_fixed=True)
         check_readable(source, self.epochs - self.initial_epoch, self.steps_per_epoch)
         if source.samples is not None and source.samples < ranks:
             raise ConfigurationError(
@@ -447,7 +512,9 @@ class EvaluateArguments:
         self.callback_list: CallbackList = CallbackList(self.callbacks)
         self.source: Any = None  # a Source, once it is prepared
 
-    def prepare(self, float_dtype: torch.dtype, ranks: int) -> None:
+    def prepare(
+        self, float_dtype: torch.dtype, ranks: int, effective_batch_size: int | None = None
+    ) -> None:
         """Make the source, before anything runs; any number of samples will do."""
         self.source = make_source(
             self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype

@@ -33,7 +33,7 @@ from fitkit.trees import map_leaves
 NAMED = (
     "optimizer", "loss", "metrics", "weighted_metrics", "target", "learning_rate", "loss_weights",
     "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
-    "precision", "scale_lr", "warmup_epochs",
+    "precision", "scale_lr", "warmup_epochs", "effective_batch_size",
 )  # fmt: skip
 """What a file keeps of `compile`'s arguments, where they were given by name."""
 

@@ -659,7 +659,12 @@ def check_manual(model: Module) -> None:
             "training_step runs once for each part of a batch, and each would make an update. "
             "Write strategy='ddp', or let fit make the updates."
         )
-    for name in ("gradient_clip_val", "accumulate_grad_batches", "warmup_epochs"):
+    for name in (
+        "gradient_clip_val",
+        "accumulate_grad_batches",
+        "effective_batch_size",
+        "warmup_epochs",
+    ):
         if compilation.given[name] not in (None, 0, DEFAULTS[name]):
             raise ConfigurationError(
                 f"{name}={compilation.given[name]!r} can't be kept with automatic_optimization = "
