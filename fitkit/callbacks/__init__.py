@@ -22,7 +22,12 @@ from fitkit.callbacks.rates import (
 )
 from fitkit.callbacks.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
 from fitkit.callbacks.text_files import CSVLogger, JSONLogger
-from fitkit.callbacks.watches import DetectLossSpike, DetectNonFinite, TerminateOnNaN
+from fitkit.callbacks.watches import (
+    DetectLossSpike,
+    DetectNonFinite,
+    NormMonitor,
+    TerminateOnNaN,
+)
 from fitkit.foreign_names import no_attribute
 
 ProgbarLogger = ProgressBar
@@ -49,6 +54,7 @@ __all__ = [
     "LearningRateScheduler",
     "MetricCallback",
     "ModelCheckpoint",
+    "NormMonitor",
     "OptunaPruning",
     "Profiler",
     "ProgbarLogger",

@@ -23,9 +23,11 @@ class Run(Protocol):
         is_between_groups: whether no batch waits for others to make an update with it, so that a
             save is whole.
         resumed: where the training goes on (`epoch`, `steps`); None where it begins anew.
+        batch: of the last step on this rank, as the source gave it; None between epochs.
     """
 
     steps_done: int
+    batch: Any
 
     @property
     def is_between_groups(self) -> bool: ...

@@ -7,16 +7,19 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from fitkit.arguments import check_choice, check_count, check_flag, describe
-from fitkit.callbacks.base import Callback, Logs
+from fitkit import trees
+from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.callbacks.base import Callback, Logs, run_of
 from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, print_on_rank_zero, several_ranks
+from fitkit.data.batches import samples_of, unpack
+from fitkit.data.sharding import RankBatch
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 LONGEST_GAP_S = 1.0
@@ -191,16 +194,34 @@ def seconds_of(duration: object) -> float:
     return length.total_seconds()
 
 
+PEAK_FLOPS = {
+    "B200": 2.25e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A40": 149.7e12, "A10": 125e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+"""Operations a second of half precision, dense, by what is in torch's name of the device; from the
+makers' data sheets. The longer names come first."""
+
+
 class ThroughputMonitor(Callback):
-    """Adds `batches_per_sec` and `samples_per_sec` to the epoch's logs.
+    """Adds `batches_per_sec` and `samples_per_sec` to the epoch's logs, and what tokens ask for.
 
     Over the epoch's last steps on all ranks together, without the first (which compiles and
     warms up) and without the validation. An epoch of one step has none.
+
+    With `tokens` also `tokens_per_sec`, and where the devices' peak is known `mfu`: which part of
+    it the net's multiplications use. A token takes 6 operations for each number of the net's that
+    learns and 4 for each that is frozen; embeddings and attention itself aren't counted.
 
     Args:
         window_size: at most so many steps. Default 100.
         separator: what joins the names to `prefix`. Default `"/"`.
         prefix: what the names begin with: `"train"` gives `train/batches_per_sec`. Default `""`.
+        tokens: True for the whole numbers of the inputs (`"input_ids"` in a dict; without what its
+            `"attention_mask"` hides), a number for that many tokens a sample, or a function that
+            gives a batch's tokens. Default None: not counted.
+        peak_flops: what a device can compute, in operations a second. Default None: known GPUs'
+            in half precision, where the training is in half precision.
 
     Example:
         >>> import torch, fitkit
@@ -212,28 +233,46 @@ class ThroughputMonitor(Callback):
         ... ])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: arguments that can't be, or inputs in which no tokens
+            are found.
     """
 
     stops_alike = True
 
-    def __init__(self, window_size: int = 100, separator: str = "/", prefix: str = "") -> None:
+    def __init__(
+        self,
+        window_size: int = 100,
+        separator: str = "/",
+        prefix: str = "",
+        *,
+        tokens: bool | int | Callable[[Any], Any] | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
         check_count("window_size", window_size, minimum=2)
         for name, value in (("separator", separator), ("prefix", prefix)):
             if not isinstance(value, str):
                 raise ArgumentTypeError(f"{name}={describe(value)} must be a string.")
+        if tokens is not None and not isinstance(tokens, bool) and not callable(tokens):
+            check_count("tokens", tokens)
+        check_number("peak_flops", peak_flops, above=0, optional=True)
         self.window_size = window_size
         self.separator = separator
         self.prefix = prefix
+        self.tokens = tokens
+        self.peak_flops = peak_flops
         self._clock = time.monotonic
         self._ends: deque[float] = deque(maxlen=window_size + 1)
+        self._tokens: deque[Any] = deque(maxlen=window_size)  # of each step, on this rank
         self._end_s: float | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._ends.clear()
+        self._tokens.clear()
         self._end_s = None
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        if self.tokens and self._ends:
+            self._tokens.append(self._tokens_of(getattr(run_of(self.model), "batch", None)))
         self._ends.append(self._clock())
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
@@ -241,14 +280,23 @@ class ThroughputMonitor(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         self._note_end()
+        tokens = 0.0
+        if self.tokens:
+            tokens = sum(from_all_ranks(self.model, float(sum(self._tokens))))
         if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0]:
             return
-        groups = (len(self._ends) - 1) / (self._end_s - self._ends[0])
-        batches = groups * self.params.get("steps_per_execution", 1)
+        seconds = self._end_s - self._ends[0]
+        per_execution = self.params.get("steps_per_execution", 1)
+        batches = (len(self._ends) - 1) / seconds * per_execution
         logs[self._name("batches_per_sec")] = batches * self.model.world_size
         samples = self._samples_in_a_step()
         if samples is not None:
             logs[self._name("samples_per_sec")] = batches * samples
+        if self.tokens:
+            rate = logs[self._name("tokens_per_sec")] = tokens / seconds * per_execution
+            peak = self._peak_of_all()
+            if peak:
+                logs[self._name("mfu")] = rate * operations_of_token(self.model) / peak
 
     def _note_end(self) -> None:
         # A GPU works behind the loop; by now its losses were read, so it has caught up.
@@ -259,10 +307,62 @@ class ThroughputMonitor(Callback):
         samples, steps = self.params.get("samples"), self.params.get("steps")
         if samples and steps:
             return float(samples) / steps
-        return self.model.effective_batch_size
+        size = self.params.get("batch_size")
+        return size and size * self.model._fitkit.compilation.strategy.data_rank_count
 
     def _name(self, name: str) -> str:
         return f"{self.prefix}{self.separator}{name}" if self.prefix else name
+
+    def _tokens_of(self, batch: Any) -> Any:
+        """A batch's tokens: a number, or a tensor () on the device."""
+        if isinstance(batch, RankBatch):
+            if not batch.count:  # it only fills a place
+                return 0
+            batch = batch.batch
+        if callable(self.tokens):
+            return self.tokens(batch)
+        if self.tokens is not True:
+            return samples_of(batch) * int(self.tokens or 0)
+        inputs: Any = unpack(batch)[0]
+        mask: Any = None
+        if isinstance(inputs, Mapping):
+            inputs, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        arrays = [torch.as_tensor(a) for a in trees.leaves(inputs) if hasattr(a, "__array__")]
+        found = arrays[0] if arrays else None
+        if found is None or found.is_floating_point() or found.is_complex():
+            raise ConfigurationError(
+                "ThroughputMonitor(tokens=True) found no whole numbers in the inputs that could be "
+                "tokens. Write tokens=128, say, for that many in a sample, or give a function of a "
+                "batch."
+            )
+        return mask.sum() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else found.numel()
+
+    def _peak_of_all(self) -> float | None:
+        """What all devices of the run can compute together, in operations a second."""
+        strategy = self.model._fitkit.compilation.strategy
+        peak = self.peak_flops
+        if peak is None and strategy.device.type == "cuda" and "16" in strategy.precision.name:
+            name = torch.cuda.get_device_name(strategy.device)
+            peak = next((PEAK_FLOPS[known] for known in PEAK_FLOPS if known in name), None)
+        return None if peak is None else peak * strategy.world.size * strategy.replicas
+
+
+def operations_of_token(net: torch.nn.Module) -> float:
+    """The operations of a token's forward and backward, by the numbers of a net's parameters.
+
+    Reference: Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B.
+    """
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    tables = {id(m.weight) for m in net.modules() if isinstance(m, embeddings)}
+    # One that is the head, too, multiplies.
+    tables -= {id(m.weight) for m in net.modules() if isinstance(m, torch.nn.Linear)}
+    return float(
+        sum(
+            (6 if p.requires_grad else 4) * p.numel()
+            for p in net.parameters()
+            if id(p) not in tables
+        )
+    )
 
 
 resource: ModuleType | None

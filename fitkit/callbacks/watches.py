@@ -13,8 +13,14 @@ import torch
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import any_rank, from_all_ranks, print_on_rank_zero
+from fitkit.callbacks.ranks import (
+    any_rank,
+    from_all_ranks,
+    from_rank_zero,
+    print_on_rank_zero,
+)
 from fitkit.distributed.spread.in_place import whole
+from fitkit.distributed.strategies.engine import norm_of
 from fitkit.errors import FitkitError, warn
 
 
@@ -119,6 +125,80 @@ NORMAL = 1.4826
 
 LEAST_SPREAD = 0.01
 """Losses that hardly vary are taken to spread by this part of their median."""
+
+
+class NormMonitor(Callback):
+    """Adds `grad_norm` and `param_norm` to the epoch's logs.
+
+    `grad_norm` is the mean over the epoch's updates of the norm of all gradients, before they are
+    clipped; batch logs have its running mean. Updates that scaled losses leave out don't count.
+    `param_norm` is the norm of all parameters at the epoch's end.
+
+    Args:
+        parameters: whether to add `param_norm`. Default True.
+
+    Attributes:
+        norms: the gradients' norm at each update of the last fit, as known at its epochs' ends.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 3))
+        >>> model.compile("adamw", "cross_entropy", gradient_clip_val=1.0)
+        >>> x, y = torch.randn(64, 4), torch.randint(3, (64,))
+        >>> history = model.fit(x, y, verbose=0, callbacks=fitkit.callbacks.NormMonitor())
+        >>> sorted(history.history)
+        ['grad_norm', 'loss', 'param_norm']
+    """
+
+    stops_alike = True
+
+    def __init__(self, parameters: bool = True) -> None:
+        check_flag("parameters", parameters)
+        self.parameters = parameters
+        self.norms: list[float] = []
+        self._before: list[float] = []  # of the epoch, before it was cut
+        self._logged = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self.norms, self._before, self._logged = [], [], 0
+        self.model._fitkit.fit_state.grad_norms = []
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        norms = self._taken()
+        for norm in norms[self._logged :]:
+            self.model.log("grad_norm", norm, prog_bar=False)
+        self._logged = len(norms)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        found = self._of_epoch()
+        self._taken().clear()
+        self._before, self._logged = [], 0
+        self.norms += found
+        finite = [norm for norm in found if math.isfinite(norm)]
+        if found:
+            mean = sum(finite) / len(finite) if finite else found[-1]
+            logs["grad_norm"] = from_rank_zero(self.model, mean)
+        if self.parameters:
+            engine = self.model._fitkit.compilation.strategy.engine
+            norm = (norm_of if engine is None else engine.norm)(list(self.model.parameters()))
+            if norm is not None:
+                logs["param_norm"] = from_rank_zero(self.model, float(norm))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._of_epoch()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = [float(norm) for norm in state["epoch"]]
+
+    def _of_epoch(self) -> list[float]:
+        """The norms of the epoch's updates so far, also of those before it was cut."""
+        norms = self._taken()
+        return self._before + (torch.stack(norms).tolist() if norms else [])
+
+    def _taken(self) -> list[torch.Tensor]:
+        """The norms of the updates that this fit has made in this epoch."""
+        norms: list[torch.Tensor] | None = self.model._fitkit.fit_state.grad_norms
+        return [] if norms is None else norms
 
 
 class LossSpikeError(FitkitError, RuntimeError):

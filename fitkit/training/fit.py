@@ -95,7 +95,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
             raise
         finally:
             close_bars(callbacks)
-            state.run = None
+            state.run = state.grad_norms = None
             model.untoggle_optimizer(run.optimizers[0])
             if run.warm_up is not None:
                 run.warm_up.end()
@@ -154,6 +154,7 @@ class Fit:
         self.epoch: int = arguments.initial_epoch
         self.steps_done: int = 0
         self.steps_before: int = 0  # before the epoch was cut
+        self.batch: Any = None  # of the last step, as the source gave it; None between epochs
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
         self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
         self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
@@ -314,6 +315,7 @@ class Fit:
                     else:
                         if begin and not has_rows:
                             context.call_before_batch(begin, index, {})
+                        self.batch = batch
                         update(batch, index)
                         if context.waiting:
                             context.take_waiting()
@@ -331,6 +333,7 @@ class Fit:
                 if self._any_stops() if asks_ranks else model.stop_training:
                     break
             update.finish()
+            self.batch = None
             self.note(index + 1)
             if empty and empty == index + 1:
                 raise ConfigurationError(

@@ -275,6 +275,8 @@ class FitState:
         updates: how many updates were made so far; never starts anew.
         rate_factor: by how much the rates were scaled for the number of ranks.
         accumulate: batches whose gradients make one update, from the next group on.
+        grad_norms: of the gradients of each update before they are limited, since a callback took
+            them; None where nobody asks.
         frozen: the parameters that `toggle_optimizer` froze.
         scalings: scale the losses of half precision, one an optimizer; empty where none are.
         stored_scalings: their states in a checkpoint.
@@ -294,6 +296,7 @@ class FitState:
     updates: int = 0
     rate_factor: float = 1.0
     accumulate: int = 1
+    grad_norms: list[torch.Tensor] | None = None
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
     stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)

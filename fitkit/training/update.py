@@ -19,7 +19,7 @@ from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
-from fitkit.distributed.strategies.engine import clip_gradients, scale_gradients
+from fitkit.distributed.strategies.engine import clip_gradients, norm_of, scale_gradients
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count, Term
@@ -185,6 +185,7 @@ class Update:
         engine = self._engine = strategy.engine
         self._clip_gradients = clip_gradients if engine is None else engine.clip
         self._scale_gradients = scale_gradients if engine is None else engine.scale
+        self._norm_of = norm_of if engine is None else engine.norm
         self._after_update = after_update
         self._fit_state: FitState = model._fitkit.fit_state
         self._strategy = strategy
@@ -482,7 +483,7 @@ class Update:
 
     def _update_scaled(self, scaling: Scaling) -> None:
         """An update that is left out where gradients aren't finite."""
-        if self._clip_value is not None:
+        if self._clip_value is not None or self._fit_state.grad_norms is not None:
             scaling.unscale(self.optimizer, self._parameters)
             self._clip()
         counts = scaling.step(self.optimizer)
@@ -498,6 +499,12 @@ class Update:
             self._after_update()
 
     def _clip(self) -> None:
+        """Limit the gradients; their norm before that is noted where somebody asks."""
+        norms = self._fit_state.grad_norms
+        if norms is not None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            norm = self._norm_of(gradients)
+            norms += [] if norm is None else [norm]
         if self._clip_value is not None:
             self._clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -159,14 +160,23 @@ def clip_norm(gradients: list[torch.Tensor], limit: float, collectives: Collecti
     Ranks:
         Collective.
     """
-    total = 0.0
-    for gradient in gradients:
-        squares = local_part(gradient).double().square().sum()
-        total += float(squares) * _distinct(gradient) / collectives.world_size
-    (summed,) = collectives.sums([total])
-    factor = min(limit / (summed**0.5 + 1e-6), 1.0)
+    factor = min(limit / (norm_over_meshes(gradients, collectives) + 1e-6), 1.0)
     for gradient in gradients:
         local_part(gradient).mul_(factor)
+
+
+def norm_over_meshes(tensors: Iterable[torch.Tensor], collectives: Collectives) -> float:
+    """The norm of all tensors together, which may be spread over different meshes.
+
+    Ranks:
+        Collective.
+    """
+    total = 0.0
+    for tensor in tensors:
+        squares = local_part(tensor).double().square().sum()
+        total += float(squares) * _distinct(tensor) / collectives.world_size
+    (summed,) = collectives.sums([total])
+    return math.sqrt(summed)
 
 
 def _distinct(tensor: Any) -> int:

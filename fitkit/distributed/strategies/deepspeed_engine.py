@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -196,6 +196,9 @@ class ZeroTraining(Engine):
                 "which limits the norm of all gradients. Write 'norm', or strategy='ddp_sharded'."
             )
         self._limit = limit
+
+    def norm(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        return None  # DeepSpeed has them in buffers of its own.
 
     def update(self, optimizer: Optimizer) -> None:
         zero = self._zero

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from fitkit.distributed.spread.in_place import InPlace
@@ -38,6 +38,17 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float, algorithm: str)
         clip_grad_norm_(parameters, limit)
     else:
         clip_grad_value_(parameters, limit)
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The norm of tensors together: (). Spread ones count as a whole.
+
+    Ranks:
+        Collective, where tensors are spread.
+    """
+    total = get_total_norm([tensor.detach() for tensor in tensors])
+    joined = getattr(total, "full_tensor", None)
+    return total if joined is None else joined()
 
 
 class Engine:
@@ -93,6 +104,10 @@ class Engine:
     def clip(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
         """As `clip_gradients`."""
         clip_gradients(parameters, limit, algorithm)
+
+    def norm(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """As `norm_of`; None where the engine doesn't show the numbers."""
+        return norm_of(tensors)
 
     def update(self, optimizer: Optimizer) -> None:
         """Make the optimizer's step."""

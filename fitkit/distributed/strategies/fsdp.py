@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from fitkit.distributed.spread.tensor_parallel import (
     check_plan,
     clip_norm,
     local_part,
+    norm_over_meshes,
 )
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
@@ -349,6 +350,11 @@ class FSDPEngine(Engine):
         else:
             for gradient in _gradients(parameters):
                 local_part(gradient).clamp_(-limit, limit)
+
+    def norm(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        if self._divided is None:
+            return super().norm(tensors)
+        return torch.tensor(norm_over_meshes(tensors, self._collectives))
 
     def whole(self, make: Callable[[], Any]) -> Any:
         is_first = self._collectives.rank == 0

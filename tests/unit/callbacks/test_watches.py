@@ -13,13 +13,14 @@ from fitkit.callbacks import (
     DetectLossSpike,
     DetectNonFinite,
     DeviceStatsMonitor,
+    NormMonitor,
     TerminateOnNaN,
     ThroughputMonitor,
     Timer,
 )
 from fitkit.callbacks.resources import seconds_of
 from fitkit.callbacks.watches import NonFiniteError
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError
 from tests.nets import regression
 
 X, Y = regression(32, 2)
@@ -331,6 +332,120 @@ def test_speed_is_over_the_last_steps_without_the_first_and_the_validation():
     monitor.on_epoch_end(0, logs)
     # The window has the ends of batches 1 to 4; the validation begins at 53.
     assert logs == pytest.approx({"train/batches_per_sec": 2 * 3 / 3, "train/samples_per_sec": 8})
+
+
+def tokens_a_second(tokens, batches, ticks=None, **arguments):
+    """The logs of an epoch whose steps take a second each."""
+    table, head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10)
+    net = torch.nn.Sequential(table, torch.nn.Flatten(0, 1), head)
+    head.bias.requires_grad_(False)
+    model = fitkit.Model(net)
+    model.compile("sgd", lambda out, y: out.square().mean(), accelerator="cpu", devices=1)
+    monitor = ThroughputMonitor(tokens=tokens, **arguments)
+    monitor._clock = iter(range(10_000)).__next__
+    return model.fit(batches, verbose=0, callbacks=monitor).history
+
+
+def test_tokens_are_counted_by_inputs_samples_or_a_function():
+    batches = [(torch.ones(2, n, dtype=torch.int64), torch.ones(2)) for n in (9, 3, 4, 5)]
+    assert tokens_a_second(True, batches)["tokens_per_sec"] == [2 * (3 + 4 + 5) / 4]  # with the end
+    assert tokens_a_second(7, batches)["tokens_per_sec"] == [3 * 2 * 7 / 4]
+    assert tokens_a_second(lambda batch: batch[0].shape[1], batches)["tokens_per_sec"] == [12 / 4]
+    assert tokens_a_second(True, batches, window_size=2)["tokens_per_sec"] == [2 * (4 + 5) / 3]
+    assert "tokens_per_sec" not in tokens_a_second(None, batches)
+
+
+def test_padding_that_a_mask_hides_is_no_token():
+    monitor = ThroughputMonitor(tokens=True)
+    ids = torch.tensor([[5, 6, 0], [7, 0, 0]])
+    assert monitor._tokens_of({"input_ids": ids, "attention_mask": (ids > 0).long()}) == 3
+    assert monitor._tokens_of({"input_ids": ids.numpy()}) == 6
+    for batch in ({"pixels": ids}, (torch.ones(2, 3), ids), {}):
+        with pytest.raises(ConfigurationError, match="found no whole numbers"):
+            monitor._tokens_of(batch)
+
+
+def test_use_of_the_devices_is_by_the_numbers_that_multiply():
+    batches = [(torch.ones(2, 3, dtype=torch.int64), torch.ones(2))] * 3
+    (found,) = tokens_a_second(True, batches, peak_flops=1e4)["mfu"]
+    operations = 6 * 4 * 10 + 4 * 10  # the head's weight, its frozen bias; no table
+    assert found == pytest.approx(12 / 3 * operations / 1e4)
+    assert "mfu" not in tokens_a_second(True, batches)  # a CPU's peak isn't known
+
+
+def test_arguments_for_tokens_are_checked():
+    for wrong in ({"tokens": 0}, {"tokens": "input_ids"}, {"peak_flops": 0.0}):
+        with pytest.raises(FitkitError, match=next(iter(wrong))):
+            ThroughputMonitor(**wrong)
+
+
+# ------------------------------------------------------------------ norms
+
+
+def plain_norms(clip=None, epochs=2, parts=1):
+    """The norms of gradients before clipping, update by update, and of the parameters."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 1)
+    optimizer, norms = torch.optim.SGD(net.parameters(), 0.1), []
+    size = 4 * parts
+    for _ in range(epochs):
+        for x, y in zip(X.split(size), Y.split(size), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(x), y).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip or 1e9).item())
+            optimizer.step()
+    return norms, torch.cat([p.detach().flatten() for p in net.parameters()]).norm().item()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_norms_of_gradients_are_those_before_clipping(arguments, parts):
+    torch.manual_seed(0)
+    model, monitor = fitkit.Model(torch.nn.Linear(2, 1)), NormMonitor()
+    model.compile("sgd", "mse", learning_rate=0.1, accumulate_grad_batches=parts, **arguments)
+    model.compile(accelerator="cpu", devices=1)
+    data = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": monitor}
+    history = model.fit(X, Y, epochs=2, **data).history
+    norms, weights = plain_norms(arguments.get("gradient_clip_val"), parts=parts)
+    assert monitor.norms == pytest.approx(norms, rel=1e-5)
+    half = len(norms) // 2
+    means = [sum(norms[:half]) / half, sum(norms[half:]) / half]
+    assert history["grad_norm"] == pytest.approx(means, rel=1e-5)
+    assert history["param_norm"][-1] == pytest.approx(weights, rel=1e-6)
+    assert model._fitkit.fit_state.grad_norms is None  # nobody pays for it in the next fit
+
+
+def test_norms_of_scaled_losses_are_unscaled():
+    found = []
+    for precision in ("32-true", "16-mixed"):
+        torch.manual_seed(0)
+        model, monitor = fitkit.Model(torch.nn.Linear(2, 1)), NormMonitor(parameters=False)
+        model.compile("sgd", "mse", learning_rate=0.1, precision=precision)
+        model.compile(accelerator="cpu", devices=1)
+        data = {"batch_size": 16, "shuffle": False, "verbose": 0}
+        history = model.fit(X, Y, callbacks=monitor, **data).history
+        assert "param_norm" not in history
+        found.append(history["grad_norm"])
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
+
+
+def test_a_cut_epoch_has_the_mean_norm_of_all_its_updates(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model = fitkit.Model(torch.nn.Linear(2, 1))
+        model.compile("sgd", "mse", learning_rate=0.1, accelerator="cpu", devices=1)
+        return model
+
+    class Cut(Callback):
+        def on_train_batch_end(self, batch, logs):
+            if batch == 4:
+                self.model.save(tmp_path / "cut.h5")
+
+    arguments = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    whole = made().fit(X, Y, callbacks=[NormMonitor(), Cut()], **arguments).history
+    path = tmp_path / "cut.h5"
+    again = made().fit(X, Y, callbacks=NormMonitor(), resume_from=path, **arguments).history
+    assert again == whole
 
 
 def test_a_single_step_has_no_speed():
