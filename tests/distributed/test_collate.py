@@ -36,7 +36,8 @@ class Tagger(nn.Module):
 
 def pairs(samples):
     """The samples as `pack` takes them for a net that gives logits alone."""
-    return pack(16)([torch.as_tensor(sample["input_ids"]) for sample in samples])
+    rows = [sample.get("json", sample) for sample in samples]  # WebDataset has it by its suffix
+    return pack(16)([torch.as_tensor(row["input_ids"]) for row in rows])
 
 
 def documents():
@@ -45,7 +46,20 @@ def documents():
     return [{"input_ids": torch.randint(20, (n,), generator=generator).tolist()} for n in sizes]
 
 
+def write_shards(wds):
+    """Three files of twenty documents."""
+    whole = documents()
+    for shard in range(3):
+        with wds.TarWriter(f"documents-{shard}.tar") as file:
+            for number, sample in enumerate(whole[20 * shard : 20 * shard + 20]):
+                file.write({"__key__": f"{shard}{number:02d}", "json": sample})
+
+
 def loader(kind, size, group):
+    if kind == "web":
+        wds = pytest.importorskip("webdataset")
+        web = wds.WebDataset("documents-{0..2}.tar", shardshuffle=False, nodesplitter=None)
+        return DataLoader(web.decode(), size, collate_fn=pairs)
     whole = datasets.Dataset.from_list(documents())
     if kind == "stream":
         return DataLoader(whole.to_iterable_dataset(num_shards=2), size, collate_fn=pairs)
@@ -69,8 +83,11 @@ def trained(kind, ranks, resume_from=None, save_at=None):
     return model, history.history["loss"]
 
 
-@pytest.mark.parametrize("kind", ["memory", "stream"])
-def test_two_ranks_learn_as_one_and_go_on_within_an_epoch(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["memory", "stream", "web"])
+def test_two_ranks_learn_as_one_and_go_on_within_an_epoch(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if kind == "web":
+        write_shards(pytest.importorskip("webdataset"))
     one, losses = trained(kind, 1)
     two, found = trained(kind, 2, save_at=tmp_path / "cut.h5")
     assert found == pytest.approx(losses, rel=1e-5)

@@ -248,6 +248,27 @@ def test_an_own_training_step_is_called_once_a_batch():
     assert_same_weights(one, other, atol=1e-6)
 
 
+def test_a_schedule_free_one_in_a_list_evaluates_at_its_own_weights():
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def mixed(module):
+        hidden, others = split(module)
+        return [Muon(hidden, lr=0.02), schedulefree.AdamWScheduleFree(others, lr=0.01)]
+
+    one, other = net(), net()
+    model = compiled(one, mixed(one))
+    history = fit(model, validation_data=(X, LABELS)).history
+    own = mixed(other)
+    expected = []
+    for _ in range(EPOCHS):
+        own[1].train()
+        plain(other, own, epochs=1)
+        own[1].eval()
+        expected.append(F.cross_entropy(other(X), LABELS).item())
+    assert history["val_loss"] == pytest.approx(expected, rel=1e-4)
+    assert_same_weights(one, other, atol=1e-5)
+
+
 def test_lists_that_cannot_step_together_are_refused():
     module = net()
     with pytest.raises(ConfigurationError, match="8 parameters|6 parameters"):
