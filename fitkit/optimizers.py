@@ -126,8 +126,10 @@ class OptimizerChoice:
         try:
             optimizer = maker(held, **options)
         except Exception as error:
+            hint = '. Write "muon", which leaves what is no matrix to AdamW.'
             raise ConfigurationError(
                 f"optimizer={shown(self.given)} could not be made: {error}"
+                + (hint if maker is torch.optim.Muon else "")
             ) from error
         if not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(

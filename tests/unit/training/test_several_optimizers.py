@@ -115,6 +115,8 @@ def test_muon_refuses_what_it_cannot_train():
         fitkit.optimizers.muon(net().parameters())
     with pytest.raises(ConfigurationError, match="Muon refuses its arguments"):
         fitkit.optimizers.muon(net(), betas=(0.9, 0.99))
+    with pytest.raises(ConfigurationError, match=r'Write "muon", which leaves'):
+        fit(compiled(net(), Muon))
 
 
 def test_a_list_steps_together_with_clipping_over_all():
