@@ -197,9 +197,9 @@ def learning_rate(
     effective, parts = compilation.effective_batch_size, compilation.accumulate_grad_batches
     if effective is not None:
         ranks, is_loader = compilation.strategy.data_rank_count, isinstance(x, DataLoader)
-        size = x.batch_size if is_loader else batch_size
+        size = x.batch_size if isinstance(x, DataLoader) else batch_size
         parts = parts_of_update(effective, ranks, size, is_fixed=is_loader)
-        batch_size = size if is_loader else effective // ranks // parts
+        batch_size = batch_size if is_loader else effective // ranks // parts
     with in_use(model, "tune.learning_rate", alone=True), untouched(model):
         given = {**model._fitkit.compilation.given, "accumulate_grad_batches": parts}
         model._fitkit.compilation = dataclasses.replace(model._fitkit.compilation, given=given)

@@ -138,7 +138,12 @@ else:
     NumpyOutput = TensorOutput = Any
 
 OptimizerArgument: TypeAlias = (
-    OptimizerName | Name | dict[str, Any] | Optimizer | Callable[..., Optimizer]
+    OptimizerName
+    | Name
+    | dict[str, Any]
+    | Optimizer
+    | Sequence[Optimizer]
+    | Callable[..., Optimizer]
 )
 """A dict has the name and other settings. A class, a partial and a factory are callables that give
 an optimizer."""

@@ -108,6 +108,13 @@ def test_muon_s_choice_and_both_optimizers_arguments_can_be_given():
     assert adamw.param_groups[0]["betas"] == (0.8, 0.9)
 
 
+def test_settings_beside_the_name_are_muon_s():
+    model = compiled(net(), {"name": "muon", "momentum": 0.9}, learning_rate=0.02)
+    muon, adamw = model.optimizers()
+    assert muon.param_groups[0]["momentum"] == 0.9
+    assert muon.param_groups[0]["lr"] == adamw.param_groups[0]["lr"] == 0.02
+
+
 def test_muon_refuses_what_it_cannot_train():
     with pytest.raises(ConfigurationError, match=r"0\.bias \(8,\).*two dimensions"):
         fitkit.optimizers.muon(net(), hidden=lambda name, parameter: True)
