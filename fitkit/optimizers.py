@@ -178,7 +178,8 @@ class OptimizerList(Optimizer):
     """
 
     def __init__(self, members: list[Optimizer]) -> None:
-        self.members = members  # without torch's constructor: groups and states are the members'
+        # Without torch's constructor: groups and states are the members'.
+        self.members: list[Optimizer] = members
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -258,8 +258,8 @@ class ThroughputMonitor(Callback):
         self.window_size = window_size
         self.separator = separator
         self.prefix = prefix
-        self.tokens = tokens
-        self.peak_flops = peak_flops
+        self.tokens: bool | int | Callable[[Any], Any] | None = tokens
+        self.peak_flops: float | None = peak_flops
         self._clock = time.monotonic
         self._ends: deque[float] = deque(maxlen=window_size + 1)
         self._tokens: deque[Any] = deque(maxlen=window_size)  # of each step, on this rank

@@ -154,7 +154,7 @@ class NormMonitor(Callback):
 
     def __init__(self, parameters: bool = True) -> None:
         check_flag("parameters", parameters)
-        self.parameters = parameters
+        self.parameters: bool = parameters
         self.norms: list[float] = []
         self._before: list[float] = []  # of the epoch, before it was cut
         self._logged = 0

@@ -311,7 +311,7 @@ class BucketBatchSampler:
                 "one of them."
             )
         try:
-            self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
+            self.lengths: Tensor = torch.as_tensor(lengths, dtype=torch.int64)
         except (TypeError, ValueError, RuntimeError):
             self.lengths = torch.empty(())
         if self.lengths.ndim != 1 or not len(self.lengths):
@@ -324,9 +324,13 @@ class BucketBatchSampler:
                 f"A sample has {longest} tokens, more than max_tokens={max_tokens}. Cut it, or "
                 "allow more."
             )
-        self.batch_size, self.max_tokens = batch_size, max_tokens
-        self.shuffle, self.window, self.drop_last, self.seed = shuffle, window, drop_last, seed
-        self.epoch = 0
+        self.batch_size: int | None = batch_size
+        self.max_tokens: int | None = max_tokens
+        self.shuffle: bool = shuffle
+        self.window: int = window
+        self.drop_last: bool = drop_last
+        self.seed: int = seed
+        self.epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next; `fit` does it."""
