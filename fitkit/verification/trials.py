@@ -32,8 +32,9 @@ SEED = 20_011
 
 ALONE: dict[str, Any] = {
     "devices": 1, "strategy": "auto", "num_nodes": 1, "auto_select_gpus": False,
-    "accumulate_grad_batches": 1, "scale_lr": None, "sync_batchnorm": False,
-    "jit_compile": False, "steps_per_execution": 1, "log_gpu_memory": None,
+    "accumulate_grad_batches": 1, "effective_batch_size": None, "scale_lr": None,
+    "sync_batchnorm": False, "jit_compile": False, "steps_per_execution": 1,
+    "log_gpu_memory": None,
 }  # fmt: skip
 """What every run is compiled with, but for what it tries: one process, whole batches."""
 
