@@ -1,15 +1,16 @@
 """The outputs of a net by name, and what belongs to each of them.
 
-A net gives a tensor, a tuple, a dict, or an object with `.logits` (as Hugging Face models do).
-Losses, metrics and their logs speak of outputs by name: a dict's keys, `output_0`, `output_1`
-for a tuple, and the empty name for the single output of a net that has one.
+A net gives a tensor, a tuple, a dict, or an object with `.logits` (as Hugging Face models do);
+tuples and dicts may stand in one another. Losses, metrics and their logs speak of outputs by name:
+a dict's keys, `output_0`, `output_1` for a tuple, `b/c` for what stands at `c` in the structure
+`b`, and the empty name for the single output of a net that has one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,113 +78,236 @@ def scale_of(prediction: Any) -> str | None:
     return SCALES.get(last_operation(prediction) or "")
 
 
-def named_outputs(prediction: Any) -> dict[str, Any]:
+def _entries(value: Any) -> dict[Any, Any]:
+    """What stands in a dict, tuple or list, by the keys of which names are made."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", None) or [f"output_{i}" for i in range(len(value))]
+        return dict(zip(names, value, strict=True))
+    return {}
+
+
+def named_outputs(prediction: Any) -> dict[Any, Any]:
     """The outputs in a net's prediction by name, in order.
+
+    Where there are several, the whole prediction comes first, under the name None, and each
+    structure of outputs before those that it holds.
 
     An object with `.logits` has that single output, and so has a dict of `"logits"`, alone or
     with the `"loss"` that the net computed.
     """
-    if isinstance(prediction, torch.Tensor):
-        return {SINGLE: prediction}
-    logits = getattr(prediction, "logits", None)
-    if isinstance(logits, torch.Tensor):
-        return {SINGLE: logits}
-    if isinstance(prediction, Mapping):
-        logits = prediction.get("logits")
-        is_single = "loss" in prediction or len(prediction) == 1
-        if is_single and isinstance(logits, torch.Tensor):
+    while not isinstance(prediction, torch.Tensor):
+        logits = getattr(prediction, "logits", None)
+        if isinstance(prediction, Mapping) and ("loss" in prediction or len(prediction) == 1):
+            logits = prediction.get("logits")
+        if isinstance(logits, torch.Tensor):
             return {SINGLE: logits}
-        return dict(prediction)
-    if isinstance(prediction, (tuple, list)):
-        if len(prediction) == 1:
-            return {SINGLE: prediction[0]}
-        fields = getattr(prediction, "_fields", None)
-        names = fields or [f"output_{index}" for index in range(len(prediction))]
-        return dict(zip(names, prediction, strict=True))
-    return {SINGLE: prediction}
+        if not isinstance(prediction, (tuple, list)) or len(prediction) != 1:
+            break
+        prediction = prediction[0]
+    found: dict[Any, Any] = {}
+    _add_outputs(found, None if _entries(prediction) else SINGLE, prediction)
+    return found
+
+
+def _add_outputs(found: dict[Any, Any], name: Hashable, value: Any) -> None:
+    if name in found:
+        raise ConfigurationError(f"Two of the net's outputs have the name {name!r}.")
+    found[name] = value
+    if not isinstance(value, torch.Tensor):
+        for key, item in _entries(value).items():
+            _add_outputs(found, key if name is None else f"{name}/{key}", item)
+
+
+class Outputs:
+    """The names of a net's outputs, and in which structures they stand.
+
+    Args:
+        named: what `named_outputs` gives.
+
+    Attributes:
+        within: the names of what each structure holds, by key; None is the whole's name.
+        names: of the outputs, in order.
+    """
+
+    def __init__(self, named: Mapping[Any, Any]) -> None:
+        self.within: dict[Any, dict[Any, Any]] = {
+            name: {key: key if name is None else f"{name}/{key}" for key in _entries(value)}
+            for name, value in named.items()
+            if _entries(value)
+        }
+        self.names: list[Any] = [name for name in named if name not in self.within]
+
+    def below(self, name: Hashable) -> list[Any]:
+        """The names of all that stands in a structure, at any depth; none for an output."""
+        children = self.within.get(name, {}).values()
+        return [found for child in children for found in (child, *self.below(child))]
+
+    def outputs_in(self, name: Hashable) -> list[Any]:
+        """The names of the outputs in a structure, at any depth."""
+        return [child for child in self.below(name) if child not in self.within]
+
+    def by_position(
+        self, name: Hashable, given: Sequence[Any], *, spreads: bool = False
+    ) -> list[tuple[Any, Any]] | None:
+        """What a list gives to each part of a structure, or to each output in it.
+
+        Args:
+            name: the structure's.
+            given: the list's entries.
+            spreads: whether one entry may be meant for a whole structure.
+
+        Returns:
+            Names and entries; None where there are fewer or more.
+        """
+        children = list(self.within[name].values())
+        if len(given) == len(children) and (
+            spreads
+            or all(
+                item is None or is_container(item) or child not in self.within
+                for child, item in zip(children, given, strict=True)
+            )
+        ):
+            return list(zip(children, given, strict=True))
+        outputs = self.outputs_in(name)
+        return list(zip(outputs, given, strict=True)) if len(given) == len(outputs) else None
 
 
 def by_output(
-    value: Any, names: Sequence[Any], what: str, trained: Sequence[Any] = ()
+    value: Any,
+    outputs: Outputs,
+    what: str,
+    trained: Sequence[Any] = (),
+    *,
+    needed: Collection[Any] | None = None,
+    spreads: bool = False,
+    entries: str = "entries",
 ) -> dict[Any, Any]:
-    """What belongs to each output: `value`, a list or a dict of one entry an output.
+    """What belongs to each output, and to each structure of outputs, by name.
 
     Args:
         value: for the single output the thing itself (or a list or dict of one); for several
-            outputs a list in their order or a dict by their names. A dict may leave out some.
-        names: the outputs' names.
+            outputs lists in their order or dicts by their names, nested as the outputs are, or
+            one list without lists inside. A dict may leave out some.
+        outputs: the net's.
         what: what `value` is, for the message ("loss", "target").
         trained: the outputs that have a loss; a list of so many entries belongs to them, in order.
+        needed: the names that are asked for: below others `value` may be of any structure. None:
+            all.
+        spreads: whether one thing for a structure of outputs belongs to each of them.
+        entries: what a list holds, for the message.
 
     Raises:
         ConfigurationError: names that no output has, or a list of another length.
     """
-    if list(names) == [SINGLE]:
+    if outputs.names == [SINGLE]:
         if isinstance(value, Mapping) and len(value) == 1:
             return {SINGLE: next(iter(value.values()))}
         if isinstance(value, (list, tuple)) and len(value) == 1:
             return {SINGLE: value[0]}
         return {SINGLE: value}
-    if isinstance(value, Mapping):
-        unknown = [key for key in value if key not in names]
-        if unknown:
-            raise ConfigurationError(
-                f"{what} names {unknown}, but the net's outputs are {list(names)}."
-            )
-        return {name: value[name] for name in names if name in value}
-    if isinstance(value, (list, tuple)):
-        if len(value) != len(names) and len(value) == len(trained):
-            return dict(zip(trained, value, strict=True))
-        if len(value) != len(names):
-            raise ConfigurationError(
-                f"{what} has {len(value)} entries, but the net has {len(names)} outputs: "
-                f"{list(names)}. Give one entry an output, or a dict by name."
-            )
-        return dict(zip(names, value, strict=True))
-    raise ConfigurationError(
-        f"{what} is a {type(value).__name__}, but the net has {len(names)} outputs: {list(names)}. "
-        "Give a list in that order or a dict by name."
-    )
+    found: dict[Any, Any] = {}
+
+    def refuse(name: Any, wrong: str, advice: str = "") -> None:
+        if needed is not None and not any(child in needed for child in outputs.below(name)):
+            return
+        names = outputs.outputs_in(name)
+        at, there = ("", "") if name is None else (f" at {name!r}", " there")
+        if advice:
+            has = f"the net has {len(names)} outputs{there}: {names}. {advice}"
+        else:
+            has = f"the net's outputs{there} are {names}."
+        raise ConfigurationError(f"{what}{at} {wrong}, but {has}")
+
+    def add(name: Any, value: Any) -> None:
+        found[name] = value
+        parts = outputs.within.get(name)
+        if parts is None or value is None:
+            return
+        if isinstance(value, Mapping):
+            # At the top a key may be a whole name: `b/c`, as logs have it.
+            given = {parts.get(key, key): item for key, item in value.items()}
+            known = outputs.below(name) if name is None else list(parts.values())
+            unknown = [key for key in value if parts.get(key, key) not in known]
+            if unknown:
+                refuse(name, f"names {unknown}")
+            for child in known:
+                if child in given:
+                    add(child, given[child])
+        elif isinstance(value, (list, tuple)):
+            pairs = outputs.by_position(name, value, spreads=spreads)
+            if pairs is None and name is None and len(value) == len(trained):
+                pairs = list(zip(trained, value, strict=True))
+            if pairs is None:
+                refuse(
+                    name,
+                    f"has {len(value)} {entries}",
+                    "Give one entry an output, or a dict by name.",
+                )
+            for child, item in pairs or ():
+                add(child, item)
+        elif spreads:
+            found.update(dict.fromkeys(outputs.below(name), value))
+        else:
+            kind = type(value).__name__
+            refuse(name, f"is a {kind}", "Give a list in that order or a dict by name.")
+
+    add(None, value)
+    return found
 
 
 def targets_by_output(
-    target: Any, outputs: Sequence[Any], trained: Sequence[Any]
+    target: Any,
+    outputs: Outputs,
+    trained: Sequence[Any],
+    needed: Collection[Any] | None = None,
 ) -> dict[Any, Any]:
-    """The target of each output that has one.
+    """The target of each output, and of each structure of outputs, that has one.
 
     A net's only output, or the only one that has a loss, takes its target without a name.
 
     Args:
-        target: one target, or a list or dict of one an output.
-        outputs: the outputs' names.
-        trained: those of them that have a loss.
+        target: one target, or lists and dicts of one an output.
+        outputs: the net's.
+        trained: the names of those that have a loss.
+        needed: the names that are asked for; None: all.
 
     Raises:
         ConfigurationError: names that no output has, or a list of another length.
     """
     if target is None and trained:
         return dict.fromkeys(trained)
-    lone = next((names for names in (trained, outputs) if len(names) == 1), None)
+    names = outputs.names
+    lone = next((found for found in (trained, names) if len(found) == 1), None)
     if lone is not None and not is_container(target):
         return {lone[0]: target}
-    by_name = isinstance(target, Mapping) and list(outputs) != [SINGLE]
-    if len(outputs) == 1 and not by_name:
-        return {outputs[0]: by_output(target, [SINGLE], "target")[SINGLE]}
-    return by_output(target, outputs, "target", trained)
+    is_by_name = isinstance(target, Mapping)
+    is_wrapped = isinstance(target, (tuple, list)) and len(target) == 1
+    if len(names) == 1 and not is_by_name and not is_wrapped:
+        return {names[0]: target}
+    return by_output(target, outputs, "target", trained, needed=needed)
 
 
 def weights_by_output(
-    weight: Any, outputs: Sequence[Any], trained: Sequence[Any]
+    weight: Any,
+    outputs: Outputs,
+    trained: Sequence[Any],
+    needed: Collection[Any] | None = None,
 ) -> dict[Any, Any]:
     """The sample weights of each output that has some; the arguments are as those of
-    `targets_by_output`, but one tensor weighs all outputs."""
+    `targets_by_output`, but one tensor weighs a whole structure of outputs."""
     if weight is None:
         return {}
-    if not isinstance(weight, (list, tuple, Mapping)):
-        return dict.fromkeys(outputs, weight)
-    if len(outputs) == 1:
-        return {outputs[0]: by_output(weight, [SINGLE], "sample_weight")[SINGLE]}
-    return by_output(weight, outputs, "sample_weight", trained)
+    found = by_output(weight, outputs, "sample_weight", trained, needed=needed, spreads=True)
+    for name in outputs.names if needed is None else needed:
+        if is_container(found.get(name)):
+            of = f" of the output {name!r}" if name else ""
+            raise ConfigurationError(
+                f"sample_weight{of} is a {type(found[name]).__name__}. Give one tensor: a weight a "
+                "sample."
+            )
+    return found
 
 
 def log_name(output: str, name: str) -> str:

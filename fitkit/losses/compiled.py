@@ -1,4 +1,4 @@
-"""The loss of a whole net: one for each output, weighed and summed."""
+"""The loss of a whole net: those of its outputs, weighed and summed."""
 
 from __future__ import annotations
 
@@ -12,45 +12,54 @@ from typing import Any
 import torch
 
 from fitkit.arguments import check_number, describe
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ConfigurationError
 from fitkit.losses.guards import check_learns
 from fitkit.losses.loss import Count, KnownLoss, Loss, resolve
 from fitkit.losses.own import OwnLoss
 from fitkit.outputs import (
     SINGLE,
     LossHint,
+    Outputs,
     by_output,
     log_name,
     named_outputs,
     targets_by_output,
     weights_by_output,
 )
-from fitkit.trees import leaves
+from fitkit.trees import leaves, leaves_with_paths
 
-Losses = Loss | list[Loss | None] | dict[Hashable, Loss | None]
-Scales = float | list[float] | dict[Hashable, float]
+Losses = Loss | list[Any] | dict[Hashable, Any]
+"""Losses, nested as the outputs are; None where an output isn't trained."""
+Scales = float | list[Any] | dict[Hashable, Any]
+ONE_OUTPUT = Outputs({SINGLE: None})
 
 
 @dataclasses.dataclass
 class _OutputLoss:
-    """One output's share of the loss; `output` is None where a loss takes all outputs at once.
+    """A loss of one output, or of a structure of outputs; `output` is None for all at once.
 
-    `classes` is the number of classes where the first batch's targets were class indices.
+    `number` counts the losses of an output that has several, from 1. `classes` is the number of
+    classes where the first batch's targets were class indices.
     """
 
     output: Hashable
     loss: Loss
     scale: float = 1.0
+    number: int = 0
     classes: int | None = None
 
     @property
     def name(self) -> str:
-        return log_name(str(self.output), "loss")
+        log = log_name(str(self.output), "loss")
+        return f"{log}#{self.number}" if self.number else log
 
 
 @dataclasses.dataclass
 class Term:
-    """One output's loss in a batch: its log's name, its loss weight, its mean, and over what."""
+    """One output's loss in a batch: its name, its loss weight, its mean, and over what.
+
+    The name is that of the output's log; several losses of one output have `#1`, `#2` after it.
+    """
 
     name: str
     scale: float
@@ -64,11 +73,30 @@ def total_of(terms: list[Term]) -> torch.Tensor:
     return functools.reduce(torch.add, values)
 
 
+def of_outputs(losses: Mapping[str, Any]) -> dict[str, Any]:
+    """Each output's loss, which is the sum of its losses; nothing where there is one output.
+
+    Args:
+        losses: by the names of their terms; None where a loss has no value.
+    """
+    found: dict[str, Any] = {}
+    for name, value in losses.items():
+        log = _log_of(name)
+        one, other = found.get(log), value
+        found[log] = other if one is None else one if other is None else one + other
+    return found if len(found) > 1 else {}
+
+
+def _log_of(name: str) -> str:
+    # Names of logs end in "loss", those of one of several losses in a number.
+    return name.rstrip("0123456789").removesuffix("#")
+
+
 @dataclasses.dataclass
 class _Plan:
     """Which loss meets which output, for the outputs that the net was seen to give."""
 
-    outputs: list[Any]
+    outputs: Outputs
     parts: list[_OutputLoss]
 
     @property
@@ -82,9 +110,9 @@ class _Plan:
 
     def pairs(self, prediction: Any, target: Any) -> list[tuple[_OutputLoss, Any, Any]]:
         """Each part with its prediction and its target."""
-        if self.is_whole:
+        if isinstance(self.parts[0].loss, OwnLoss):
             return [(self.parts[0], prediction, target)]
-        predictions: dict[Any, Any] = named_outputs(prediction)
+        predictions = named_outputs(prediction)
         targets = self.targets(target)
         return [(part, predictions[part.output], targets[part.output]) for part in self.parts]
 
@@ -92,13 +120,15 @@ class _Plan:
         """The target of each trained output; None for one that has none."""
         if self.is_whole:
             return {None: target}
-        given = targets_by_output(target, self.outputs, self.trained)
-        return {name: given.get(name) for name in self.trained}
+        trained = self.trained
+        given = targets_by_output(target, self.outputs, trained, trained)
+        return {name: given.get(name) for name in trained}
 
     def weights(self, weight: Any) -> dict[Any, Any]:
         """The sample weights of each part; parts without any are left out."""
-        outputs = [None] if self.is_whole else self.outputs
-        return weights_by_output(weight, outputs, self.trained)
+        if self.is_whole:
+            return {None: weights_by_output(weight, ONE_OUTPUT, [SINGLE]).get(SINGLE)}
+        return weights_by_output(weight, self.outputs, self.trained, self.trained)
 
 
 class CompiledLoss:
@@ -107,11 +137,12 @@ class CompiledLoss:
     It remembers what its first batch looked like; `begin` gives one that remembers nothing.
 
     Args:
-        loss: what `resolve` takes; a list or dict of that, one an output, with None for an output
-            that isn't trained; or None: the loss that the net itself computes. A name or torch loss
-            given once holds for every output, and the total is the sum. A function or module of
-            one's own given once for several outputs gets all of them.
-        loss_weights: what multiplies the loss, or a list or dict of that, one an output.
+        loss: what `resolve` takes; lists and dicts of that, nested as the outputs are, with None
+            for an output that isn't trained; or None: the loss that the net itself computes. A
+            name or torch loss given once for several outputs holds for each, and the total is the
+            sum. A function or module of one's own given once for several outputs gets all of them.
+            A list where the net has one tensor is several losses of it, which add up.
+        loss_weights: what multiplies the loss, or lists and dicts of that by the same structure.
 
     Raises:
         ConfigurationError: whatever can be refused before data are seen.
@@ -139,10 +170,14 @@ class CompiledLoss:
 
     @property
     def part_names(self) -> list[str]:
-        """The keys of the parts: empty before `check`, and where there is one loss."""
-        if self._plan is None or len(self._plan.parts) < 2:
-            return []
-        return [part.name for part in self._plan.parts]
+        """The keys of the parts: empty before `check`, and where one output has losses."""
+        parts = [] if self._plan is None else self._plan.parts
+        return list(of_outputs({part.name: 0.0 for part in parts}))
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are several losses, of one output or of several; not before `check`."""
+        return self._plan is not None and len(self._plan.parts) > 1
 
     @property
     def trained(self) -> list[Any]:
@@ -174,7 +209,7 @@ class CompiledLoss:
         return self._losses if isinstance(self._losses, OwnLoss) else None
 
     def counts(self, target: Any) -> list[Count]:
-        """What each output's mean is taken over, of a batch whose forward hasn't run."""
+        """What each loss's mean is taken over, of a batch whose forward hasn't run."""
         assert self._plan is not None
         targets = self._plan.targets(target)
         return [
@@ -182,7 +217,7 @@ class CompiledLoss:
         ]
 
     def terms(self, prediction: Any, target: Any, weight: Any, *, is_part: bool) -> list[Term]:
-        """The losses of a batch's several outputs, each with what its mean was taken over."""
+        """The several losses of a batch, each with what its mean was taken over."""
         return self._terms(prediction, target, weight, counts=True, is_part=is_part)
 
     def _terms(
@@ -241,7 +276,8 @@ class CompiledLoss:
             losses = [part.loss for part in self._plan.parts if part.output == output]
         else:
             losses = self._all if output == SINGLE and len(self._losses) == 1 else []
-        return losses[0].hint if losses else LossHint()
+        found = [loss.hint for loss in losses if loss.hint != LossHint()]
+        return found[0] if found else LossHint()
 
     def check(self, prediction: Any, target: Any) -> None:
         """Decide which loss meets which output, and refuse a first batch that can't be meant.
@@ -305,8 +341,8 @@ class CompiledLoss:
                 list or dict.
 
         Returns:
-            The total, to be differentiated; and each output's loss before its loss weight,
-            detached, under the key that logs give it. The latter is empty with one loss.
+            The total, to be differentiated; and each loss before its loss weight, detached, by its
+            term's name. The latter is empty with one loss.
         """
         if self._only is not None:
             if weight is None:
@@ -324,29 +360,35 @@ class CompiledLoss:
 
     def _plan_of(self, prediction: Any) -> _Plan:
         reads_itself = isinstance(self._losses, OwnLoss)
-        outputs: tuple[Hashable, ...] = () if reads_itself else tuple(named_outputs(prediction))
+        named = {} if reads_itself else named_outputs(prediction)
+        outputs = tuple(named)
         if outputs not in self._plans:
-            self._plans[outputs] = self._planned(list(outputs))
+            self._plans[outputs] = self._planned(Outputs(named))
         return self._plans[outputs]
 
-    def _planned(self, outputs: list[Any]) -> _Plan:
-        losses = self._losses
-        if isinstance(losses, OwnLoss):
+    def _planned(self, outputs: Outputs) -> _Plan:
+        losses, names = self._losses, outputs.names
+        if isinstance(losses, Loss) and losses.takes_whole and len(names) != 1:
             return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
-        if isinstance(losses, Loss):
-            if losses.takes_whole and len(outputs) > 1:
-                return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
-            by_name: dict[Any, Any] = dict.fromkeys(outputs, losses)
+        given: dict[Any, Any]
+        is_list = isinstance(losses, list) and len(losses) > 1
+        if len(names) == 1 and (isinstance(losses, Loss) or is_list):
+            given = {names[0]: losses}
         else:
-            by_name = _structured(losses, outputs, "loss")
+            given = _structured(losses, outputs, "loss")
         scales = self._scales_for(outputs)
-        parts = [
-            _OutputLoss(name, loss, scales.get(name, 1.0))
-            for name, loss in by_name.items()
-            if loss is not None
-        ]
+        parts: list[_OutputLoss] = []
+        whole: set[Any] = set()  # the outputs that a function gets in their structure
+        for name, loss in given.items():
+            if name in outputs.within:
+                if not isinstance(loss, Loss) or not loss.takes_whole or name in whole:
+                    continue  # each of its outputs has its own
+                whole.update(outputs.below(name))
+            elif name in whole:
+                continue
+            parts += _parts_of(name, loss, scales.get(name, 1.0))
         if not parts:
-            raise ConfigurationError(f"None of the net's outputs {outputs} has a loss.")
+            raise ConfigurationError(f"None of the net's outputs {names} has a loss.")
         return _Plan(outputs, parts)
 
     def _whole_scale(self) -> float:
@@ -357,28 +399,49 @@ class CompiledLoss:
             )
         return 1.0 if self._scales is None else self._scales
 
-    def _scales_for(self, outputs: list[Any]) -> dict[Any, float]:
-        if self._scales is None:
+    def _scales_for(self, outputs: Outputs) -> dict[Any, Any]:
+        names, scales = outputs.names, self._scales
+        if scales is None:
             return {}
-        if not isinstance(self._scales, (list, dict)):
-            if len(outputs) > 1:
+        is_of_one = len(names) == 1 and isinstance(scales, list) and len(scales) > 1
+        if is_of_one or not isinstance(scales, (list, dict)):
+            if len(names) > 1:
                 raise ConfigurationError(
-                    f"loss_weights={self._scales} is one number, but the net has {len(outputs)} "
-                    f"outputs: {outputs}. Give a list in that order or a dict by name."
+                    f"loss_weights={scales} is one number, but the net has {len(names)} "
+                    f"outputs: {names}. Give a list in that order or a dict by name."
                 )
-            return {outputs[0]: self._scales}
-        return _structured(self._scales, outputs, "loss_weights")
+            return {names[0]: scales}
+        return _structured(scales, outputs, "loss_weights")
+
+
+def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
+    """The losses of one output with their loss weights."""
+    if losses is None:
+        return []
+    one = losses if isinstance(losses, list) else [losses]
+    if not all(isinstance(loss, Loss) for loss in one):
+        at = f" at {output!r}" if output else ""
+        raise ConfigurationError(
+            f"loss{at} has {len(losses)} entries, but the net has one output there. Give one loss, "
+            "or a list of several, which add up."
+        )
+    if isinstance(scales, float):
+        scales = [scales] * len(one)
+    if not isinstance(scales, list) or len(scales) != len(one):
+        raise ConfigurationError(
+            f"loss_weights has {describe(scales)} for the output {output!r}, which has {len(one)} "
+            "losses. Give a number, or a list of one a loss."
+        )
+    numbers = range(1, len(one) + 1) if len(one) > 1 else (0,)
+    return [_OutputLoss(output, *given) for given in zip(one, scales, numbers, strict=True)]
 
 
 def _resolved(loss: Any) -> Losses:
     if loss is None:
         return OwnLoss()
-    if isinstance(loss, Mapping):
-        entries: Losses = {key: _entry(value) for key, value in loss.items()}
-    elif isinstance(loss, (list, tuple)):
-        entries = [_entry(value) for value in loss]
-    else:
+    if not isinstance(loss, (list, tuple, Mapping)):
         return resolve(loss)
+    entries = _nested(loss)
     if not any(leaves(entries)):
         raise ConfigurationError(
             f"loss={describe(loss)} trains no output: at least one needs a loss. "
@@ -387,45 +450,51 @@ def _resolved(loss: Any) -> Losses:
     return entries
 
 
-def _entry(loss: Any) -> Loss | None:
-    if isinstance(loss, (list, tuple, Mapping)):
-        raise ArgumentTypeError(
-            f"loss has the entry {describe(loss)}, but each output has one loss. Add losses up in "
-            "a callable (prediction, target)."
-        )
+def _nested(loss: Any) -> Any:
+    if isinstance(loss, Mapping):
+        return {key: _nested(value) for key, value in loss.items()}
+    if isinstance(loss, (list, tuple)):
+        return [_nested(value) for value in loss]
     return None if loss is None else resolve(loss)
 
 
 def _checked_scales(scales: Any, losses: Losses) -> Scales | None:
     if scales is None:
         return None
-    if not isinstance(scales, (list, tuple, Mapping)):
-        check_number("loss_weights", scales)
-        return float(scales)
-    by_key = dict(scales if isinstance(scales, Mapping) else enumerate(scales))
-    for key, value in by_key.items():
-        check_number(f"loss_weights[{key!r}]", value)
+    for path, value in leaves_with_paths(scales):
+        check_number(f"loss_weights{path}", value)
     if isinstance(scales, Mapping):
         unknown = [key for key in scales if isinstance(losses, dict) and key not in losses]
         if unknown:
             raise ConfigurationError(
                 f"loss_weights names {unknown}, but loss has entries for {list(losses)}."  # type: ignore[arg-type]
             )
-        return {key: float(value) for key, value in by_key.items()}
-    if isinstance(losses, (list, dict)) and len(losses) != len(scales):
+    elif (
+        isinstance(scales, (list, tuple))
+        and isinstance(losses, (list, dict))
+        and len(scales) not in (len(losses), len(list(leaves(losses))))
+    ):
         raise ConfigurationError(
             f"loss_weights has {len(scales)} entries, but loss has {len(losses)}."
         )
-    return [float(value) for value in scales]
+    return _floats(scales)
 
 
-def _structured(value: Any, outputs: list[Any], what: str) -> dict[Any, Any]:
+def _floats(scales: Any) -> Any:
+    if isinstance(scales, Mapping):
+        return {key: _floats(value) for key, value in scales.items()}
+    if isinstance(scales, (list, tuple)):
+        return [_floats(value) for value in scales]
+    return float(scales)
+
+
+def _structured(value: Any, outputs: Outputs, what: str) -> dict[Any, Any]:
     """A list or dict by output names, also for a net with one output."""
-    if len(outputs) == 1 and len(value) != 1:
+    if len(outputs.names) == 1 and isinstance(value, (list, dict)) and len(value) != 1:
         raise ConfigurationError(
             f"{what} has {len(value)} entries, but the net has one output. Give one."
         )
-    return by_output(value, outputs, what)
+    return by_output(value, outputs, what, spreads=True)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from fitkit.metrics.torchmetrics_adapter import is_torchmetric, refuse_aggregati
 from fitkit.outputs import (
     SINGLE,
     LossHint,
+    Outputs,
+    by_output,
     log_name,
     named_outputs,
     targets_by_output,
@@ -36,9 +38,9 @@ class CompiledMetrics:
 
     Args:
         metrics: a metric, or a list (for every output), a list of lists (one an output) or a
-            dict (one entry an output; for a net with a single output chosen names). A metric is
-            a name, a torchmetrics object, a `MetricCollection`, or a callable
-            `(prediction, target)` that gives the batch's mean or one value a sample.
+            dict (one entry an output; for a net with a single output chosen names), nested as the
+            outputs are. A metric is a name, a torchmetrics object, a `MetricCollection`, or a
+            callable `(prediction, target)` that gives the batch's mean or one value a sample.
         weighted_metrics: the same; their values are weighted by the sample weights. Only means
             over samples can be: names such as `"accuracy"` and `"mae"`, and callables that
             give one value a sample.
@@ -56,7 +58,9 @@ class CompiledMetrics:
         self._given = [specs for specs in given if specs]
         self._groups: dict[Hashable, OutputGroup] | None = None
         self.only: OutputGroup | None = None
+        self._outputs = Outputs({})
         self._trained: Sequence[Any] = ()
+        self._weighted: list[Any] = []  # the outputs that have a weighted metric
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -98,22 +102,25 @@ class CompiledMetrics:
         """
         if self._groups is not None:
             return
-        outputs: dict[Any, Any] = named_outputs(prediction)
+        predictions = named_outputs(prediction)
+        outputs = self._outputs = Outputs(predictions)
         self._trained = trained
-        targets = targets_by_output(target, list(outputs), trained)
-        found: dict[Any, list[MetricSpec]] = {output: [] for output in outputs}
+        # A structure of outputs may have one target, which a function compares with all of them.
+        top = outputs.within.get(None, {}).values()
+        targets = targets_by_output(target, outputs, trained, needed=list(top))
+        found: dict[Any, list[MetricSpec]] = {o: [] for o in predictions if o is not None}
         for specs in self._given:
-            for output, of_output in specs.for_outputs(list(outputs)).items():
-                if of_output and _has_target(specs, output, targets):
-                    found[output] += of_output
+            for output, of_output in specs.for_outputs(outputs, targets).items():
+                found[output] += of_output
         groups: dict[Hashable, OutputGroup] = {}
         for output, named in by_log_name(found).items():
             if named:
-                first = FirstBatch(outputs[output], targets[output], hint(output))
+                first = FirstBatch(predictions[output], targets[output], hint(output))
                 with changeable():
                     groups[output] = OutputGroup(named, first)
         self._groups = groups
-        if len(outputs) == 1:
+        self._weighted = [o for o, of_output in found.items() if any(s.weighted for s in of_output)]
+        if len(outputs.names) == 1:
             self.only = next(iter(groups.values()), None)
 
     @property
@@ -140,12 +147,12 @@ class CompiledMetrics:
             return
         if self._groups is None:
             raise RuntimeError("CompiledMetrics.update() came before CompiledMetrics.start()")
-        outputs: dict[Any, Any] = named_outputs(prediction)
-        names = list(outputs)
-        targets = targets_by_output(target, names, self._trained)
-        weights = weights_by_output(weight, names, self._trained)
+        predictions = named_outputs(prediction)
+        outputs, trained = self._outputs, self._trained
+        targets = targets_by_output(target, outputs, trained, self._groups)
+        weights = weights_by_output(weight, outputs, trained, self._weighted)
         for name, group in self._groups.items():
-            group.update(outputs[name], targets[name], weights.get(name))
+            group.update(predictions[name], targets[name], weights.get(name))
 
     def flush(self) -> None:
         """Count the batches that wait, now that no more come."""
@@ -197,14 +204,20 @@ class CompiledMetrics:
         return () if self._groups is None else self._groups.values()
 
 
-def _has_target(specs: Specs, output: Hashable, targets: Mapping[Any, Any]) -> bool:
-    """Whether an output has targets; metrics for every output go to those that have."""
-    if output not in targets and specs.is_by_output:
-        raise ConfigurationError(
-            f"{specs.argument} were given for the output {output!r}, but the targets are those of "
-            f"{list(targets)}."
-        )
-    return output in targets
+@dataclasses.dataclass
+class _Listed:
+    """Metrics for one output, or for each in a structure of outputs.
+
+    Attributes:
+        specs: the metrics.
+        is_one: whether they were given as one, outside of a list: a dict's key may be their name.
+    """
+
+    specs: list[MetricSpec]
+    is_one: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
 
 
 class Specs:
@@ -212,7 +225,7 @@ class Specs:
 
     Args:
         metrics: a metric, a list (for every output), a list of lists (one an output) or a dict
-            (by output; for a net with a single output by chosen name).
+            (by output; for a net with a single output by chosen name), nested as the outputs are.
         argument: `"metrics"` or `"weighted_metrics"`.
 
     Raises:
@@ -222,89 +235,108 @@ class Specs:
     def __init__(self, metrics: Any, argument: str) -> None:
         self.argument = argument
         self._weighted = argument == "weighted_metrics"
-        self._flat: list[MetricSpec] = []
-        self._lists: list[list[MetricSpec]] | None = None
-        self._by_key: dict[Hashable, list[MetricSpec]] | None = None
-        self._keys_may_be_names = False
-        if isinstance(metrics, Mapping):
-            self._check_keys(metrics, outputs=True)
-            self._by_key = {key: self._entries(value) for key, value in metrics.items()}
-            self._keys_may_be_names = not any(_is_group(value) for value in metrics.values())
-        elif isinstance(metrics, (list, tuple)) and any(_is_group(item) for item in metrics):
-            self._lists = [self._entries(item) for item in metrics]
-        else:
-            self._flat = self._entries(metrics)
+        self._given = self._checked(metrics)
 
     def __bool__(self) -> bool:
-        return bool(self._flat or self._lists or self._by_key)
-
-    @property
-    def is_by_output(self) -> bool:
-        """Whether each output was given metrics of its own, rather than all the same list."""
-        return not self._flat
+        return bool(self._given)
 
     def for_unnamed_output(self) -> list[MetricSpec]:
         """The metrics of a net with a single output; none where they are for several."""
         return self._for_single(SINGLE) or []
 
-    def for_outputs(self, outputs: Sequence[Any]) -> dict[Any, list[MetricSpec]]:
+    def for_outputs(
+        self, outputs: Outputs, targets: Mapping[Any, Any]
+    ) -> dict[Any, list[MetricSpec]]:
         """The metrics of each output.
 
+        What was given for several outputs holds for those of them that have targets. A function
+        given for one structure of outputs gets all of them, and so do the metrics of a structure
+        that has one target.
+
+        Args:
+            outputs: the net's.
+            targets: those that there are, by the names of outputs and of their structures.
+
         Raises:
-            ConfigurationError: keys that are no output's, or as many lists as there aren't outputs.
+            ConfigurationError: keys that are no output's, as many lists as there aren't outputs,
+                or metrics for an output without a target.
         """
-        if self._by_key is not None and all(key in outputs for key in self._by_key):
-            return {output: self._by_key.get(output, []) for output in outputs}
-        if len(outputs) == 1:
-            single = self._for_single(outputs[0])
+        names = outputs.names
+        is_by_name = isinstance(self._given, dict) and set(self._given) <= set(outputs.below(None))
+        if len(names) == 1 and not is_by_name:
+            single = self._for_single(names[0])
             if single is not None:
-                return {outputs[0]: single}
-        if self._by_key is not None:
-            unknown = [key for key in self._by_key if key not in outputs]
-            raise ConfigurationError(
-                f"{self.argument} names {unknown}, but the net's outputs are {list(outputs)}."
-            )
-        if self._lists is not None:
-            if len(self._lists) != len(outputs):
+                return {names[0]: single}
+        given = by_output(self._given, outputs, self.argument, spreads=True, entries="lists")
+        found: dict[Any, list[MetricSpec]] = {}
+
+        def add(name: Any, around: Any) -> None:
+            """Add an output's metrics, which may be those of the structure `around` it."""
+            its_own = given.get(name)
+            of = around if its_own is given.get(around) else name
+            if name is None or any(child in targets for child in outputs.below(name)):
+                if of == name and name is not None and isinstance(its_own, _Listed):
+                    found[name] = [spec for spec in its_own.specs if _is_function(spec.metric)]
+                for child in outputs.within[name].values():
+                    add(child, of)
+                return
+            specs = self._entries(its_own)
+            if of not in (name, None):
+                specs = [spec for spec in specs if not _is_function(spec.metric)]
+            if name in targets:
+                found[name] = specs
+            elif specs and of == name:
                 raise ConfigurationError(
-                    f"{self.argument} has {len(self._lists)} lists, but the net has {len(outputs)} "
-                    f"outputs: {list(outputs)}. Give one list an output, a dict by name, or one "
-                    "list without lists inside for every output."
+                    f"{self.argument} were given for the output {name!r}, but the targets are "
+                    f"those of {[one for one in targets if one in names]}."
                 )
-            return dict(zip(outputs, self._lists, strict=True))
-        return dict.fromkeys(outputs, self._flat)
+
+        root = None if None in outputs.within else SINGLE
+        add(root, root)
+        return found
 
     def _for_single(self, output: Hashable) -> list[MetricSpec] | None:
         """The metrics of a single output; None where what was given is for several."""
-        if self._lists is not None:
-            return self._lists[0] if len(self._lists) == 1 else None
-        if self._by_key is None:
-            return self._flat
-        if self._keys_may_be_names:
-            return [e for key, found in self._by_key.items() for e in _renamed(found, str(key))]
-        if len(self._by_key) == 1 and output == SINGLE:
-            return next(iter(self._by_key.values()))
-        return None
+        given = self._given
+        if isinstance(given, list):
+            return self._entries(given[0]) if len(given) == 1 else None
+        if isinstance(given, dict) and not all(map(_is_one, given.values())):
+            is_wrapped = len(given) == 1 and output == SINGLE
+            return self._entries(next(iter(given.values()))) if is_wrapped else None
+        return self._entries(given)
 
-    def _check_keys(self, metrics: Mapping[Any, Any], *, outputs: bool = False) -> None:
-        """Refuse keys that can't be names; a net may call its outputs by numbers too."""
-        for key in metrics:
-            if key in (None, "") or not (outputs or isinstance(key, str)):
-                raise ArgumentTypeError(
-                    f"{self.argument} has the key {describe(key)}: keys are names of outputs or "
-                    "of metrics."
-                )
-
-    def _entries(self, value: Any) -> list[MetricSpec]:
-        if value is None:
+    def _entries(self, given: Any) -> list[MetricSpec]:
+        """The metrics of one output, from what was given for it."""
+        if isinstance(given, _Listed):
+            return given.specs
+        if isinstance(given, dict) and all(map(_is_one, given.values())):
+            return [spec for name, one in given.items() for spec in _renamed(one.specs, str(name))]
+        if not given:
             return []
-        if isinstance(value, Mapping):
-            self._check_keys(value)
-            found = [(name, list(self._metric(item))) for name, item in value.items()]
-            return [entry for name, entries in found for entry in _renamed(entries, name)]
-        if isinstance(value, (list, tuple)):
-            return [entry for item in value for entry in self._metric(item)]
-        return list(self._metric(value))
+        raise ConfigurationError(
+            f"{self.argument} has a {type(given).__name__} of {len(given)} groups of metrics, but "
+            "the net has one output there. Give a metric, a list of them, or a dict by names that "
+            "you choose."
+        )
+
+    def _checked(self, given: Any, *, is_top: bool = True) -> Any:
+        """Lists and dicts as they were given, with `_Listed` for metrics and lists of them."""
+        if given is None:
+            return None
+        if isinstance(given, Mapping):
+            for key in given:
+                # A net may call its outputs by numbers too.
+                if key in (None, "") or not (is_top or isinstance(key, str)):
+                    raise ArgumentTypeError(
+                        f"{self.argument} has the key {describe(key)}: keys are names of outputs "
+                        "or of metrics."
+                    )
+            return {key: self._checked(value, is_top=False) for key, value in given.items()}
+        if not isinstance(given, (list, tuple)):
+            return _Listed(list(self._metric(given)), is_one=True)
+        if any(item is None or isinstance(item, (list, tuple, Mapping)) for item in given):
+            return [self._checked(item, is_top=False) for item in given]
+        return _Listed([spec for item in given for spec in self._metric(item)])
 
     def _metric(self, metric: Any) -> Iterator[MetricSpec]:
         if is_torchmetric(metric, "MetricCollection"):
@@ -363,9 +395,12 @@ def _renamed(entries: list[MetricSpec], name: str) -> list[MetricSpec]:
     return [dataclasses.replace(entry, name=f"{name}_{entry.name}") for entry in entries]
 
 
-def _is_group(value: Any) -> bool:
-    # The metrics of one output, rather than one metric.
-    return value is None or isinstance(value, (list, tuple, Mapping))
+def _is_one(given: Any) -> bool:
+    return isinstance(given, _Listed) and given.is_one
+
+
+def _is_function(metric: Any) -> bool:
+    return not isinstance(metric, str) and not is_torchmetric(metric)
 
 
 def by_log_name(specs: Mapping[Any, Iterable[MetricSpec]]) -> dict[Any, dict[str, MetricSpec]]:

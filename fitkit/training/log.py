@@ -13,6 +13,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import CheckpointError, ConfigurationError, FitkitError
 from fitkit.logging_options import LogOptions, merged
 from fitkit.losses import Term
+from fitkit.losses.compiled import of_outputs
 from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
 
 FOLD_EVERY = 128
@@ -417,7 +418,7 @@ class Logbook:
             parts = {name: part.result() for name, part in self.parts.items()}
             total, count = self._loss_sums()
             loss = whole_loss(parts, self.scales, total / count if count else None)
-            found = {"loss": loss, **parts}
+            found = {"loss": loss, **of_outputs(parts)}
             return {
                 **{name: value for name, value in found.items() if value is not None},
                 **self.meters.results(),
@@ -520,8 +521,8 @@ def _merged(
     values = _means([one["sums"] for one in gathered])
     scales = {name: scale for one in gathered for name, scale in one.get("scales", {}).items()}
     loss = whole_loss(values, scales, values.get("loss"))
-    if loss is not None:
-        values = {"loss": loss, **{n: v for n, v in values.items() if n != "loss"}}
+    values.pop("loss", None)
+    values = {**({} if loss is None else {"loss": loss}), **of_outputs(values)}
     metrics: dict[str, Any] = {}
     states = [one["metrics"] for one in gathered if one["metrics"] is not None]
     if logbook.meters.state() is not None:

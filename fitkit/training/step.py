@@ -246,7 +246,7 @@ class CompiledStep:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss and its parts, with what their means are taken over."""
         self.count = None
-        if self.loss.part_names:
+        if self.loss.has_several:
             terms = self.loss.terms(prediction, y, weight, is_part=self.is_part)
             if any(term.count is not None for term in terms):
                 for term in terms:

@@ -50,15 +50,23 @@ def test_concatenate_joins_along_the_batch_and_scalars_become_a_vector():
 def test_outputs_have_names():
     tensor = torch.zeros(1)
     assert list(outputs.named_outputs(tensor)) == [""]
-    assert list(outputs.named_outputs((tensor, tensor))) == ["output_0", "output_1"]
-    assert list(outputs.named_outputs({"a": tensor, "b": tensor})) == ["a", "b"]
+    assert list(outputs.named_outputs((tensor, tensor))) == [None, "output_0", "output_1"]
+    nested = {"a": tensor, "b": {"c": tensor, "d": [tensor, tensor]}}
+    names = ["a", "b", "b/c", "b/d", "b/d/output_0", "b/d/output_1"]
+    assert list(outputs.named_outputs(nested)) == [None, *names]
+    found = outputs.Outputs(outputs.named_outputs(nested))
+    assert found.names == ["a", "b/c", "b/d/output_0", "b/d/output_1"]
+    assert found.outputs_in("b") == found.names[1:]
+    with pytest.raises(ConfigurationError, match="Two of the net's outputs have the name 'b/c'"):
+        outputs.named_outputs({"b": {"c": tensor}, "b/c": tensor})
 
 
 def test_targets_that_do_not_match_the_outputs_are_named():
+    names = outputs.Outputs(outputs.named_outputs({"a": 1, "b": 2}))
     with pytest.raises(ConfigurationError, match=r"target has 1 entries.*2 outputs"):
-        outputs.by_output([1], ["a", "b"], "target")
+        outputs.by_output([1], names, "target")
     with pytest.raises(ConfigurationError, match=r"\['c'\].*\['a', 'b'\]"):
-        outputs.by_output({"c": 1}, ["a", "b"], "target")
+        outputs.by_output({"c": 1}, names, "target")
 
 
 @pytest.mark.parametrize(
