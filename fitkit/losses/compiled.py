@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -378,14 +378,14 @@ class CompiledLoss:
             given = _structured(losses, outputs, "loss")
         scales = self._scales_for(outputs)
         parts: list[_OutputLoss] = []
-        whole: set[Any] = set()  # the outputs that a function gets in their structure
+        seen: dict[Any, Loss] = {}  # the function that gets an output with others around it
         for name, loss in given.items():
-            if name in outputs.within:
-                if not isinstance(loss, Loss) or not loss.takes_whole or name in whole:
-                    continue  # each of its outputs has its own
-                whole.update(outputs.below(name))
-            elif name in whole:
+            if seen.get(name) is loss:
                 continue
+            if name in outputs.within:
+                if not isinstance(loss, Loss) or not loss.takes_whole:
+                    continue  # each of its outputs has its own
+                seen.update(dict.fromkeys(outputs.below(name), loss))
             parts += _parts_of(name, loss, scales.get(name, 1.0))
         if not parts:
             raise ConfigurationError(f"None of the net's outputs {names} has a loss.")
@@ -416,7 +416,7 @@ class CompiledLoss:
 
 def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
     """The losses of one output with their loss weights."""
-    if losses is None:
+    if not losses:
         return []
     one = losses if isinstance(losses, list) else [losses]
     if not all(isinstance(loss, Loss) for loss in one):
@@ -429,8 +429,8 @@ def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
         scales = [scales] * len(one)
     if not isinstance(scales, list) or len(scales) != len(one):
         raise ConfigurationError(
-            f"loss_weights has {describe(scales)} for the output {output!r}, which has {len(one)} "
-            "losses. Give a number, or a list of one a loss."
+            f"loss_weights has {describe(scales)} for the output {output!r}. Give a number, or one "
+            f"for each of its losses ({len(one)})."
         )
     numbers = range(1, len(one) + 1) if len(one) > 1 else (0,)
     return [_OutputLoss(output, *given) for given in zip(one, scales, numbers, strict=True)]
@@ -441,7 +441,7 @@ def _resolved(loss: Any) -> Losses:
         return OwnLoss()
     if not isinstance(loss, (list, tuple, Mapping)):
         return resolve(loss)
-    entries = _nested(loss)
+    entries: Losses = _plain(loss, lambda one: None if one is None else resolve(one))
     if not any(leaves(entries)):
         raise ConfigurationError(
             f"loss={describe(loss)} trains no output: at least one needs a loss. "
@@ -450,42 +450,40 @@ def _resolved(loss: Any) -> Losses:
     return entries
 
 
-def _nested(loss: Any) -> Any:
-    if isinstance(loss, Mapping):
-        return {key: _nested(value) for key, value in loss.items()}
-    if isinstance(loss, (list, tuple)):
-        return [_nested(value) for value in loss]
-    return None if loss is None else resolve(loss)
-
-
 def _checked_scales(scales: Any, losses: Losses) -> Scales | None:
     if scales is None:
         return None
     for path, value in leaves_with_paths(scales):
         check_number(f"loss_weights{path}", value)
-    if isinstance(scales, Mapping):
-        unknown = [key for key in scales if isinstance(losses, dict) and key not in losses]
+    plain: Scales = _plain(scales, float)
+    if isinstance(losses, Loss) or not isinstance(plain, (list, dict)):
+        return plain
+    if any(isinstance(entry, (list, dict)) for given in (losses, plain) for entry in _of(given)):
+        return plain  # what fits shows with the first batch's outputs
+    if isinstance(plain, dict):
+        unknown = [key for key in plain if isinstance(losses, dict) and key not in losses]
         if unknown:
             raise ConfigurationError(
-                f"loss_weights names {unknown}, but loss has entries for {list(losses)}."  # type: ignore[arg-type]
+                f"loss_weights names {unknown}, but loss has entries for {list(losses)}."
             )
-    elif (
-        isinstance(scales, (list, tuple))
-        and isinstance(losses, (list, dict))
-        and len(scales) not in (len(losses), len(list(leaves(losses))))
-    ):
+    elif len(plain) != len(losses):
         raise ConfigurationError(
-            f"loss_weights has {len(scales)} entries, but loss has {len(losses)}."
+            f"loss_weights has {len(plain)} entries, but loss has {len(losses)}."
         )
-    return _floats(scales)
+    return plain
 
 
-def _floats(scales: Any) -> Any:
-    if isinstance(scales, Mapping):
-        return {key: _floats(value) for key, value in scales.items()}
-    if isinstance(scales, (list, tuple)):
-        return [_floats(value) for value in scales]
-    return float(scales)
+def _of(given: list[Any] | dict[Hashable, Any]) -> Iterable[Any]:
+    return given.values() if isinstance(given, dict) else given
+
+
+def _plain(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """A tree of dicts and lists, whatever it was made of, with its leaves converted."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value, convert) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_plain(value, convert) for value in tree]
+    return convert(tree)
 
 
 def _structured(value: Any, outputs: Outputs, what: str) -> dict[Any, Any]:

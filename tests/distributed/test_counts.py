@@ -170,6 +170,47 @@ def test_outputs_that_count_differently_weigh_each_by_its_own(cut):
     assert apart(model.net, wanted) < 1e-12
 
 
+class NestedHeads(TwoHeads):
+    def forward(self, x):
+        found = super().forward(x)
+        return {"tag": found["tag"], "more": (found["size"], {"tag": 2 * found["tag"]})}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_several_losses_of_a_nested_output_weigh_each_by_its_own(cut):
+    x, y = tokens()
+    size, other = x.mean((1, 2)).unsqueeze(1), y.where(y != IGNORED, 2).roll(1, 0)
+    table = torch.tensor([0.1, 1.0, 1.0, 5.0, 0.5], dtype=torch.float64)
+
+    def of_tags(found, other):
+        plain, weighed = F.cross_entropy(found, other), F.cross_entropy(found, other, table)
+        return plain, weighed, F.cross_entropy(found, other, ignore_index=2)
+
+    def loss_of(net, x, y, size, other):
+        found = net(x)
+        plain, weighed, ignoring = of_tags(found["more"][1]["tag"], other)
+        of_size = F.mse_loss(found["more"][0], size)
+        return F.cross_entropy(found["tag"], y) + of_size + 0.5 * plain + 2 * weighed + ignoring
+
+    wanted = reference(made(NestedHeads), loss_of, (x, y, size, other))
+    tags = ["cross_entropy", nn.CrossEntropyLoss(table), nn.CrossEntropyLoss(ignore_index=2)]
+    model = fitted(
+        fitkit.Model(made(NestedHeads)), (x, y, size, other), cut,
+        lambda x, y, size, other: (x, {"tag": y, "more": (size, {"tag": other})}),
+        loss={"tag": "cross_entropy", "more": ["mse", {"tag": tags}]},
+        loss_weights={"more": {"output_1": {"tag": [0.5, 2, 1]}}},
+    )  # fmt: skip
+    assert apart(model.net, wanted) < 1e-12
+    whole = {"tag": y, "more": (size, {"tag": other})}
+    found = model.evaluate(x, whole, batch_size=7, verbose=0, return_dict=True)
+    with torch.no_grad():
+        given = model.net(x)
+        expected = sum(of_tags(given["more"][1]["tag"], other)).item()
+        total = loss_of(model.net, x, y, size, other).item()
+    assert found["more/output_1/tag_loss"] == pytest.approx(expected, 1e-9)
+    assert found["loss"] == pytest.approx(total, 1e-9)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_net_with_its_own_loss(cut):
     x, y = tokens()
