@@ -112,12 +112,15 @@ def named_outputs(prediction: Any) -> dict[Any, Any]:
 
 
 def _add_outputs(found: dict[Any, Any], name: Hashable, value: Any) -> None:
-    if name in found:
-        raise ConfigurationError(f"Two of the net's outputs have the name {name!r}.")
     found[name] = value
-    if not isinstance(value, torch.Tensor):
-        for key, item in _entries(value).items():
-            _add_outputs(found, key if name is None else f"{name}/{key}", item)
+    for key, item in _entries(value).items():
+        inner = key if name is None else f"{name}/{key}"
+        if inner in found:
+            raise ConfigurationError(f"Two of the net's outputs have the name {inner!r}.")
+        if isinstance(item, torch.Tensor):
+            found[inner] = item
+        else:
+            _add_outputs(found, inner, item)
 
 
 class Outputs:
@@ -138,11 +141,14 @@ class Outputs:
             if _entries(value)
         }
         self.names: list[Any] = [name for name in named if name not in self.within]
+        self._below: dict[Any, list[Any]] = {}
+        for name, parts in reversed(self.within.items()):  # those within others first
+            inner = [(child, *self.below(child)) for child in parts.values()]
+            self._below[name] = [found for names in inner for found in names]
 
     def below(self, name: Hashable) -> list[Any]:
         """The names of all that stands in a structure, at any depth; none for an output."""
-        children = self.within.get(name, {}).values()
-        return [found for child in children for found in (child, *self.below(child))]
+        return self._below.get(name, [])
 
     def outputs_in(self, name: Hashable) -> list[Any]:
         """The names of the outputs in a structure, at any depth."""
@@ -227,14 +233,17 @@ def by_output(
             return
         if isinstance(value, Mapping):
             # At the top a key may be a whole name: `b/c`, as logs have it.
-            given = {parts.get(key, key): item for key, item in value.items()}
             known = outputs.below(name) if name is None else list(parts.values())
-            unknown = [key for key in value if parts.get(key, key) not in known]
-            if unknown:
-                refuse(name, f"names {unknown}")
+            given = {parts.get(key, key): item for key, item in value.items()}
             for child in known:
                 if child in given:
-                    add(child, given[child])
+                    item = given.pop(child)
+                    if child in outputs.within:
+                        add(child, item)
+                    else:
+                        found[child] = item
+            if given:
+                refuse(name, f"names {[key for key in value if key in given]}")
         elif isinstance(value, (list, tuple)):
             pairs = outputs.by_position(name, value, spreads=spreads)
             if pairs is None and name is None and len(value) == len(trained):

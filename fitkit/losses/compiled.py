@@ -103,16 +103,13 @@ class _Plan:
     def is_whole(self) -> bool:
         return self.parts[0].output is None
 
-    @property
+    @functools.cached_property
     def trained(self) -> list[Any]:
         """The outputs that have a loss."""
         return list(dict.fromkeys(part.output for part in self.parts))
 
-    def pairs(self, prediction: Any, target: Any) -> list[tuple[_OutputLoss, Any, Any]]:
+    def pairs(self, predictions: dict[Any, Any], target: Any) -> list[tuple[_OutputLoss, Any, Any]]:
         """Each part with its prediction and its target."""
-        if isinstance(self.parts[0].loss, OwnLoss):
-            return [(self.parts[0], prediction, target)]
-        predictions = named_outputs(prediction)
         targets = self.targets(target)
         return [(part, predictions[part.output], targets[part.output]) for part in self.parts]
 
@@ -223,10 +220,11 @@ class CompiledLoss:
     def _terms(
         self, prediction: Any, target: Any, weight: Any, *, counts: bool, is_part: bool = False
     ) -> list[Term]:
-        plan = self._plan_of(prediction)
+        predictions = self._named(prediction)
+        plan = self._plan_of(predictions)
         weights = plan.weights(weight)
         found = []
-        for part, its_prediction, its_target in plan.pairs(prediction, target):
+        for part, its_prediction, its_target in plan.pairs(predictions, target):
             its_weight, loss, count = weights.get(part.output), part.loss, None
             if counts:
                 value, count = loss.counted(
@@ -289,9 +287,10 @@ class CompiledLoss:
             ConfigurationError: outputs, losses and targets differ in structure, or a loss's own
                 check failed.
         """
-        plan = self._plan = self._plan_of(prediction)
+        predictions = self._named(prediction)
+        plan = self._plan = self._plan_of(predictions)
         needs_unwrapping = len(plan.parts) > 1 or plan.parts[0].scale != 1.0
-        for part, its_prediction, its_target in plan.pairs(prediction, target):
+        for part, its_prediction, its_target in plan.pairs(predictions, target):
             with _naming(part.output):
                 part.loss.check(its_prediction, its_target)
                 part.classes = part.loss.count_classes(its_prediction, its_target)
@@ -358,17 +357,21 @@ class CompiledLoss:
         for loss in self._all:
             loss.to(device)
 
-    def _plan_of(self, prediction: Any) -> _Plan:
-        reads_itself = isinstance(self._losses, OwnLoss)
-        named = {} if reads_itself else named_outputs(prediction)
-        outputs = tuple(named)
-        if outputs not in self._plans:
-            self._plans[outputs] = self._planned(Outputs(named))
-        return self._plans[outputs]
+    def _named(self, prediction: Any) -> dict[Any, Any]:
+        if isinstance(self._losses, OwnLoss):
+            return {None: prediction}
+        return named_outputs(prediction)
+
+    def _plan_of(self, predictions: dict[Any, Any]) -> _Plan:
+        names = tuple(predictions)
+        if names not in self._plans:
+            self._plans[names] = self._planned(Outputs(predictions))
+        return self._plans[names]
 
     def _planned(self, outputs: Outputs) -> _Plan:
         losses, names = self._losses, outputs.names
-        if isinstance(losses, Loss) and losses.takes_whole and len(names) != 1:
+        reads_itself = isinstance(losses, OwnLoss)
+        if isinstance(losses, Loss) and (reads_itself or (losses.takes_whole and len(names) > 1)):
             return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
         given: dict[Any, Any]
         is_list = isinstance(losses, list) and len(losses) > 1
