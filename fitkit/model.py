@@ -209,16 +209,16 @@ class Model(Module):
                 (`fitkit.optimizers.muon`). Default: the subclass's `configure_optimizers`,
                 else `"adam"`. Giving one begins anew; a call without it keeps the optimizer and
                 its state.
-            loss: a name, an `nn.Module`, a callable `(prediction, target) -> scalar`; a list or
-                dict of them for several outputs. torch's names take what torch's losses take
-                (`"cross_entropy"`: logits), Keras's names what Keras's take
+            loss: a name, an `nn.Module`, a callable `(prediction, target) -> scalar`; lists and
+                dicts of them for several outputs, nested as these are. torch's names take what
+                torch's losses take (`"cross_entropy"`: logits), Keras's names what Keras's take
                 (`"sparse_categorical_crossentropy"`: probabilities). Default None: the net's
                 output must carry `.loss`.
             metrics: names, `torchmetrics.Metric` objects (used through copies) or callables
-                `(prediction, target)`; a list, or a dict by output. Default none.
+                `(prediction, target)`; a list, or by output as `loss`. Default none.
             learning_rate: of an optimizer given by name, class, partial or factory. Default
                 the optimizer's own. Given alone it changes the rate and keeps the state.
-            loss_weights: one weight an output, as a list or dict; the loss is their sum.
+            loss_weights: one weight an output, as `loss` is nested; the loss is their sum.
             weighted_metrics: metrics that count samples by their weight (the weighted mean).
             target: which entry of dict batches holds the targets, where the data give no `y`; the
                 net gets the others. For several outputs a list of names or a dict
