@@ -75,13 +75,18 @@ def made_dense(tree: Any) -> Any:
     )
 
 
-def is_array_tree(value: object) -> bool:
-    """Whether `value` is an array, or a tuple, list or dict (nested) whose leaves all are."""
+def is_array_tree(value: object, *, gaps: bool = False) -> bool:
+    """Whether `value` is an array, or a tuple, list or dict (nested) whose leaves all are.
+
+    Args:
+        value: anything.
+        gaps: whether a leaf may be None, too.
+    """
     if isinstance(value, Mapping):
-        return bool(value) and all(is_array_tree(item) for item in value.values())
+        return bool(value) and all(is_array_tree(item, gaps=gaps) for item in value.values())
     if isinstance(value, (tuple, list)):
-        return bool(value) and all(is_array_tree(item) for item in value)
-    return is_array(value)
+        return bool(value) and all(is_array_tree(item, gaps=gaps) for item in value)
+    return is_array(value) or (gaps and value is None)
 
 
 def wide_dtype(float_dtype: torch.dtype) -> torch.dtype:
@@ -119,7 +124,8 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             raise ConfigurationError(f"{name} is empty: {value!r}.")
         if all(isinstance(part, str) for part in value):
             raise ArgumentTypeError(_strings(np.asarray(value), name))
-        if not is_array_tree([part for part in value if part is not None or not target]):
+        parts = [part for part in value if part is not None or not target]
+        if not is_array_tree(parts, gaps=target):
             raise ArgumentTypeError(
                 f"{name}={describe(value)} is a {type(value).__name__} that doesn't hold only "
                 f"arrays or tensors. Write numpy.asarray({name}) if it holds numbers."

@@ -334,6 +334,19 @@ def test_a_net_with_nested_outputs_trains_as_plain_pytorch_does(tmp_path):
     assert found["b/c_loss"] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.parametrize("as_tuples", [False, True])
+def test_outputs_without_a_loss_need_no_target_in_arrays_either(as_tuples):
+    x, y = data()
+    a, c = y["a"], y["b"]["c"]
+    target = (a, (c, None)) if as_tuples else (a, {"c": c, "d": None})
+    found = [
+        built(loss={"a": "mse", "b": {"c": "mse"}}, metrics={"b/c": "mae"}).fit(x, y, verbose=0)
+        for y in (target, {"a": a, "b": {"c": c}}, (a, c))
+    ]
+    assert list(found[0].history) == ["loss", "a_loss", "b/c_loss", "b/c_mae"]
+    assert found[0]["loss"] == found[1]["loss"] == found[2]["loss"]
+
+
 def test_several_losses_of_a_net_s_only_output_add_up():
     x, y = data()[0], torch.randn(40, 1)
     model = reference.compiled(nn.Linear(3, 1), "sgd", ["mse", "mae"], metrics=["mae", "mse"])
