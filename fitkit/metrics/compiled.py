@@ -275,14 +275,15 @@ class Specs:
             its_own = given.get(name)
             of = around if its_own is given.get(around) else name
             if name is None or any(child in targets for child in outputs.below(name)):
-                if of == name and name is not None and isinstance(its_own, _Listed):
-                    found[name] = [spec for spec in its_own.specs if _is_function(spec.metric)]
                 for child in outputs.within[name].values():
                     add(child, of)
-                return
-            specs = self._entries(its_own)
-            if of not in (name, None):
-                specs = [spec for spec in specs if not _is_function(spec.metric)]
+                if name is None or of != name or not isinstance(its_own, _Listed):
+                    return
+                specs = [spec for spec in its_own.specs if _is_function(spec.metric)]
+            else:
+                specs = self._entries(its_own)
+                if of not in (name, None):  # the structure around it gets the functions
+                    specs = [spec for spec in specs if not _is_function(spec.metric)]
             if name in targets:
                 found[name] = specs
             elif specs and of == name:

@@ -246,6 +246,7 @@ def test_weighted_metrics_of_nested_outputs():
         ({"b": {"x": ["mae"]}}, TARGETS, r"metrics at 'b' names \['x'\]"),
         ({"b": [["mae"], ["mae"], ["mae"]]}, TARGETS, r"metrics at 'b' has 3 lists.*2 outputs"),
         ({"a": {"x": ["mae"]}}, TARGETS, "the net has one output there"),
+        ({"b": lambda p, t: 0.0}, [T["a"], T["c"], T["d"]], "given for the output 'b', but"),
         ({"b": {"c": "mae"}}, {"a": T["a"], "b": {"d": T["d"]}}, r"output 'b/c'.*\['a', 'b/d'\]"),
     ],
 )
