@@ -151,8 +151,13 @@ an optimizer."""
 OneLoss: TypeAlias = LossName | Name | Callable[..., Any]
 """A module is a callable too."""
 
-LossArgument: TypeAlias = OneLoss | Sequence[OneLoss | None] | Mapping[Any, OneLoss | None] | None
-"""One for all outputs, or one an output."""
+Nested: TypeAlias = list[Any] | tuple[Any, ...] | Mapping[Any, Any]
+"""Of the outputs within a structure of outputs; or several losses of one output."""
+
+LossArgument: TypeAlias = (
+    OneLoss | Sequence[OneLoss | Nested | None] | Mapping[Any, OneLoss | Nested | None] | None
+)
+"""One for all outputs, or by the outputs' structure."""
 
 OneMetric: TypeAlias = MetricName | Name | Callable[..., Any]
 """A metric of torchmetrics is a callable too."""
@@ -161,11 +166,11 @@ Metrics: TypeAlias = OneMetric | Sequence[OneMetric] | Mapping[str, OneMetric]
 """Of one output."""
 
 MetricsArgument: TypeAlias = (
-    OneMetric | Sequence[Metrics | None] | Mapping[Any, Metrics | None] | None
+    OneMetric | Sequence[Metrics | Nested | None] | Mapping[Any, Metrics | Nested | None] | None
 )
 """The same for all outputs, or those of each."""
 
-LossWeights: TypeAlias = float | Sequence[float] | Mapping[Any, float] | None
+LossWeights: TypeAlias = float | Sequence[float | Nested] | Mapping[Any, float | Nested] | None
 
 OneScheduler: TypeAlias = SchedulerName | Name | LRScheduler | Callable[..., Any]
 """A class, a partial and a factory are callables."""

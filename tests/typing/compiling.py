@@ -33,6 +33,11 @@ model.compile(loss=torch.nn.MSELoss())
 model.compile(loss=lambda prediction, target: (prediction - target).abs().mean())
 model.compile(loss=["mse", None, torch.nn.functional.l1_loss], loss_weights=[1, 0.5])
 model.compile(loss={"a": "mse", "b": torch.nn.MSELoss()}, loss_weights={"a": 2})
+model.compile(
+    loss={"a": "mse", "b": {"c": "mse", "d": ["mae", torch.nn.MSELoss()]}},
+    loss_weights={"a": 2, "b": {"d": [1, 0.5]}},
+    metrics={"a": "mae", "b": {"d": ["mae", "mse"]}},
+)
 model.compile(loss="cross_entopy")  # error: reportArgumentType
 model.compile(loss={"a": "mze"})  # error: reportArgumentType
 
