@@ -73,6 +73,7 @@ class Record:
         batch_size: of the last `fit`; None before.
         log_names: of the values that the last pass gave; None before.
         hidden_names: logged with `prog_bar=False`, which the progress bar leaves out.
+        compiled_update: what `jit_compile` has compiled of the training's steps; None before.
     """
 
     compilation: Compilation
@@ -81,6 +82,7 @@ class Record:
     batch_size: int | None = None
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)
+    compiled_update: Any = None
 
 
 class Model(Module):
@@ -292,7 +294,7 @@ class Model(Module):
         compilation = self._fitkit.compilation.updated(arguments, self)
         if jit_compile is not UNSET:
             compile_net(self, jit_compile)
-        self._fitkit.compilation = compilation
+        self._fitkit.compilation, self._fitkit.compiled_update = compilation, None
         if optimizer is not UNSET:
             self._fitkit.fit_state.drop_optimizers()
         if lr_scheduler is not UNSET:

@@ -96,7 +96,7 @@ class CompiledStep:
         self.total: int = 0
         self.may_count = may_count
         if (own := self.loss.own) is not None:
-            wrapped.weigh = lambda output, x: _number(own.count(output, labels_inside(x)))
+            wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
@@ -141,12 +141,30 @@ class CompiledStep:
         except Exception as error:
             self.explain(error, x, y)
             raise
+        self.note(prediction, loss, parts, (x, y, weight), rank_batch)
+        return loss
+
+    def note(
+        self,
+        prediction: Any,
+        loss: torch.Tensor,
+        parts: dict[str, torch.Tensor],
+        batch: tuple[Any, Any, Any],
+        rank_batch: RankBatch | None = None,
+    ) -> None:
+        """Take what a batch's step gave into the pass's values.
+
+        Args:
+            batch: its inputs, targets and weights.
+            rank_batch: how many of its samples count; None where all do.
+        """
+        x, y, weight = batch
         self.samples = self.total = samples_in(x, y)
         if rank_batch is not None:
             self.samples, self.total = rank_batch.count, rank_batch.total
             if rank_batch.count == 0:
                 self.count = None if self.count is None else 0
-                return loss
+                return
         logbook, samples = self.logbook, self.samples
         if self.terms is not None:
             logbook.loss.last = loss.detach()
@@ -157,7 +175,6 @@ class CompiledStep:
             logbook.add_parts(parts, samples)
         if self.meters is not None:
             self.meters.update(prediction, y, weight)
-        return loss
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
@@ -250,7 +267,7 @@ class CompiledStep:
             terms = self.loss.terms(prediction, y, weight, is_part=self.is_part)
             if any(term.count is not None for term in terms):
                 for term in terms:
-                    term.count = _number(term.count)
+                    term.count = number_of(term.count)
                 self.terms = terms
                 return total_of(terms), {}
             self.terms = None
@@ -260,7 +277,7 @@ class CompiledStep:
             own.count(prediction, y)
             own.agree(ranks)
         loss, count = self.loss.counted(prediction, y, weight, is_part=self.is_part)
-        self.count = _number(count)
+        self.count = number_of(count)
         return loss, {}
 
     def _ask_for_sum(self, x: Any, y: Any) -> None:
@@ -310,7 +327,7 @@ class CompiledStep:
         self._had_target = y is not None
 
 
-def _number(count: Count) -> Count:
+def number_of(count: Count) -> Count:
     """A count as a Python number, where nobody waits for that."""
     return count.item() if isinstance(count, torch.Tensor) and count.is_cpu else count
 

@@ -47,6 +47,8 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         stack.enter_context(BENCHMARK.held(compilation.benchmark))
         stack.enter_context(DETERMINISTIC.held(compilation.deterministic))
         stack.enter_context(MATMUL_PRECISION.held(compilation.matmul_precision))
+        if verb in LEARNING and compilation.jit_compile is not False:
+            stack.enter_context(TRACED_GRADIENTS.held(True))
         if verb not in LEARNING:
             with model._fitkit.contexts.placing:
                 compilation.strategy.place(model)
@@ -249,6 +251,19 @@ DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_kept)
 
 
 MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_kept)
+
+
+def _set_traced_gradients(value: bool) -> None:
+    torch._dynamo.config.trace_autograd_ops = value  # type: ignore[attr-defined]
+
+
+def _traced_gradients_kept() -> Callable[[], None]:
+    before = torch._dynamo.config.trace_autograd_ops  # type: ignore[attr-defined]
+    return lambda: _set_traced_gradients(before)
+
+
+TRACED_GRADIENTS = ProcessFlag(_set_traced_gradients, _traced_gradients_kept)
+"""Whether torch's compiler takes `torch.autograd.grad` into a graph; it has no public name."""
 
 
 def compile_net(model: Module, options: bool | dict[str, Any]) -> None:

@@ -34,9 +34,11 @@ from fitkit.optimizers import (
     needs_closure,
     unfuse_if_unreadable,
 )
+from fitkit.training.compiled_step import CompiledUpdate, compiles_steps
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.settings import DEFAULTS
+from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
@@ -221,7 +223,25 @@ class Update:
         self._takes_closure = needs_closure(optimizer)
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
+        self._compiled = self._compiled_for(model)
         self._regroup()
+
+    def _compiled_for(self, model: Module) -> CompiledUpdate | None:
+        """What computes an update as one compiled function, where `compile` asks for that.
+
+        One rank's updates by one optimizer alone are, of the step that `compile` describes.
+        """
+        options = model._fitkit.compilation.jit_compile
+        alone = self._is_alone and not self._exchanges and self._engine is None
+        plain = isinstance(self._step, CompiledStep) and self._step.wrapped.is_bare
+        special = self._scaling is not None or self._takes_closure
+        if not alone or not plain or special or not compiles_steps(options):
+            return None
+        if model._fitkit.compiled_update is None:
+            model._fitkit.compiled_update = CompiledUpdate(options)
+        found: CompiledUpdate = model._fitkit.compiled_update
+        found.begin(model, self._step, self.optimizer, self._parameters)
+        return found
 
     def _regroup(self) -> None:
         """Take the number of batches for an update that holds now; between two groups."""
@@ -233,6 +253,8 @@ class Update:
             )
         self._accumulate = accumulate
         self._exchanged = not self._exchanges
+        if self._compiled is not None:
+            self._compiled.accumulates(accumulate > 1)
 
     @property
     def is_between_groups(self) -> bool:
@@ -262,6 +284,8 @@ class Update:
                 self._carrier.grad = None
         # Whether a batch is only a part of what an update sees.
         step.is_part = self._ranks > 1 or self._accumulate > 1
+        if self._compiled is not None and self._learn_compiled(self._compiled, batch):
+            return
         if self._accumulate > 1:
             with self._around_step():
                 self._learn(step(batch, index, **optimizer))
@@ -273,6 +297,20 @@ class Update:
                 self._step_with_closure(loss, partial(step.again, batch, index, **optimizer))
         else:
             self._learn(step(batch, index, **optimizer))
+
+    def _learn_compiled(self, compiled: CompiledUpdate, batch: Any) -> bool:
+        """Learn from a batch by what is compiled; whether that could be done."""
+        done, loss = compiled(batch)
+        if loss is None:
+            if done:
+                self._count_update()
+            return done
+        backward, self.backward = self.backward, compiled.backward
+        try:
+            self._learn(loss)
+        finally:
+            self.backward = backward
+        return True
 
     def _around_step(self) -> AbstractContextManager[Any]:
         """Surround a step: within a group gradients aren't exchanged before its last batch."""

@@ -1,0 +1,481 @@
+"""`jit_compile`: a batch's forward, loss, gradients, clipping and update as one compiled function.
+
+In eager PyTorch a small net's step is bound by its hundreds of launches. Torch's compiler can take
+all of them at once: the net, the loss, `torch.autograd.grad` of it and torch's own functional
+optimizers. What it can't take is left out, and said once; at the least the net alone is compiled
+(`surroundings.compile_net`).
+
+The compiled function reads everything anew from `CompiledUpdate`'s attributes, and torch guards
+what it read: another net, loss or setting is compiled anew, never computed as the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from fitkit import trees
+from fitkit.distributed.strategies import Strategy
+from fitkit.errors import warn
+from fitkit.losses import Term
+from fitkit.losses.compiled import total_of
+from fitkit.metrics.sums import widest_dtype
+from fitkit.module import Module
+from fitkit.optimizers import HOW, class_of
+from fitkit.random_states import random_state, set_random_state
+from fitkit.training.step import CompiledStep, is_plain_wrapper, number_of
+
+OPTIONS = {"realize_opcount_threshold": 4}
+"""Options of torch's compiler that a step needs, beside the user's.
+
+A bias correction of Adam's is one number, but torch 2.13 would compute it anew for each 16 weights:
+with this, numbers of more than four operations are computed once (784-128-10: 0.65 of the time).
+"""
+
+MOST_SHAPES = 4
+"""Shapes of batches that are compiled each for itself; those that come later share one program."""
+
+
+class Uncompiled(Exception):
+    """A step, or a part of it, can't be compiled: why."""
+
+
+class Group:
+    """What a parameter group's update is computed from, by torch's functional optimizer.
+
+    Args:
+        optimizer: whose group it is; it has the state of its parameters.
+        group: one of its groups.
+        places: each learning parameter's place among the gradients.
+
+    Attributes:
+        rate: the learning rate, as a tensor: schedules change it without another program.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], places: dict[nn.Parameter, int]
+    ) -> None:
+        kind = class_of(optimizer)
+        self.function = functional(kind)
+        self.given = group
+        init: Any = kind._init_group  # type: ignore[attr-defined]
+        names = list(inspect.signature(init).parameters)[2:]
+        lists: dict[str, list[Any]] = {name: [] for name in names}
+        init(optimizer, group, *lists.values())
+        parameters, _, *states = lists.values()
+        self.places = [places[parameter] for parameter in parameters]
+        self.parameters = parameters
+        found = dict(zip(names[2:], states, strict=True))
+        if "momentum_buffer_list" in found and group.get("momentum") and "dampening" in group:
+            self._begin_momentum(optimizer, group, found["momentum_buffer_list"])
+        # By position, as torch's functions want them; the order is another than that of above.
+        taken = inspect.signature(self.function).parameters
+        self.states = [found[name] for name in taken if name in found]
+        self.kept = {n: v for n, v in group.items() if n not in ("params", "lr", *HOW)}
+        self.settings = {name: value for name, value in self.kept.items() if name in taken}
+        if "beta1" in taken:
+            self.settings["beta1"], self.settings["beta2"] = group["betas"]
+        # One tensor after the other, which the compiler joins itself.
+        self.settings |= {name: False for name in HOW if name in taken}
+        if group.get("capturable"):
+            self.settings["capturable"] = True
+        rate = group["lr"]
+        self.last = float(rate)
+        device = rate.device if isinstance(rate, torch.Tensor) else torch.device("cpu")
+        self.rate = torch.tensor(self.last, dtype=widest_dtype(device), device=device)
+
+    def _begin_momentum(
+        self, optimizer: Optimizer, group: dict[str, Any], buffers: list[torch.Tensor | None]
+    ) -> None:
+        """Give SGD's momenta, which its first update would make, the value before it."""
+        if all(buffer is not None for buffer in buffers):
+            return
+        if group.get("dampening"):
+            raise Uncompiled("SGD's dampening begins with its second update only")
+        for place, (parameter, buffer) in enumerate(zip(self.parameters, buffers, strict=True)):
+            if buffer is None:
+                buffers[place] = torch.zeros_like(parameter, requires_grad=False)
+                optimizer.state[parameter]["momentum_buffer"] = buffers[place]
+
+    def follows(self) -> bool:
+        """Take the rate that the group has now; whether its other settings are as before."""
+        given = self.given
+        if given["lr"] is not self.last and (rate := float(given["lr"])) != self.last:
+            self.rate.fill_(rate)
+            self.last = rate
+        return all([given[name] == value for name, value in self.kept.items()])
+
+    def update(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Make the group's update, from the gradients of all learning parameters; traced."""
+        own = [gradients[place] for place in self.places]
+        # Torch counts steps in float32, of which an eager step makes Python's numbers first.
+        wide = [[_wide(one) for one in states] for states in self.states]
+        self.function(self.parameters, own, *wide, lr=self.rate, **self.settings)
+        for before, after in zip(self.states, wide, strict=True):
+            for one, computed in zip(before, after, strict=True):
+                if computed is not one:
+                    one.copy_(computed)
+
+
+def _wide(state: Any) -> Any:
+    """A number of an optimizer's state in float64; anything else as it is."""
+    if isinstance(state, torch.Tensor) and state.ndim == 0 and state.dtype is torch.float32:
+        return state.to(widest_dtype(state.device))
+    return state
+
+
+def functional(kind: type[Optimizer]) -> Callable[..., None]:
+    """Torch's function that makes an optimizer's update: `torch.optim.adam.adam` for `Adam`.
+
+    Raises:
+        Uncompiled: the optimizer has none.
+    """
+    if kind.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group"):
+        found = getattr(sys.modules[kind.__module__], kind.__name__.lower(), None)
+        if found is not None and "lr" in inspect.signature(found).parameters:
+            return found  # type: ignore[no-any-return]
+    raise Uncompiled(f"{kind.__name__} isn't one of torch.optim's optimizers that can be traced")
+
+
+class CompiledUpdate:
+    """A batch's whole update as compiled functions, one for each shape of batches.
+
+    It stays with the model from one `fit` to the next, so that a second one compiles nothing;
+    `begin` gives it what a new one has. Only one rank's updates by one optimizer are compiled so,
+    each from one batch.
+
+    Args:
+        options: what `torch.compile` is given.
+
+    Attributes:
+        stopped: why nothing is compiled as a whole any more; None while it is.
+        optimizes: whether the optimizer's step is among what is compiled.
+    """
+
+    def __init__(self, options: bool | dict[str, Any]) -> None:
+        self._options = {} if isinstance(options, bool) else options
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self.stopped: str | None = None
+        self.optimizes = True
+        self.is_announced = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a model's copy compiles for itself
+
+    def begin(
+        self,
+        model: Module,
+        step: CompiledStep,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+    ) -> None:
+        """Take what a new call of `fit` has.
+
+        Args:
+            parameters: those that may learn.
+        """
+        compilation = model._fitkit.compilation
+        strategy: Strategy = compilation.strategy
+        self._model, self._step, self._loss = model, step, step.loss
+        self._net = model.net if is_plain_wrapper(model) else model
+        self._is_plain = strategy.precision.is_plain
+        self._precision, self._kind = strategy.precision, strategy.device.type
+        self._optimizer, self._parameters = optimizer, parameters
+        self._clip_value = compilation.gradient_clip_val
+        self._clip_algorithm = compilation.gradient_clip_algorithm
+        self._counts, self._keeps_prediction = step.may_count, step.meters is not None
+        self._learning: list[nn.Parameter] = []
+        self._requires_grad: list[bool] = []
+        self._groups: list[Group] = []
+        self._seen: tuple[Any, ...] = ()  # the optimizer's tensors, groups, and how many
+        self._gradients: Sequence[torch.Tensor] = ()
+        self._leaf: torch.Tensor | None = None
+        self.accumulates(False)
+
+    def accumulates(self, is_part: bool) -> None:
+        """Take whether batches are parts of an update from now on, which is made elsewhere then."""
+        self._is_part, self._updates = is_part, self.optimizes and not is_part
+        self._batches = -1  # since a batch was looked at
+
+    # ------------------------------------------------------------------ one batch
+
+    def __call__(self, batch: Any) -> tuple[bool, torch.Tensor | None]:
+        """Learn from a batch.
+
+        Returns:
+            Whether that was done, and the loss where only its gradients were computed (`backward`
+            takes them). Where it wasn't, nothing has been changed.
+        """
+        if self.stopped is not None:
+            return False, None
+        step = self._step
+        x, y, weight = step.moved_parts(batch)
+        try:
+            if self._batches < 0 or not self._follows():
+                self._look(x, y, weight)
+            found = self._run(x, y, weight)
+        except Uncompiled as error:
+            self._stop(str(error))
+            return False, None
+        prediction, loss, parts, counted, gradients = found
+        step.count = step.terms = None
+        if isinstance(counted, list):
+            step.terms = [Term(name, s, value, number_of(c)) for name, s, value, c in counted]
+        elif counted is not None:
+            step.count = number_of(counted)
+        step.note(prediction, loss, parts, (x, y, weight))
+        if gradients is None:
+            return True, None
+        self._gradients = gradients
+        self._leaf = loss.detach().requires_grad_()
+        return True, self._leaf
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss that was made of the last batch's by a factor."""
+        assert self._leaf is not None
+        with torch.no_grad():
+            gradients = list(self._gradients)
+            if loss is not self._leaf:
+                (factor,) = torch.autograd.grad(loss, self._leaf)
+                gradients = [gradient * factor for gradient in gradients]
+            for parameter, gradient in zip(self._learning, gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad += gradient
+
+    def _run(self, x: Any, y: Any, weight: Any) -> Any:
+        """What the program for such a batch gives, which is compiled if it is the first.
+
+        Raises:
+            Uncompiled: torch can't compile it.
+        """
+        given, named = ((x,), {}) if isinstance(x, torch.Tensor) else self._step.caller.arguments(x)
+        key = _shapes(x, y, weight)
+        program = self._programs.get(key)
+        is_new = program is None
+        if program is None:
+            if len(self._programs) >= MOST_SHAPES:
+                key = "any"
+                program = self._programs.get(key)
+            program = program or self._compiled(dynamic=key == "any")
+        began = time.monotonic()
+        if is_new and self.is_announced:
+            print("compiling the step …", end="", flush=True)
+        try:
+            with torch.no_grad():
+                # Within no_grad torch's compiler writes new weights where the old ones are; else it
+                # takes the graph for one that will be differentiated, and copies them at its end.
+                found = program(given, named, y, weight)
+        except _compilers_errors() as error:
+            if is_new and self.is_announced:
+                print(flush=True)
+            raise Uncompiled(reason_of(error)) from error
+        if is_new:
+            self._programs[key] = program
+            if self.is_announced:
+                print(f" {time.monotonic() - began:.1f} s", flush=True)
+        return found
+
+    def _compiled(self, *, dynamic: bool) -> Callable[..., Any]:
+        """A function of its own for one shape of batches, or for any."""
+
+        def step(given: Any, named: Any, y: Any, weight: Any) -> Any:
+            return self._whole(given, named, y, weight)
+
+        # Torch counts compilations by code object, up to a limit.
+        step.__code__ = step.__code__.replace()
+        options = dict(self._options)
+        mode = options.pop("mode", None)
+        if options.get("backend", "inductor") == "inductor":
+            of_mode = {} if mode is None else torch._inductor.list_mode_options(mode)
+            options["options"] = {**OPTIONS, **of_mode, **(options.get("options") or {})}
+        options["fullgraph"] = True
+        options.setdefault("dynamic", dynamic)
+        return torch.compile(step, **options)
+
+    # ------------------------------------------------------------------ what is traced
+
+    def _whole(self, given: Any, named: Any, y: Any, weight: Any) -> Any:
+        """The step as a function of a batch: what is traced.
+
+        Returns:
+            The net's output, where metrics want it; the loss, its parts, what it is the mean over;
+            the gradients, where the optimizer's step isn't compiled.
+        """
+        with torch.enable_grad():
+            if self._is_plain:
+                prediction = self._net(*given, **named)
+            else:
+                with self._precision.autocast(self._kind):
+                    prediction = self._net(*given, **named)
+                prediction = self._precision.widen(prediction)
+            loss, parts, counted = self._losses(prediction, y, weight)
+            gradients = torch.autograd.grad(loss, self._learning)
+        loss = loss.detach()
+        kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
+        if not self._updates:
+            return kept, loss, parts, counted, gradients
+        for group in self._groups:
+            group.update(self._clipped(gradients))
+        return kept, loss, parts, counted, None
+
+    def _losses(self, prediction: Any, y: Any, weight: Any) -> Any:
+        if not self._counts:
+            return *self._loss(prediction, y, weight), None
+        if not self._loss.part_names:
+            loss, count = self._loss.counted(prediction, y, weight, is_part=self._is_part)
+            return loss, {}, count
+        terms = self._loss.terms(prediction, y, weight, is_part=self._is_part)
+        found = [(term.name, term.scale, term.value.detach(), term.count) for term in terms]
+        if all(term.count is None for term in terms):
+            return total_of(terms), {name: value for name, _, value, _ in found}, None
+        return total_of(terms), {}, found
+
+    def _clipped(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The gradients, clipped as `engine.clip_gradients` does it with those of parameters."""
+        limit = self._clip_value
+        if limit is None:
+            return gradients
+        if self._clip_algorithm != "norm":
+            return [gradient.clamp(-limit, limit) for gradient in gradients]
+        factor = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
+        return [gradient * factor for gradient in gradients]
+
+    # ------------------------------------------------------------------ before it
+
+    def _follows(self) -> bool:
+        """Whether the optimizer's tensors and settings are those of the last batch."""
+        optimizer, seen = self._optimizer, self._seen
+        if optimizer.state is not seen[0] or optimizer.param_groups is not seen[1]:
+            return False  # a state was loaded
+        if len(optimizer.param_groups) != seen[2]:
+            return False
+        if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
+            return False
+        self._batches += 1
+        if not self._updates or all([group.follows() for group in self._groups]):
+            return True
+        if self._batches == 1:
+            self._leave_optimizer_out("its settings change from step to step")
+        return False
+
+    def _look(self, x: Any, y: Any, weight: Any) -> None:
+        """Compute a first batch's gradients as torch does without compiling, and leave no trace.
+
+        The first batch's checks are made, and it is seen which parameters have a gradient.
+
+        Raises:
+            Uncompiled: what this computes can't be compiled.
+        """
+        step, optimizer = self._step, self._optimizer
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        drawn = random_state()
+        with _as_written(self._net):
+            _, loss, _ = step.compute(self._net, x, y, weight)
+        may_learn = [p for p in self._parameters if p.requires_grad]
+        gradients = torch.autograd.grad(loss, may_learn, allow_unused=True)
+        set_random_state(drawn)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        own = self._loss.own
+        if own is not None and not own.is_decided:
+            raise Uncompiled("what the net's own loss is the mean over isn't known")
+        if any(g is not None and g.layout is not torch.strided for g in gradients):
+            raise Uncompiled("some gradients are sparse")
+        pairs = zip(may_learn, gradients, strict=True)
+        self._learning = [parameter for parameter, gradient in pairs if gradient is not None]
+        self._requires_grad = [p.requires_grad for p in self._parameters]
+        self._seen = (optimizer.state, optimizer.param_groups, len(optimizer.param_groups))
+        if self._updates:
+            try:
+                self._groups = self._collected(gradients, may_learn)
+            except Uncompiled as error:
+                self._leave_optimizer_out(str(error))
+        self._batches = 0
+
+    def _collected(self, gradients: Sequence[Any], may_learn: list[nn.Parameter]) -> list[Group]:
+        """The optimizer's groups, with the states of the parameters that have gradients."""
+        optimizer = self._optimizer
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise Uncompiled("it has hooks")
+        places = {parameter: place for place, parameter in enumerate(self._learning)}
+        try:
+            for parameter, gradient in zip(may_learn, gradients, strict=True):
+                parameter.grad = gradient  # torch looks at what has one
+            groups = [Group(optimizer, group, places) for group in optimizer.param_groups]
+        finally:
+            for parameter in may_learn:
+                parameter.grad = None
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
+        return [group for group in groups if group.places]
+
+    def _leave_optimizer_out(self, why: str) -> None:
+        """Let the optimizer make its step by itself from now on, and say so."""
+        self._updates = self.optimizes = False
+        self._programs.clear()
+        kind = class_of(self._optimizer).__name__
+        warn(f"jit_compile compiles forward, loss and backward; {kind} steps by itself: {why}.")
+
+    def _stop(self, why: str) -> None:
+        self.stopped = why
+        warn(f"jit_compile compiles the net alone, not the whole step: {why}")
+
+
+def compiles_steps(options: bool | dict[str, Any]) -> bool:
+    """Whether `jit_compile` asks for compiled steps: a backend of the user's own gets the net."""
+    if isinstance(options, bool):
+        return options
+    return not options.get("disable") and not callable(options.get("backend"))
+
+
+def _compilers_errors() -> tuple[type[Exception], ...]:
+    """What torch raises for what it can't compile (torch 2.13 has no public names for it)."""
+    from torch._dynamo import exc  # takes a second, which only those wait for who compile
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def _nothing() -> None:
+    return None
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _shapes(x: Any, y: Any, weight: Any) -> Any:
+    """What programs are kept by: the shapes of a batch's tensors."""
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and weight is None:
+        return x.shape, y.shape
+    return tuple(getattr(leaf, "shape", None) for leaf in trees.leaves((x, y, weight)))
+
+
+@contextmanager
+def _as_written(net: nn.Module) -> Iterator[None]:
+    """Have calls of a net run its own code meanwhile, not the compiled one."""
+    compiled, net._compiled_call_impl = net._compiled_call_impl, None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        net._compiled_call_impl = compiled
+
+
+def reason_of(error: BaseException) -> str:
+    """Why torch couldn't compile something: its first sentence, and the user's line."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
+    return f"{first} ({lines[-1]})" if lines else first
