@@ -11,11 +11,9 @@ what it read: another net, loss or setting is compiled anew, never computed as t
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,7 +45,15 @@ MOST_SHAPES = 4
 """Shapes of batches that are compiled each for itself; those that come later share one program."""
 
 
-class Uncompiled(Exception):
+Batch = tuple[Any, Any, Any]
+"""A batch's inputs, targets and weights, on the device."""
+
+UNROLLED = 4
+"""Steps that `steps_per_execution` computes in one call. Each more takes another second to compile,
+and what a call costs beside its steps is a quarter of them by then."""
+
+
+class UncompiledError(Exception):
     """A step, or a part of it, can't be compiled: why."""
 
 
@@ -60,7 +66,8 @@ class Group:
         places: each learning parameter's place among the gradients.
 
     Attributes:
-        rate: the learning rate, as a tensor: schedules change it without another program.
+        rates: the learning rate in each of a call's steps, as a tensor: schedules change it
+            without another program.
     """
 
     def __init__(
@@ -91,9 +98,9 @@ class Group:
         if group.get("capturable"):
             self.settings["capturable"] = True
         rate = group["lr"]
-        self.last = float(rate)
+        self.last = [float(rate)] * UNROLLED
         device = rate.device if isinstance(rate, torch.Tensor) else torch.device("cpu")
-        self.rate = torch.tensor(self.last, dtype=widest_dtype(device), device=device)
+        self.rates = torch.tensor(self.last, dtype=widest_dtype(device), device=device)
 
     def _begin_momentum(
         self, optimizer: Optimizer, group: dict[str, Any], buffers: list[torch.Tensor | None]
@@ -102,26 +109,35 @@ class Group:
         if all(buffer is not None for buffer in buffers):
             return
         if group.get("dampening"):
-            raise Uncompiled("SGD's dampening begins with its second update only")
+            raise UncompiledError("SGD's dampening begins with its second update only")
         for place, (parameter, buffer) in enumerate(zip(self.parameters, buffers, strict=True)):
             if buffer is None:
                 buffers[place] = torch.zeros_like(parameter, requires_grad=False)
                 optimizer.state[parameter]["momentum_buffer"] = buffers[place]
 
-    def follows(self) -> bool:
-        """Take the rate that the group has now; whether its other settings are as before."""
-        given = self.given
-        if given["lr"] is not self.last and (rate := float(given["lr"])) != self.last:
-            self.rate.fill_(rate)
-            self.last = rate
-        return all([given[name] == value for name, value in self.kept.items()])
+    def follows(self, place: int = 0) -> bool:
+        """Take the rate that the group has now for a step; whether its other settings are kept.
 
-    def update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Make the group's update, from the gradients of all learning parameters; traced."""
+        Args:
+            place: the step's among those of a call.
+        """
+        given, rate = self.given, self.given["lr"]
+        if rate is not self.last[place]:
+            self.put(float(rate), place)
+        return all(given[name] == value for name, value in self.kept.items())
+
+    def put(self, rate: float, place: int = 0) -> None:
+        """Let a step of the next call have this rate."""
+        if rate != self.last[place]:
+            self.rates[place] = rate
+            self.last[place] = rate
+
+    def update(self, gradients: Sequence[torch.Tensor], place: int) -> None:
+        """Make a step's update, from the gradients of all learning parameters; traced."""
         own = [gradients[place] for place in self.places]
         # Torch counts steps in float32, of which an eager step makes Python's numbers first.
         wide = [[_wide(one) for one in states] for states in self.states]
-        self.function(self.parameters, own, *wide, lr=self.rate, **self.settings)
+        self.function(self.parameters, own, *wide, lr=self.rates[place], **self.settings)
         for before, after in zip(self.states, wide, strict=True):
             for one, computed in zip(before, after, strict=True):
                 if computed is not one:
@@ -139,13 +155,15 @@ def functional(kind: type[Optimizer]) -> Callable[..., None]:
     """Torch's function that makes an optimizer's update: `torch.optim.adam.adam` for `Adam`.
 
     Raises:
-        Uncompiled: the optimizer has none.
+        UncompiledError: the optimizer has none.
     """
     if kind.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group"):
         found = getattr(sys.modules[kind.__module__], kind.__name__.lower(), None)
         if found is not None and "lr" in inspect.signature(found).parameters:
             return found  # type: ignore[no-any-return]
-    raise Uncompiled(f"{kind.__name__} isn't one of torch.optim's optimizers that can be traced")
+    raise UncompiledError(
+        f"{kind.__name__} isn't one of torch.optim's optimizers that can be traced"
+    )
 
 
 class CompiledUpdate:
@@ -161,6 +179,8 @@ class CompiledUpdate:
     Attributes:
         stopped: why nothing is compiled as a whole any more; None while it is.
         optimizes: whether the optimizer's step is among what is compiled.
+        is_announced: whether to print that something is being compiled.
+        loss: the last batch's, where only its gradients were computed: `backward` takes it.
     """
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
@@ -179,11 +199,13 @@ class CompiledUpdate:
         step: CompiledStep,
         optimizer: Optimizer,
         parameters: list[nn.Parameter],
+        after_update: Callable[[], Any],
     ) -> None:
         """Take what a new call of `fit` has.
 
         Args:
             parameters: those that may learn.
+            after_update: called after each update; it may change the optimizer's rates.
         """
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
@@ -200,7 +222,12 @@ class CompiledUpdate:
         self._groups: list[Group] = []
         self._seen: tuple[Any, ...] = ()  # the optimizer's tensors, groups, and how many
         self._gradients: Sequence[torch.Tensor] = ()
-        self._leaf: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None
+        self._after_update = after_update
+        self._joins_steps = compilation.steps_per_execution >= UNROLLED
+        self._places: list[Batch] = []  # where batches wait
+        self._shapes: Any = None
+        self._held = 0
         self.accumulates(False)
 
     def accumulates(self, is_part: bool) -> None:
@@ -210,44 +237,122 @@ class CompiledUpdate:
 
     # ------------------------------------------------------------------ one batch
 
-    def __call__(self, batch: Any) -> tuple[bool, torch.Tensor | None]:
-        """Learn from a batch.
+    def __call__(self, batch: Any) -> bool:
+        """Learn from a batch, or hold it until there are as many as are computed in one call.
 
         Returns:
-            Whether that was done, and the loss where only its gradients were computed (`backward`
-            takes them). Where it wasn't, nothing has been changed.
+            Whether that was done; where it wasn't, nothing has been changed.
         """
         if self.stopped is not None:
-            return False, None
-        step = self._step
-        x, y, weight = step.moved_parts(batch)
+            return False
+        parts = self._step.moved_parts(batch)
+        # The first steps see whether a schedule changes more than rates.
+        if self._joins_steps and self._updates and self._batches > 1 and self._hold(parts):
+            return True
+        self.flush()
+        return self._learn(parts)
+
+    def _learn(self, batch: Batch) -> bool:
+        """Learn from one batch, on the device; whether that could be done."""
         try:
             if self._batches < 0 or not self._follows():
-                self._look(x, y, weight)
-            found = self._run(x, y, weight)
-        except Uncompiled as error:
-            self._stop(str(error))
-            return False, None
+                self._look(*batch)
+            try:
+                (found,) = self._run(batch)
+            except UncompiledError as error:
+                if not self._updates:
+                    raise
+                self._updates = False  # the optimizer's step may be what can't be compiled
+                (found,) = self._run(batch)
+                self._leave_optimizer_out(str(error))
+        except UncompiledError as error:
+            self.stopped = str(error)
+            warn(f"jit_compile compiles the net alone, not the whole step: {error}")
+            return False
+        gradients = self._note(found, batch)
+        self.loss = None
+        if self._updates:
+            self._after_update()
+        else:
+            self._gradients = gradients
+            self.loss = found[1].requires_grad_()
+        return True
+
+    def _note(self, found: Any, batch: Batch) -> Any:
+        """Take what a step gave into the pass's values; its gradients are what is left."""
         prediction, loss, parts, counted, gradients = found
+        step = self._step
         step.count = step.terms = None
         if isinstance(counted, list):
             step.terms = [Term(name, s, value, number_of(c)) for name, s, value, c in counted]
         elif counted is not None:
             step.count = number_of(counted)
-        step.note(prediction, loss, parts, (x, y, weight))
-        if gradients is None:
-            return True, None
-        self._gradients = gradients
-        self._leaf = loss.detach().requires_grad_()
-        return True, self._leaf
+        step.note(prediction, loss, parts, batch)
+        return gradients
+
+    # ------------------------------------------------------------------ several in one call
+
+    def _hold(self, batch: Batch) -> bool:
+        """Copy a batch beside those that wait, and learn from them where there are enough.
+
+        They are copied because a generator may fill its arrays anew for its next batch.
+
+        Returns:
+            Whether the batch was taken.
+        """
+        shapes = _shapes(batch)
+        if shapes != self._shapes:
+            self.flush()
+            if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(batch)):
+                return False
+            self._places = [trees.map_leaves(_room, batch) for _ in range(UNROLLED)]
+            self._shapes = shapes
+        place = self._places[self._held]
+        for leaf, room in zip(trees.leaves(batch), trees.leaves(place), strict=True):
+            if leaf is not None:
+                room.copy_(leaf)
+        self._held += 1
+        if self._held == UNROLLED:
+            self._learn_together()
+        return True
+
+    def _learn_together(self) -> None:
+        """Learn from the batches that wait, in one call."""
+        self._held = ready = 0
+        while ready < UNROLLED and self._follows(ready):
+            self._after_update()  # each step's rates are known before the call
+            ready += 1
+        if ready == UNROLLED:
+            try:
+                for found, batch in zip(self._run(*self._places), self._places, strict=True):
+                    self._note(found, batch)
+                return
+            except UncompiledError as error:
+                self._joins_steps = False
+                warn(f"jit_compile computes each step in a call of its own: {error}")
+        for number, batch in enumerate(self._places):
+            if number >= ready:  # a schedule has changed more than rates
+                self._learn(batch)
+                continue
+            for group in self._groups:
+                group.put(group.last[number])
+            self._note(*self._run(batch), batch)
+
+    def flush(self) -> None:
+        """Learn from the batches that wait, each by itself."""
+        held, self._held = self._held, 0
+        for batch in self._places[:held]:
+            self._learn(batch)
+
+    # ------------------------------------------------------------------ its parts
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss that was made of the last batch's by a factor."""
-        assert self._leaf is not None
+        assert self.loss is not None
         with torch.no_grad():
             gradients = list(self._gradients)
-            if loss is not self._leaf:
-                (factor,) = torch.autograd.grad(loss, self._leaf)
+            if loss is not self.loss:
+                (factor,) = torch.autograd.grad(loss, self.loss)
                 gradients = [gradient * factor for gradient in gradients]
             for parameter, gradient in zip(self._learning, gradients, strict=True):
                 if parameter.grad is None:
@@ -255,21 +360,21 @@ class CompiledUpdate:
                 else:
                     parameter.grad += gradient
 
-    def _run(self, x: Any, y: Any, weight: Any) -> Any:
-        """What the program for such a batch gives, which is compiled if it is the first.
+    def _run(self, *batches: Batch) -> Any:
+        """What the program for such batches gives, which is compiled if they are the first.
 
         Raises:
-            Uncompiled: torch can't compile it.
+            UncompiledError: torch can't compile it.
         """
-        given, named = ((x,), {}) if isinstance(x, torch.Tensor) else self._step.caller.arguments(x)
-        key = _shapes(x, y, weight)
+        key = len(batches), _shapes(batches[0])
         program = self._programs.get(key)
         is_new = program is None
         if program is None:
             if len(self._programs) >= MOST_SHAPES:
-                key = "any"
+                key = len(batches), None
                 program = self._programs.get(key)
-            program = program or self._compiled(dynamic=key == "any")
+            program = program or self._compiled(dynamic=key[1] is None)
+        given = [(*self._entered(x), y, weight) for x, y, weight in batches]
         began = time.monotonic()
         if is_new and self.is_announced:
             print("compiling the step …", end="", flush=True)
@@ -277,22 +382,26 @@ class CompiledUpdate:
             with torch.no_grad():
                 # Within no_grad torch's compiler writes new weights where the old ones are; else it
                 # takes the graph for one that will be differentiated, and copies them at its end.
-                found = program(given, named, y, weight)
+                found = program(given)
         except _compilers_errors() as error:
             if is_new and self.is_announced:
                 print(flush=True)
-            raise Uncompiled(reason_of(error)) from error
+            raise UncompiledError(reason_of(error)) from error
         if is_new:
             self._programs[key] = program
             if self.is_announced:
                 print(f" {time.monotonic() - began:.1f} s", flush=True)
         return found
 
+    def _entered(self, x: Any) -> tuple[Any, Any]:
+        """What the net gets for a batch's inputs: by position, and by keyword."""
+        return ((x,), {}) if isinstance(x, torch.Tensor) else self._step.caller.arguments(x)
+
     def _compiled(self, *, dynamic: bool) -> Callable[..., Any]:
         """A function of its own for one shape of batches, or for any."""
 
-        def step(given: Any, named: Any, y: Any, weight: Any) -> Any:
-            return self._whole(given, named, y, weight)
+        def step(batches: Any) -> Any:
+            return [self._whole(place, *batch) for place, batch in enumerate(batches)]
 
         # Torch counts compilations by code object, up to a limit.
         step.__code__ = step.__code__.replace()
@@ -307,8 +416,12 @@ class CompiledUpdate:
 
     # ------------------------------------------------------------------ what is traced
 
-    def _whole(self, given: Any, named: Any, y: Any, weight: Any) -> Any:
+    def _whole(self, place: int, given: Any, named: Any, y: Any, weight: Any) -> Any:
         """The step as a function of a batch: what is traced.
+
+        Args:
+            place: among the steps of a call.
+            given, named: what the net gets.
 
         Returns:
             The net's output, where metrics want it; the loss, its parts, what it is the mean over;
@@ -327,8 +440,9 @@ class CompiledUpdate:
         kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
         if not self._updates:
             return kept, loss, parts, counted, gradients
+        gradients = self._clipped(gradients)
         for group in self._groups:
-            group.update(self._clipped(gradients))
+            group.update(gradients, place)
         return kept, loss, parts, counted, None
 
     def _losses(self, prediction: Any, y: Any, weight: Any) -> Any:
@@ -355,7 +469,7 @@ class CompiledUpdate:
 
     # ------------------------------------------------------------------ before it
 
-    def _follows(self) -> bool:
+    def _follows(self, place: int = 0) -> bool:
         """Whether the optimizer's tensors and settings are those of the last batch."""
         optimizer, seen = self._optimizer, self._seen
         if optimizer.state is not seen[0] or optimizer.param_groups is not seen[1]:
@@ -365,7 +479,7 @@ class CompiledUpdate:
         if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
             return False
         self._batches += 1
-        if not self._updates or all([group.follows() for group in self._groups]):
+        if not self._updates or all(group.follows(place) for group in self._groups):
             return True
         if self._batches == 1:
             self._leave_optimizer_out("its settings change from step to step")
@@ -377,7 +491,7 @@ class CompiledUpdate:
         The first batch's checks are made, and it is seen which parameters have a gradient.
 
         Raises:
-            Uncompiled: what this computes can't be compiled.
+            UncompiledError: what this computes can't be compiled.
         """
         step, optimizer = self._step, self._optimizer
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
@@ -392,9 +506,9 @@ class CompiledUpdate:
                 buffer.copy_(before)
         own = self._loss.own
         if own is not None and not own.is_decided:
-            raise Uncompiled("what the net's own loss is the mean over isn't known")
+            raise UncompiledError("what the net's own loss is the mean over isn't known")
         if any(g is not None and g.layout is not torch.strided for g in gradients):
-            raise Uncompiled("some gradients are sparse")
+            raise UncompiledError("some gradients are sparse")
         pairs = zip(may_learn, gradients, strict=True)
         self._learning = [parameter for parameter, gradient in pairs if gradient is not None]
         self._requires_grad = [p.requires_grad for p in self._parameters]
@@ -402,7 +516,7 @@ class CompiledUpdate:
         if self._updates:
             try:
                 self._groups = self._collected(gradients, may_learn)
-            except Uncompiled as error:
+            except UncompiledError as error:
                 self._leave_optimizer_out(str(error))
         self._batches = 0
 
@@ -410,7 +524,7 @@ class CompiledUpdate:
         """The optimizer's groups, with the states of the parameters that have gradients."""
         optimizer = self._optimizer
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise Uncompiled("it has hooks")
+            raise UncompiledError("it has hooks")
         places = {parameter: place for place, parameter in enumerate(self._learning)}
         try:
             for parameter, gradient in zip(may_learn, gradients, strict=True):
@@ -456,11 +570,16 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _shapes(x: Any, y: Any, weight: Any) -> Any:
+def _shapes(batch: Batch) -> Any:
     """What programs are kept by: the shapes of a batch's tensors."""
+    x, y, weight = batch
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and weight is None:
         return x.shape, y.shape
-    return tuple(getattr(leaf, "shape", None) for leaf in trees.leaves((x, y, weight)))
+    return tuple(getattr(leaf, "shape", None) for leaf in trees.leaves(batch))
+
+
+def _room(leaf: Any) -> Any:
+    return None if leaf is None else torch.empty_like(leaf)
 
 
 @contextmanager
@@ -476,6 +595,6 @@ def _as_written(net: nn.Module) -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """Why torch couldn't compile something: its first sentence, and the user's line."""
     text = str(error).strip()
-    first = text.splitlines()[0] if text else type(error).__name__
+    first = text.splitlines()[0].rstrip(".") if text else type(error).__name__
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
     return f"{first} ({lines[-1]})" if lines else first

@@ -239,6 +239,8 @@ class Fit:
         """Say once where the training runs, unless that is a CPU alone, and what an update sees."""
         ranks, size = self.collectives.world_size, self.source.batch_size
         replicas, device = self.strategy.replicas, self.strategy.device
+        if (compiled := self.model._fitkit.compiled_update) is not None:
+            compiled.is_announced = chosen_verbose(self.arguments.verbose) != 0
         alone = ranks * replicas == 1 and device.type == "cpu"
         if alone or self.collectives.rank or chosen_verbose(self.arguments.verbose) == 0:
             return
@@ -326,6 +328,7 @@ class Fit:
                         self.note(index + 1)  # for a save in a hook, on_exception too
                 if not has_rows:
                     continue
+                update.flush()
                 if end:
                     logs = LazyLogs(logbook.results, logbook.loss.last)
                     for hook in end:

@@ -68,7 +68,15 @@ def updates_for(
     scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
     state.accumulate = accumulate or model._fitkit.compilation.accumulate_grad_batches
     updates = [
-        Update(model, step, optimizer, scaling, after_update(optimizer), is_one_of_several=several)
+        Update(
+            model,
+            step,
+            optimizer,
+            scaling,
+            after_update(optimizer),
+            is_one_of_several=several,
+            compiles=accumulate is None,  # a single batch isn't worth what a fit's first costs
+        )
         for optimizer, scaling in zip_longest(optimizers, scalings)
     ]
     if not model.automatic_optimization:
@@ -147,6 +155,7 @@ class Update:
         after_update: called after each update (a scheduler that counts steps).
         is_one_of_several: whether other optimizers take turns with this one. Their steps go past
             the wrapper that averages gradients over the ranks, so that is done here.
+        compiles: whether an update may be compiled as a whole, where `compile` asks for that.
 
     An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
     what its loss is the mean over, also where batches differ in length or the last group is short.
@@ -177,6 +186,7 @@ class Update:
         after_update: Callable[[], Any] | None,
         *,
         is_one_of_several: bool,
+        compiles: bool = True,
     ) -> None:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
@@ -223,7 +233,7 @@ class Update:
         self._takes_closure = needs_closure(optimizer)
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        self._compiled = self._compiled_for(model)
+        self._compiled = self._compiled_for(model) if compiles else None
         self._regroup()
 
     def _compiled_for(self, model: Module) -> CompiledUpdate | None:
@@ -240,7 +250,7 @@ class Update:
         if model._fitkit.compiled_update is None:
             model._fitkit.compiled_update = CompiledUpdate(options)
         found: CompiledUpdate = model._fitkit.compiled_update
-        found.begin(model, self._step, self.optimizer, self._parameters)
+        found.begin(model, self._step, self.optimizer, self._parameters, self._count_update)
         return found
 
     def _regroup(self) -> None:
@@ -300,11 +310,10 @@ class Update:
 
     def _learn_compiled(self, compiled: CompiledUpdate, batch: Any) -> bool:
         """Learn from a batch by what is compiled; whether that could be done."""
-        done, loss = compiled(batch)
-        if loss is None:
-            if done:
-                self._count_update()
-            return done
+        if not compiled(batch):
+            return False
+        if (loss := compiled.loss) is None:
+            return True
         backward, self.backward = self.backward, compiled.backward
         try:
             self._learn(loss)
@@ -424,6 +433,11 @@ class Update:
         weighs = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
         torch.autograd.backward((loss, carrier), (weighs, counts))
+
+    def flush(self) -> None:
+        """Make the updates of batches that wait to be computed in one call."""
+        if self._compiled is not None:
+            self._compiled.flush()
 
     def finish(self) -> None:
         """Make the update of a group that is complete, or that the epoch's end cuts short."""
@@ -587,6 +601,9 @@ class ByTurns:
     def is_between_groups(self) -> bool:
         return all(update.is_between_groups for update in self.updates)
 
+    def flush(self) -> None:
+        """Nothing waits: turns aren't compiled as a whole."""
+
     def finish(self) -> None:
         for update in self.updates:
             update.finish()
@@ -635,6 +652,9 @@ class Manual:
     @property
     def is_between_groups(self) -> bool:
         return True
+
+    def flush(self) -> None:
+        """Nothing waits: own updates aren't compiled as a whole."""
 
     def finish(self) -> None:
         """Nothing is left over; an epoch without an update is told once."""
