@@ -89,14 +89,15 @@ class Group:
         # By position, as torch's functions want them; the order is another than that of above.
         taken = inspect.signature(self.function).parameters
         self.states = [found[name] for name in taken if name in found]
-        self.kept = {n: v for n, v in group.items() if n not in ("params", "lr", *HOW)}
-        self.settings = {name: value for name, value in self.kept.items() if name in taken}
+        kept = {n: v for n, v in group.items() if n not in ("params", "lr", *HOW)}
+        self.settings = {name: value for name, value in kept.items() if name in taken}
         if "beta1" in taken:
             self.settings["beta1"], self.settings["beta2"] = group["betas"]
         # One tensor after the other, which the compiler joins itself.
         self.settings |= {name: False for name in HOW if name in taken}
         if group.get("capturable"):
             self.settings["capturable"] = True
+        self._names, self._values = list(kept), list(kept.values())
         rate = group["lr"]
         self.last = [float(rate)] * UNROLLED
         device = rate.device if isinstance(rate, torch.Tensor) else torch.device("cpu")
@@ -124,7 +125,7 @@ class Group:
         given, rate = self.given, self.given["lr"]
         if rate is not self.last[place]:
             self.put(float(rate), place)
-        return all(given[name] == value for name, value in self.kept.items())
+        return list(map(given.__getitem__, self._names)) == self._values
 
     def put(self, rate: float, place: int = 0) -> None:
         """Let a step of the next call have this rate."""
@@ -278,7 +279,7 @@ class CompiledUpdate:
             self.loss = found[1].requires_grad_()
         return True
 
-    def _note(self, found: Any, batch: Batch) -> Any:
+    def _note(self, found: Any, batch: Batch, *, measures: bool = True) -> Any:
         """Take what a step gave into the pass's values; its gradients are what is left."""
         prediction, loss, parts, counted, gradients = found
         step = self._step
@@ -287,7 +288,7 @@ class CompiledUpdate:
             step.terms = [Term(name, s, value, number_of(c)) for name, s, value, c in counted]
         elif counted is not None:
             step.count = number_of(counted)
-        step.note(prediction, loss, parts, batch)
+        step.note(prediction, loss, parts, batch, measures=measures)
         return gradients
 
     # ------------------------------------------------------------------ several in one call
@@ -308,9 +309,13 @@ class CompiledUpdate:
             self._places = [trees.map_leaves(_room, batch) for _ in range(UNROLLED)]
             self._shapes = shapes
         place = self._places[self._held]
-        for leaf, room in zip(trees.leaves(batch), trees.leaves(place), strict=True):
-            if leaf is not None:
-                room.copy_(leaf)
+        if _is_plain(shapes):
+            place[0].copy_(batch[0])
+            place[1].copy_(batch[1])
+        else:
+            for leaf, room in zip(trees.leaves(batch), trees.leaves(place), strict=True):
+                if leaf is not None:
+                    room.copy_(leaf)
         self._held += 1
         if self._held == UNROLLED:
             self._learn_together()
@@ -324,8 +329,7 @@ class CompiledUpdate:
             ready += 1
         if ready == UNROLLED:
             try:
-                for found, batch in zip(self._run(*self._places), self._places, strict=True):
-                    self._note(found, batch)
+                self._note_together(self._run(*self._places))
                 return
             except UncompiledError as error:
                 self._joins_steps = False
@@ -337,6 +341,17 @@ class CompiledUpdate:
             for group in self._groups:
                 group.put(group.last[number])
             self._note(*self._run(batch), batch)
+
+    def _note_together(self, found: Any) -> None:
+        """Take what several steps gave into the pass's values; metrics take it as one batch."""
+        meters = self._step.meters
+        joins = meters is not None and _is_plain(self._shapes) and not meters.has_user_code
+        joins = joins and type(found[0][0]) is torch.Tensor
+        for one, batch in zip(found, self._places, strict=True):
+            self._note(one, batch, measures=not joins)
+        if joins:
+            predictions, targets = [one[0] for one in found], [batch[1] for batch in self._places]
+            meters.update(torch.cat(predictions), torch.cat(targets))
 
     def flush(self) -> None:
         """Learn from the batches that wait, each by itself."""
@@ -571,11 +586,17 @@ def _detached(leaf: Any) -> Any:
 
 
 def _shapes(batch: Batch) -> Any:
-    """What programs are kept by: the shapes of a batch's tensors."""
+    """What programs are kept by: the shapes and types of a batch's tensors."""
     x, y, weight = batch
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and weight is None:
-        return x.shape, y.shape
-    return tuple(getattr(leaf, "shape", None) for leaf in trees.leaves(batch))
+        return x.shape, y.shape, x.dtype, y.dtype
+    leaves = trees.leaves(batch)
+    return tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+
+
+def _is_plain(shapes: Any) -> bool:
+    """Whether a batch's key is that of one tensor of inputs and one of targets."""
+    return type(shapes[0]) is torch.Size
 
 
 def _room(leaf: Any) -> Any:

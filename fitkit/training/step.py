@@ -151,12 +151,15 @@ class CompiledStep:
         parts: dict[str, torch.Tensor],
         batch: tuple[Any, Any, Any],
         rank_batch: RankBatch | None = None,
+        *,
+        measures: bool = True,
     ) -> None:
         """Take what a batch's step gave into the pass's values.
 
         Args:
             batch: its inputs, targets and weights.
             rank_batch: how many of its samples count; None where all do.
+            measures: whether the metrics count it, too.
         """
         x, y, weight = batch
         self.samples = self.total = samples_in(x, y)
@@ -173,7 +176,7 @@ class CompiledStep:
             logbook.loss.add(loss.detach(), samples if self.count is None else self.count)
         if parts:
             logbook.add_parts(parts, samples)
-        if self.meters is not None:
+        if measures and self.meters is not None:
             self.meters.update(prediction, y, weight)
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:

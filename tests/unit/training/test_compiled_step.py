@@ -1,0 +1,276 @@
+"""`jit_compile` compiles whole steps: the same numbers as without it, and nothing compiled twice."""
+
+import copy
+import functools
+import shutil
+
+import pytest
+import torch
+from torch import nn, optim
+
+import fitkit
+
+# Traced and differentiated as for torch's own compiler, but computed operation by operation.
+TRACED = {"backend": "aot_eager"}
+HAS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler"
+)
+partial = functools.partial
+
+torch.manual_seed(0)
+X = torch.randn(53, 6, dtype=torch.float64)
+Y, VALUES = torch.randint(0, 3, (53,)), torch.randn(53, 3, dtype=torch.float64)
+IGNORED = torch.where(torch.arange(53) % 3 == 0, -100, Y)
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return {"a": self.a(x), "b": self.b(x)}
+
+
+def squares(prediction, target):
+    return ((prediction - target) ** 2).mean(1)
+
+
+ADAM = {"optimizer": "adam", "loss": "cross_entropy", "metrics": ["accuracy"]}
+TWO = {"loss": {"a": "cross_entropy", "b": "mse"}, "loss_weights": {"a": 1.0, "b": 0.5}}
+NESTEROV = partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+ONE_CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60)
+COSINE = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=60)
+
+CASES = {
+    "Adam": {"metrics": ["accuracy", "f1"]},
+    "AdamW": {"optimizer": "adamw", "gradient_clip_val": 0.05},
+    "SGD": {"optimizer": "sgd", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "SGD with momentum": {"optimizer": NESTEROV},
+    "RMSprop": {"optimizer": partial(optim.RMSprop, momentum=0.9, centered=True)},
+    "batch normalisation": {"net": normalized},
+    "a rate for each step": {"lr_scheduler": {"scheduler": COSINE, "interval": "step"}},
+    "several batches an update": {"accumulate_grad_batches": 3},
+    "several outputs": {"net": TwoOutputs, "y": {"a": Y, "b": VALUES}, "metrics": None, **TWO},
+    "labels that don't count": {"y": IGNORED, "metrics": None},
+    "functions of one's own": {"y": VALUES, "loss": squares, "metrics": [squares]},
+    "sample weights": {"sample_weight": torch.rand(53, dtype=torch.float64)},
+}
+
+
+def trained(case, epochs=3, **more):
+    """The model, and the histories of a first and a second `fit`."""
+    case = {**ADAM, **case, **more}
+    net, x, y = case.pop("net", perceptron), X, case.pop("y", Y)
+    weights = case.pop("sample_weight", None)
+    torch.manual_seed(1)
+    model = fitkit.Model(net().double())
+    model.compile(accelerator="cpu", **case)
+    torch.manual_seed(2)
+    options = {"batch_size": 8, "verbose": 0, "sample_weight": weights}
+    first = model.fit(x, y, epochs=epochs, **options).history
+    torch._dynamo.utils.counters.clear()
+    second = model.fit(x, y, epochs=epochs + 2, initial_epoch=epochs, **options).history
+    return model, [first, second]
+
+
+def compiled_anew():
+    """How many graphs torch has compiled since `counters` were cleared."""
+    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+
+
+def assert_same(one, other, tolerance=1e-10):
+    (model, histories), (twin, others) = one, other
+    state, expected = model.state_dict(), twin.state_dict()
+    for name, value in expected.items():
+        assert torch.allclose(state[name], value, rtol=0, atol=tolerance), name
+    for history, wanted in zip(histories, others, strict=True):
+        assert list(history) == list(wanted)
+        for name, values in wanted.items():
+            assert history[name] == pytest.approx(values, abs=tolerance), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_step_gives_what_an_eager_one_gives(name, recwarn):
+    plain = trained(CASES[name])
+    model, histories = trained(CASES[name], jit_compile=TRACED)
+    assert compiled_anew() == 0  # in the second fit
+    assert not [w for w in recwarn if "jit_compile" in str(w.message)]
+    assert_same((model, histories), plain)
+
+
+@pytest.mark.parametrize("name", ["Adam", "a rate for each step", "several outputs"])
+def test_several_steps_in_one_call_give_what_single_ones_give(name):
+    plain = trained(CASES[name])
+    model, histories = trained(CASES[name], jit_compile=TRACED, steps_per_execution=6)
+    assert compiled_anew() == 0
+    assert_same((model, histories), plain)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({"optimizer": partial(optim.SGD, momentum=0.9, dampening=0.5)}, "second update only"),
+        ({"optimizer": partial(optim.Rprop)}, "can be traced"),
+        ({"optimizer": partial(optim.RAdam)}, "branching"),
+        ({"lr_scheduler": {"scheduler": ONE_CYCLE, "interval": "step"}}, "change from step"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_traced_steps_by_itself(case, why):
+    plain = trained(case)
+    with pytest.warns(UserWarning, match=f"steps by itself: .*{why}"):
+        compiled = trained(case, jit_compile=TRACED)
+    assert_same(compiled, plain)
+
+
+class Printing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        if float(x.sum()) > 1e6:  # by the data: no graph can hold that
+            x = x + 1
+        return self.layer(x)
+
+
+def test_a_net_that_cannot_be_traced_whole_is_named_with_its_line_and_learns_the_same():
+    plain = trained({"net": Printing})
+    with pytest.warns(UserWarning, match=r"compiles the net alone.*test_compiled_step.py") as seen:
+        compiled = trained({"net": Printing}, jit_compile=TRACED)
+    assert len([w for w in seen if "compiles the net" in str(w.message)]) == 1
+    assert_same(compiled, plain)
+
+
+def test_gradients_of_a_layer_that_thaws_are_computed_from_its_epoch_on():
+    class Thaw(fitkit.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs):
+            self.model.net[0].requires_grad_(epoch >= 2)
+
+    def run(**more):
+        torch.manual_seed(1)
+        model = fitkit.Model(perceptron())
+        model.compile(accelerator="cpu", **ADAM, **more)
+        torch.manual_seed(2)
+        options = {"batch_size": 8, "epochs": 4, "verbose": 0, "callbacks": [Thaw()]}
+        return model, [model.fit(X, Y, **options).history]
+
+    assert_same(run(jit_compile=TRACED), run())
+
+
+def test_a_training_that_was_cut_goes_on_to_the_same_bits(tmp_path):
+    def model(seed):
+        torch.manual_seed(seed)
+        made = fitkit.Model(normalized())
+        made.compile(accelerator="cpu", **ADAM, jit_compile=TRACED)
+        return made
+
+    options = {"batch_size": 8, "verbose": 0}
+    whole = model(1)
+    torch.manual_seed(2)
+    whole.fit(X, Y, epochs=4, **options)
+    cut = model(1)
+    torch.manual_seed(2)
+    cut.fit(X, Y, epochs=2, **options)
+    cut.save(tmp_path / "cut.h5")
+    resumed = model(3)
+    resumed.fit(X, Y, epochs=4, resume_from=tmp_path / "cut.h5", **options)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def test_batches_that_wait_are_copies_and_callbacks_hear_of_whole_groups():
+    def batches():
+        x, y = X[:8].clone(), Y[:8].clone()
+        for start in range(0, 48, 8):
+            x.copy_(X[start : start + 8])
+            y.copy_(Y[start : start + 8])
+            yield x, y
+
+    class Numbers(fitkit.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs):
+            heard.append(("begin", batch))
+
+        def on_train_batch_end(self, batch, logs):
+            heard.append(("end", batch, round(logs["loss"], 10), self.model.global_step))
+
+    def run(**more):
+        heard.clear()
+        torch.manual_seed(1)
+        model = fitkit.Model(perceptron())
+        model.compile(accelerator="cpu", **ADAM, steps_per_execution=5, **more)
+        model.fit(iter(batches()), verbose=0, callbacks=[Numbers()])
+        return model.state_dict(), list(heard)
+
+    heard = []
+    (state, moments), (expected, wanted) = run(jit_compile=TRACED), run()
+    assert moments == wanted
+    for name, value in expected.items():
+        assert torch.allclose(state[name], value, rtol=0, atol=1e-12)
+
+
+def test_a_state_that_is_loaded_within_a_training_is_the_one_that_learns():
+    class Load(fitkit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            optimizer = self.model.optimizer
+            if batch == 2:
+                self.state = copy.deepcopy(optimizer.state_dict())
+            if batch == 4:
+                optimizer.load_state_dict(self.state)
+
+    def run(**more):
+        torch.manual_seed(1)
+        model = fitkit.Model(perceptron())
+        model.compile(accelerator="cpu", **ADAM, **more)
+        torch.manual_seed(2)
+        history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Load()]).history
+        return model, [history]
+
+    assert_same(run(jit_compile=TRACED), run())
+
+
+def test_other_settings_are_compiled_anew_and_a_copy_compiles_for_itself():
+    model, _ = trained(CASES["Adam"], jit_compile=TRACED)
+    twin = copy.deepcopy(model)
+    assert twin._fitkit.compiled_update is None
+    model.compile(loss="nll_loss")
+    assert model._fitkit.compiled_update is None
+    twin.fit(X, Y, verbose=0)
+
+
+def test_what_is_compiled_is_said_with_its_seconds(capsys):
+    torch.manual_seed(1)
+    model = fitkit.Model(perceptron())
+    model.compile(accelerator="cpu", **ADAM, jit_compile=TRACED)
+    model.fit(X[:48], Y[:48], batch_size=8, verbose=2)
+    assert capsys.readouterr().out.count("compiling the step …") == 1
+
+
+@HAS_COMPILER
+@pytest.mark.timeout(240)
+def test_torchs_own_compiler_computes_the_whole_step():
+    """Several steps in one call, a short last batch, dropout: the same bits from run to run."""
+
+    def net():
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 3))
+
+    options = {"net": net, "jit_compile": True, "steps_per_execution": 4}
+    one, other = trained(options), trained(options)
+    assert compiled_anew() == 0
+    assert_same(one, other, tolerance=0)
+    assert one[0]._fitkit.compiled_update.stopped is None
+
+
+@HAS_COMPILER
+@pytest.mark.timeout(240)
+def test_torchs_own_compiler_gives_the_same_after_a_hundred_steps():
+    plain = trained(CASES["AdamW"], epochs=14)
+    assert_same(trained(CASES["AdamW"], epochs=14, jit_compile=True), plain)
