@@ -340,16 +340,18 @@ class CompiledUpdate:
                 continue
             for group in self._groups:
                 group.put(group.last[number])
-            self._note(*self._run(batch), batch)
+            (found,) = self._run(batch)
+            self._note(found, batch)
 
     def _note_together(self, found: Any) -> None:
         """Take what several steps gave into the pass's values; metrics take it as one batch."""
         meters = self._step.meters
-        joins = meters is not None and _is_plain(self._shapes) and not meters.has_user_code
-        joins = joins and type(found[0][0]) is torch.Tensor
+        joins = type(found[0][0]) is torch.Tensor and _is_plain(self._shapes)
+        if meters is None or meters.has_user_code:
+            joins = False
         for one, batch in zip(found, self._places, strict=True):
             self._note(one, batch, measures=not joins)
-        if joins:
+        if meters is not None and joins:
             predictions, targets = [one[0] for one in found], [batch[1] for batch in self._places]
             meters.update(torch.cat(predictions), torch.cat(targets))
 
@@ -455,9 +457,9 @@ class CompiledUpdate:
         kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
         if not self._updates:
             return kept, loss, parts, counted, gradients
-        gradients = self._clipped(gradients)
+        clipped = self._clipped(gradients)
         for group in self._groups:
-            group.update(gradients, place)
+            group.update(clipped, place)
         return kept, loss, parts, counted, None
 
     def _losses(self, prediction: Any, y: Any, weight: Any) -> Any:

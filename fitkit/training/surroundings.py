@@ -254,11 +254,11 @@ MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_preci
 
 
 def _set_traced_gradients(value: bool) -> None:
-    torch._dynamo.config.trace_autograd_ops = value  # type: ignore[attr-defined]
+    torch._dynamo.config.trace_autograd_ops = value
 
 
 def _traced_gradients_kept() -> Callable[[], None]:
-    before = torch._dynamo.config.trace_autograd_ops  # type: ignore[attr-defined]
+    before = torch._dynamo.config.trace_autograd_ops
     return lambda: _set_traced_gradients(before)
 
 

@@ -243,14 +243,16 @@ class Update:
         """
         options = model._fitkit.compilation.jit_compile
         alone = self._is_alone and not self._exchanges and self._engine is None
-        plain = isinstance(self._step, CompiledStep) and self._step.wrapped.is_bare
         special = self._scaling is not None or self._takes_closure
-        if not alone or not plain or special or not compiles_steps(options):
+        step = self._step
+        if not alone or special or not isinstance(step, CompiledStep) or not step.wrapped.is_bare:
+            return None
+        if not compiles_steps(options):
             return None
         if model._fitkit.compiled_update is None:
             model._fitkit.compiled_update = CompiledUpdate(options)
         found: CompiledUpdate = model._fitkit.compiled_update
-        found.begin(model, self._step, self.optimizer, self._parameters, self._count_update)
+        found.begin(model, step, self.optimizer, self._parameters, self._count_update)
         return found
 
     def _regroup(self) -> None:
