@@ -123,6 +123,23 @@ def options(length: Length) -> Iterator[Row]:
             yield against("options", base, side, length.pairs)
 
 
+def compiled(length: Length) -> Iterator[Row]:
+    """Whole steps compiled by `jit_compile`: fitkit's beside the tuned loop in eager PyTorch."""
+    tiny = Task("Adam, accuracy, arrays", samples=length.of(12_800), source="arrays")
+    wide = dataclasses.replace(tiny, name="784-128-10, arrays", net="mlp 784 128 10", batch=128)
+    for task in (tiny, wide):
+        for given in (
+            {},
+            {"jit_compile": True},
+            {"jit_compile": True, "steps_per_execution": 32},
+        ):
+            words = "".join(f", {name}={value}" for name, value in given.items())
+            changed = dataclasses.replace(task, name=task.name + words, options=given)
+            yield from contest(
+                "compiled", changed, ("fitkit",), "tuned", length.pairs, with_itself=False
+            )
+
+
 def scaling(length: Length) -> Iterator[Row]:
     """A step's cost against layers, batch size, metrics, callbacks and epochs."""
     base = Task("", samples=length.of(3200), optimizer="sgd", metrics=())
@@ -153,6 +170,7 @@ SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
     "inference": inference,
     "metrics": metrics,
     "options": options,
+    "compiled": compiled,
     "footprint": lambda length: footprint.rows(length.pairs),
     "checkpoint": lambda length: checkpoints.rows(length.pairs, 14 if length.share == 1 else 2),
     "ddp": lambda length: ddp.rows(2 * -(-length.pairs // 2)),

@@ -100,7 +100,9 @@ class Group:
         self._names, self._values = list(kept), list(kept.values())
         rate = group["lr"]
         self.last = [float(rate)] * UNROLLED
-        device = rate.device if isinstance(rate, torch.Tensor) else torch.device("cpu")
+        device = parameters[0].device if parameters else torch.device("cpu")
+        if device.type == "cuda" and "capturable" in taken:
+            self.settings["capturable"] = True  # all numbers stay on the GPU
         self.rates = torch.tensor(self.last, dtype=widest_dtype(device), device=device)
 
     def _begin_momentum(
@@ -161,7 +163,7 @@ def functional(kind: type[Optimizer]) -> Callable[..., None]:
     if kind.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group"):
         found = getattr(sys.modules[kind.__module__], kind.__name__.lower(), None)
         if found is not None and "lr" in inspect.signature(found).parameters:
-            return found  # type: ignore[no-any-return]
+            return found
     raise UncompiledError(
         f"{kind.__name__} isn't one of torch.optim's optimizers that can be traced"
     )
@@ -276,11 +278,13 @@ class CompiledUpdate:
             self._after_update()
         else:
             self._gradients = gradients
-            self.loss = found[1].requires_grad_()
+            self.loss = found[1].detach().requires_grad_()
         return True
 
     def _note(self, found: Any, batch: Batch, *, measures: bool = True) -> Any:
         """Take what a step gave into the pass's values; its gradients are what is left."""
+        if self._kind != "cpu":  # a CUDA graph's next replay writes its results in the same place
+            found = trees.map_leaves(_copied, found)
         prediction, loss, parts, counted, gradients = found
         step = self._step
         step.count = step.terms = None
@@ -513,7 +517,7 @@ class CompiledUpdate:
         step, optimizer = self._step, self._optimizer
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         drawn = random_state()
-        with _as_written(self._net):
+        with _as_written(self._model):
             _, loss, _ = step.compute(self._net, x, y, weight)
         may_learn = [p for p in self._parameters if p.requires_grad]
         gradients = torch.autograd.grad(loss, may_learn, allow_unused=True)
@@ -601,18 +605,26 @@ def _is_plain(shapes: Any) -> bool:
     return type(shapes[0]) is torch.Size
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _room(leaf: Any) -> Any:
     return None if leaf is None else torch.empty_like(leaf)
 
 
 @contextmanager
-def _as_written(net: nn.Module) -> Iterator[None]:
-    """Have calls of a net run its own code meanwhile, not the compiled one."""
-    compiled, net._compiled_call_impl = net._compiled_call_impl, None  # type: ignore[assignment]
+def _as_written(model: Module) -> Iterator[None]:
+    """Have calls of a model and its net run their own code meanwhile, not the compiled one."""
+    modules = [model] if model.net is None else [model, model.net]
+    compiled = [module._compiled_call_impl for module in modules]
+    for module in modules:
+        module._compiled_call_impl = None
     try:
         yield
     finally:
-        net._compiled_call_impl = compiled
+        for module, call in zip(modules, compiled, strict=True):
+            module._compiled_call_impl = call
 
 
 def reason_of(error: BaseException) -> str:

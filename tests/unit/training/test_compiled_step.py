@@ -1,4 +1,4 @@
-"""`jit_compile` compiles whole steps: the same numbers as without it, and nothing compiled twice."""
+"""`jit_compile` compiles whole steps: the same numbers as without it, nothing compiled twice."""
 
 import copy
 import functools
