@@ -255,7 +255,8 @@ class Model(Module):
                 (default) leaves it.
             deterministic: True, False or `"warn"`: torch's deterministic algorithms, for the
                 length of each call; None (default) leaves them.
-            jit_compile: True for `torch.compile` of the net, or a dict of its options.
+            jit_compile: True for `torch.compile` of the whole step (forward, loss, gradients,
+                update), as far as that can be compiled, or a dict of its options.
             matmul_precision: `"highest"` (float32 throughout), `"high"` (TF32 on CUDA) or
                 `"medium"` (bfloat16 where the device has kernels for it): of float32 matrix
                 products, as `torch.set_float32_matmul_precision` means it, for the length of each
