@@ -34,12 +34,9 @@ from fitkit.optimizers import HOW, class_of
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.step import CompiledStep, is_plain_wrapper, number_of
 
-OPTIONS = {"realize_opcount_threshold": 4}
-"""Options of torch's compiler that a step needs, beside the user's.
-
-A bias correction of Adam's is one number, but torch 2.13 would compute it anew for each 16 weights:
-with this, numbers of more than four operations are computed once (784-128-10: 0.65 of the time).
-"""
+TOGETHER_ON_CPU = {"cpp_wrapper": True, "size_asserts": False}
+"""Options of torch's compiler, beside the user's, for several steps in one call on a CPU: what launches the kernels is C++ too, which
+takes a third longer to compile (32-64-10: 0.85 of the time)."""
 
 MOST_SHAPES = 4
 """Shapes of batches that are compiled each for itself; those that come later share one program."""
@@ -394,7 +391,7 @@ class CompiledUpdate:
             if len(self._programs) >= MOST_SHAPES:
                 key = len(batches), None
                 program = self._programs.get(key)
-            program = program or self._compiled(dynamic=key[1] is None)
+            program = program or self._compiled(len(batches) > 1, dynamic=key[1] is None)
         given = [(*self._entered(x), y, weight) for x, y, weight in batches]
         began = time.monotonic()
         if is_new and self.is_announced:
@@ -418,8 +415,12 @@ class CompiledUpdate:
         """What the net gets for a batch's inputs: by position, and by keyword."""
         return ((x,), {}) if isinstance(x, torch.Tensor) else self._step.caller.arguments(x)
 
-    def _compiled(self, *, dynamic: bool) -> Callable[..., Any]:
-        """A function of its own for one shape of batches, or for any."""
+    def _compiled(self, together: bool, *, dynamic: bool) -> Callable[..., Any]:
+        """A function of its own for one shape of batches, or for any.
+
+        Args:
+            together: whether it computes several steps.
+        """
 
         def step(batches: Any) -> Any:
             return [self._whole(place, *batch) for place, batch in enumerate(batches)]
@@ -430,7 +431,8 @@ class CompiledUpdate:
         mode = options.pop("mode", None)
         if options.get("backend", "inductor") == "inductor":
             of_mode = {} if mode is None else torch._inductor.list_mode_options(mode)
-            options["options"] = {**OPTIONS, **of_mode, **(options.get("options") or {})}
+            own = TOGETHER_ON_CPU if together and self._kind == "cpu" else {}
+            options["options"] = {**own, **of_mode, **(options.get("options") or {})} or None
         options["fullgraph"] = True
         options.setdefault("dynamic", dynamic)
         return torch.compile(step, **options)
