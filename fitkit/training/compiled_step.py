@@ -35,8 +35,11 @@ from fitkit.random_states import random_state, set_random_state
 from fitkit.training.step import CompiledStep, is_plain_wrapper, number_of
 
 TOGETHER_ON_CPU = {"cpp_wrapper": True, "size_asserts": False}
-"""Options of torch's compiler, beside the user's, for several steps in one call on a CPU: what launches the kernels is C++ too, which
-takes a third longer to compile (32-64-10: 0.85 of the time)."""
+"""Options of torch's compiler, beside the user's, for several steps in one call on a CPU.
+
+What launches the kernels is C++ too then, which takes a third longer to compile (32-64-10: 0.85 of
+the time).
+"""
 
 MOST_SHAPES = 4
 """Shapes of batches that are compiled each for itself; those that come later share one program."""

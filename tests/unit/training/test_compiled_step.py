@@ -109,7 +109,9 @@ def test_a_compiled_step_gives_what_an_eager_one_gives(name, recwarn):
     assert_same((model, histories), plain)
 
 
-@pytest.mark.parametrize("name", ["Adam, a short last batch", "a rate for each step", "several outputs"])
+@pytest.mark.parametrize(
+    "name", ["Adam, a short last batch", "a rate for each step", "several outputs"]
+)
 def test_several_steps_in_one_call_give_what_single_ones_give(name):
     plain = trained(CASES[name])
     model, histories = trained(CASES[name], jit_compile=TRACED, steps_per_execution=6)
