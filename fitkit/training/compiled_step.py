@@ -539,6 +539,8 @@ class CompiledUpdate:
         self._learning = [parameter for parameter, gradient in pairs if gradient is not None]
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._seen = (optimizer.state, optimizer.param_groups, len(optimizer.param_groups))
+        if self._model._fitkit.fit_state.grad_norms is not None:
+            self._updates = False  # a callback wants the gradients' norm
         if self._updates:
             try:
                 self._groups = self._collected(gradients, may_learn)

@@ -116,7 +116,8 @@ def fit_batch(
     context, step = step_for(model, "training", class_weights=class_weights)
     with running(model, context), state.training():
         try:
-            updates_for(model, context, step, accumulate=1)(batch, 0)
+            # One batch isn't worth what a fit's first one costs where steps are compiled.
+            updates_for(model, context, step, accumulate=1, compiles=False)(batch, 0)
             step.undo_writes()
             values: dict[str, Any] = step.logbook.results()
         finally:

@@ -51,6 +51,7 @@ def updates_for(
     *,
     accumulate: int | None = None,
     after_update: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
+    compiles: bool = True,
 ) -> Update | ByTurns | Manual:
     """What a training batch leads to: one update, one by each optimizer, or what the model does.
 
@@ -59,6 +60,7 @@ def updates_for(
         step: computes losses.
         accumulate: batches of an update, instead of what `compile` was given.
         after_update: gives for an optimizer what to call after each of its updates.
+        compiles: as in `Update`.
     """
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
     optimizers = ready_optimizers(model)
@@ -75,7 +77,7 @@ def updates_for(
             scaling,
             after_update(optimizer),
             is_one_of_several=several,
-            compiles=accumulate is None,  # a single batch isn't worth what a fit's first costs
+            compiles=compiles,
         )
         for optimizer, scaling in zip_longest(optimizers, scalings)
     ]

@@ -241,6 +241,18 @@ def test_a_state_that_is_loaded_within_a_training_is_the_one_that_learns():
     assert_same(run(jit_compile=TRACED), run())
 
 
+def test_norms_of_gradients_are_those_of_eager_steps():
+    def run(**more):
+        torch.manual_seed(1)
+        model = fitkit.Model(perceptron())
+        model.compile(accelerator="cpu", **ADAM, **more)
+        torch.manual_seed(2)
+        monitor = fitkit.callbacks.NormMonitor()
+        return model, [model.fit(X, Y, batch_size=8, verbose=0, callbacks=[monitor]).history]
+
+    assert_same(run(jit_compile=TRACED), run())
+
+
 def test_other_settings_are_compiled_anew_and_a_copy_compiles_for_itself():
     model, _ = trained(CASES["Adam, a short last batch"], jit_compile=TRACED)
     twin = copy.deepcopy(model)
