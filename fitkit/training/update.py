@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
-from fitkit.distributed.strategies import Engine, Strategy
+from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.strategies.engine import clip_gradients, norm_of, scale_gradients
-from fitkit.errors import ConfigurationError, warn
+from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden, step_arguments
-from fitkit.losses import Count, Term
+from fitkit.losses import Term
 from fitkit.losses.compiled import total_of
 from fitkit.module import Module
 from fitkit.optimizers import (
@@ -35,9 +35,15 @@ from fitkit.optimizers import (
     unfuse_if_unreadable,
 )
 from fitkit.training.compiled_step import CompiledUpdate, compiles_steps
+from fitkit.training.manual import (
+    Manual,
+    check_manual,
+    exchange_gradients,
+    manual_backward,
+    nothing_if,
+)
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step, StepContext
-from fitkit.training.settings import DEFAULTS
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import match_strides
 
@@ -84,7 +90,7 @@ def updates_for(
     if not model.automatic_optimization:
         check_manual(model)
         parameters = model._fitkit.compilation.trainable(model)
-        context.backward = partial(_manual_backward, model, step, parameters)
+        context.backward = partial(manual_backward, model, step, parameters)
         return Manual(model, step)
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
     if several and overridden(model, "training_step") and not takes_turns:
@@ -115,13 +121,6 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
 def _is_named(model: Module) -> bool:
     """Whether fitkit chose the optimizer's way to compute."""
     return model._fitkit.compilation.optimizer.is_name and not configures_its_own(model)
-
-
-def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """A part's loss; 0 where it is the mean over nothing, which is NaN."""
-    if isinstance(count, torch.Tensor):
-        return torch.where(count > 0, loss, torch.zeros_like(loss))
-    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 class Upcoming:
@@ -611,131 +610,3 @@ class ByTurns:
     def finish(self) -> None:
         for update in self.updates:
             update.finish()
-
-
-class Manual:
-    """The step makes the updates itself (`automatic_optimization = False`); they are counted.
-
-    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step`
-    and `second_step`) have made one in each batch after which the weights have changed.
-
-    Args:
-        model: whose optimizers make them.
-        step: calls its `training_step`.
-    """
-
-    def __init__(self, model: Module, step: Step) -> None:
-        compilation = model._fitkit.compilation
-        self._step = step
-        self._state: FitState = model._fitkit.fit_state
-        self._engine: Engine | None = compilation.strategy.engine
-        self._parameters = compilation.trainable(model)
-        self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
-        self._updates_before: int | None = None  # of the epoch; None before its first batch
-        self._has_warned = False
-
-    def __call__(self, batch: Any, index: int) -> None:
-        state, updates = self._state, self._state.updates
-        if self._updates_before is None:
-            self._updates_before = updates
-        versions = None if self._steps_count else self._versions()
-        with state.counting_steps():
-            self._step(batch, index)
-        if state.updates != updates:
-            self._steps_count = True
-        elif versions is not None and versions != self._versions():
-            state.updates += 1
-        for scaling in self._state.scalings:
-            scaling.update()
-        if self._engine is not None:
-            self._engine.after_update()
-
-    def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches
-
-    @property
-    def is_between_groups(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        """Nothing waits: own updates aren't compiled as a whole."""
-
-    def finish(self) -> None:
-        """Nothing is left over; an epoch without an update is told once."""
-        if self._state.updates == self._updates_before and not self._has_warned:
-            self._has_warned = True
-            warn(
-                "No update was seen in this epoch, so global_step, EMA and what else follows "
-                "updates stand still. One is counted for each optimizer.step() in training_step, "
-                "or for a batch that changes the parameters in place; p.data hides a change."
-            )
-        self._updates_before = None
-
-    def _versions(self) -> list[int]:
-        """What torch counts up with each change in place."""
-        return [parameter._version for parameter in self._parameters]
-
-
-def _manual_backward(
-    model: Module,
-    step: Step,
-    parameters: list[torch.nn.Parameter],
-    loss: torch.Tensor,
-    count: Count = None,
-    **options: Any,
-) -> None:
-    """Compute the gradients of a loss that the model's own step gave, averaged over the ranks."""
-    strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
-    mine: float = step.samples
-    whole: float = step.total
-    if count is not None and strategy.data_ranks.world_size > 1:
-        mine = float(count)
-        (whole,) = strategy.data_ranks.sums([mine])
-    weight = mine * strategy.data_ranks.world_size
-    scaled = loss if weight == whole else nothing_if(loss, mine) * (weight / whole)
-    if state.scalings:
-        scaled = state.scalings[0].scaler.scale(scaled)
-    scaled.backward(**options)
-    exchange_gradients(strategy, parameters)
-
-
-def exchange_gradients(strategy: Strategy, parameters: list[torch.nn.Parameter]) -> None:
-    """Average gradients over the ranks that no backward pass has averaged.
-
-    Ranks:
-        Collective.
-    """
-    if strategy.engine is None or not strategy.engine.average_gradients(parameters):
-        strategy.collectives.mean_gradients(parameters)
-
-
-def check_manual(model: Module) -> None:
-    """Refuse what a model that makes its own updates can't be asked for.
-
-    Raises:
-        ConfigurationError: no `training_step`, or options that belong to automatic optimization.
-    """
-    if not overridden(model, "training_step"):
-        raise ConfigurationError(
-            f"{type(model).__name__} has automatic_optimization = False, but no training_step, so "
-            "nobody makes the updates. Define it, or leave automatic_optimization out."
-        )
-    compilation = model._fitkit.compilation
-    strategy = compilation.strategy
-    if strategy.replicates:
-        raise ConfigurationError(
-            f"automatic_optimization = False can't be kept under strategy={strategy.name!r}: "
-            "training_step runs once for each part of a batch, and each would make an update. "
-            "Write strategy='ddp', or let fit make the updates."
-        )
-    for name in (
-        "gradient_clip_val",
-        "accumulate_grad_batches",
-        "effective_batch_size",
-        "warmup_epochs",
-    ):
-        if compilation.given[name] not in (None, 0, DEFAULTS[name]):
-            raise ConfigurationError(
-                f"{name}={compilation.given[name]!r} can't be kept with automatic_optimization = "
-                "False: the updates are made in training_step. Do it there."
-            )

@@ -1,0 +1,152 @@
+"""Updates that a model's own step makes (`automatic_optimization = False`): they are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fitkit.distributed.strategies import Engine, Strategy
+from fitkit.errors import ConfigurationError, warn
+from fitkit.hooks import overridden
+from fitkit.losses import Count
+from fitkit.module import Module
+from fitkit.training.optimizing import FitState
+from fitkit.training.own_step import Step
+from fitkit.training.settings import DEFAULTS
+
+
+def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+    """A part's loss; 0 where it is the mean over nothing, which is NaN."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(count > 0, loss, torch.zeros_like(loss))
+    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
+
+
+class Manual:
+    """The step makes the updates itself (`automatic_optimization = False`); they are counted.
+
+    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step`
+    and `second_step`) have made one in each batch after which the weights have changed.
+
+    Args:
+        model: whose optimizers make them.
+        step: calls its `training_step`.
+    """
+
+    def __init__(self, model: Module, step: Step) -> None:
+        compilation = model._fitkit.compilation
+        self._step = step
+        self._state: FitState = model._fitkit.fit_state
+        self._engine: Engine | None = compilation.strategy.engine
+        self._parameters = compilation.trainable(model)
+        self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
+        self._updates_before: int | None = None  # of the epoch; None before its first batch
+        self._has_warned = False
+
+    def __call__(self, batch: Any, index: int) -> None:
+        state, updates = self._state, self._state.updates
+        if self._updates_before is None:
+            self._updates_before = updates
+        versions = None if self._steps_count else self._versions()
+        with state.counting_steps():
+            self._step(batch, index)
+        if state.updates != updates:
+            self._steps_count = True
+        elif versions is not None and versions != self._versions():
+            state.updates += 1
+        for scaling in self._state.scalings:
+            scaling.update()
+        if self._engine is not None:
+            self._engine.after_update()
+
+    def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+    @property
+    def is_between_groups(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        """Nothing waits: own updates aren't compiled as a whole."""
+
+    def finish(self) -> None:
+        """Nothing is left over; an epoch without an update is told once."""
+        if self._state.updates == self._updates_before and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "No update was seen in this epoch, so global_step, EMA and what else follows "
+                "updates stand still. One is counted for each optimizer.step() in training_step, "
+                "or for a batch that changes the parameters in place; p.data hides a change."
+            )
+        self._updates_before = None
+
+    def _versions(self) -> list[int]:
+        """What torch counts up with each change in place."""
+        return [parameter._version for parameter in self._parameters]
+
+
+def manual_backward(
+    model: Module,
+    step: Step,
+    parameters: list[torch.nn.Parameter],
+    loss: torch.Tensor,
+    count: Count = None,
+    **options: Any,
+) -> None:
+    """Compute the gradients of a loss that the model's own step gave, averaged over the ranks."""
+    strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
+    mine: float = step.samples
+    whole: float = step.total
+    if count is not None and strategy.data_ranks.world_size > 1:
+        mine = float(count)
+        (whole,) = strategy.data_ranks.sums([mine])
+    weight = mine * strategy.data_ranks.world_size
+    scaled = loss if weight == whole else nothing_if(loss, mine) * (weight / whole)
+    if state.scalings:
+        scaled = state.scalings[0].scaler.scale(scaled)
+    scaled.backward(**options)
+    exchange_gradients(strategy, parameters)
+
+
+def exchange_gradients(strategy: Strategy, parameters: list[torch.nn.Parameter]) -> None:
+    """Average gradients over the ranks that no backward pass has averaged.
+
+    Ranks:
+        Collective.
+    """
+    if strategy.engine is None or not strategy.engine.average_gradients(parameters):
+        strategy.collectives.mean_gradients(parameters)
+
+
+def check_manual(model: Module) -> None:
+    """Refuse what a model that makes its own updates can't be asked for.
+
+    Raises:
+        ConfigurationError: no `training_step`, or options that belong to automatic optimization.
+    """
+    if not overridden(model, "training_step"):
+        raise ConfigurationError(
+            f"{type(model).__name__} has automatic_optimization = False, but no training_step, so "
+            "nobody makes the updates. Define it, or leave automatic_optimization out."
+        )
+    compilation = model._fitkit.compilation
+    strategy = compilation.strategy
+    if strategy.replicates:
+        raise ConfigurationError(
+            f"automatic_optimization = False can't be kept under strategy={strategy.name!r}: "
+            "training_step runs once for each part of a batch, and each would make an update. "
+            "Write strategy='ddp', or let fit make the updates."
+        )
+    for name in (
+        "gradient_clip_val",
+        "accumulate_grad_batches",
+        "effective_batch_size",
+        "warmup_epochs",
+    ):
+        if compilation.given[name] not in (None, 0, DEFAULTS[name]):
+            raise ConfigurationError(
+                f"{name}={compilation.given[name]!r} can't be kept with automatic_optimization = "
+                "False: the updates are made in training_step. Do it there."
+            )
