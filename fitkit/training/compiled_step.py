@@ -12,6 +12,7 @@ what it read: another net, loss or setting is compiled anew, never computed as t
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,9 @@ Batch = tuple[Any, Any, Any]
 UNROLLED = 4
 """Steps that `steps_per_execution` computes in one call. Each more takes another second to compile,
 and what a call costs beside its steps is a quarter of them by then."""
+
+
+OTHERS_LEARN = "which parameters have a gradient changes from batch to batch"
 
 
 class UncompiledError(Exception):
@@ -220,7 +224,9 @@ class CompiledUpdate:
         self._clip_value = compilation.gradient_clip_val
         self._clip_algorithm = compilation.gradient_clip_algorithm
         self._counts, self._keeps_prediction = step.may_count, step.meters is not None
-        self._learning: list[nn.Parameter] = []
+        self._may_learn: list[nn.Parameter] = []
+        self._learns: list[bool] = []  # whether each of them has a gradient
+        self._learning: list[nn.Parameter] = []  # those that have
         self._requires_grad: list[bool] = []
         self._groups: list[Group] = []
         self._seen: tuple[Any, ...] = ()  # the optimizer's tensors, groups, and how many
@@ -461,7 +467,10 @@ class CompiledUpdate:
                     prediction = self._net(*given, **named)
                 prediction = self._precision.widen(prediction)
             loss, parts, counted = self._losses(prediction, y, weight)
-            gradients = torch.autograd.grad(loss, self._learning)
+            found = torch.autograd.grad(loss, self._may_learn, allow_unused=True)
+            if [gradient is not None for gradient in found] != self._learns:
+                raise UncompiledError(OTHERS_LEARN)
+            gradients = [gradient for gradient in found if gradient is not None]
         loss = loss.detach()
         kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
         if not self._updates:
@@ -520,13 +529,18 @@ class CompiledUpdate:
             UncompiledError: what this computes can't be compiled.
         """
         step, optimizer = self._step, self._optimizer
+        may_learn = [p for p in self._parameters if p.requires_grad]
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in may_learn):
+            raise UncompiledError("a parameter has hooks on its gradient")
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        counted = [(module, _numbers_of(module)) for module in self._model.modules()]
         drawn = random_state()
         with _as_written(self._model):
             _, loss, _ = step.compute(self._net, x, y, weight)
-        may_learn = [p for p in self._parameters if p.requires_grad]
         gradients = torch.autograd.grad(loss, may_learn, allow_unused=True)
         set_random_state(drawn)
+        for module, numbers in counted:
+            vars(module).update(numbers)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -535,8 +549,8 @@ class CompiledUpdate:
             raise UncompiledError("what the net's own loss is the mean over isn't known")
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
-        pairs = zip(may_learn, gradients, strict=True)
-        self._learning = [parameter for parameter, gradient in pairs if gradient is not None]
+        self._may_learn, self._learns = may_learn, [g is not None for g in gradients]
+        self._learning = list(itertools.compress(may_learn, self._learns))
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._seen = (optimizer.state, optimizer.param_groups, len(optimizer.param_groups))
         if self._model._fitkit.fit_state.grad_norms is not None:
@@ -571,10 +585,6 @@ class CompiledUpdate:
         kind = class_of(self._optimizer).__name__
         warn(f"jit_compile compiles forward, loss and backward; {kind} steps by itself: {why}.")
 
-    def _stop(self, why: str) -> None:
-        self.stopped = why
-        warn(f"jit_compile compiles the net alone, not the whole step: {why}")
-
 
 def compiles_steps(options: bool | dict[str, Any]) -> bool:
     """Whether `jit_compile` asks for compiled steps: a backend of the user's own gets the net."""
@@ -592,6 +602,11 @@ def _compilers_errors() -> tuple[type[Exception], ...]:
 
 def _nothing() -> None:
     return None
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that its forward may count with."""
+    return {name: it for name, it in vars(module).items() if isinstance(it, (int, float, bool))}
 
 
 def _detached(leaf: Any) -> Any:
@@ -637,6 +652,8 @@ def _as_written(model: Module) -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """Why torch couldn't compile something: its first sentence, and the user's line."""
     text = str(error).strip()
+    if OTHERS_LEARN in text:
+        return OTHERS_LEARN
     first = text.splitlines()[0].rstrip(".") if text else type(error).__name__
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
     return f"{first} ({lines[-1]})" if lines else first

@@ -302,3 +302,58 @@ def test_torchs_own_compiler_gives_the_same_after_a_hundred_steps():
 
     images, labels = torch.randn(40, 1, 12, 12, dtype=torch.float64), Y[:40]
     assert_same(run(jit_compile=True), run())
+
+
+class Counting(nn.Module):
+    """A net whose numbers follow from how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * (1 + 0.1 * self.calls)
+
+
+class Alternating(nn.Module):
+    """A net of which a part learns in every second batch only."""
+
+    def __init__(self):
+        super().__init__()
+        self.often, self.seldom, self.odd = nn.Linear(6, 3), nn.Linear(6, 3), False
+
+    def forward(self, x):
+        self.odd = not self.odd
+        return self.often(x) if self.odd else self.often(x) + self.seldom(x)
+
+
+def hooked(register):
+    net = perceptron()
+    getattr(net[0].weight, register)(
+        (lambda gradient: gradient * 0) if register == "register_hook" else drop_gradient
+    )
+    return net
+
+
+def drop_gradient(parameter):
+    parameter.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (partial(hooked, "register_hook"), "a parameter has hooks on its gradient"),
+        (partial(hooked, "register_post_accumulate_grad_hook"), "has hooks on its gradient"),
+        (Alternating, "which parameters have a gradient changes from batch to batch"),
+        (Counting, ""),
+    ],
+)
+def test_what_a_trace_would_miss_is_computed_as_without_compiling(net, words):
+    plain, plain_logs = trained({"net": net})
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match=words or "Hard failure|recompile"):
+        compiled, logs = trained({"net": net, "jit_compile": TRACED})
+    for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert logs[1]["loss"] == pytest.approx(plain_logs[1]["loss"], abs=1e-12)
