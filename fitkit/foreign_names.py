@@ -49,7 +49,9 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Lightning", "limit_train_batches"): _IN_FIT.format("steps_per_epoch=…"),
         ("Lightning", "limit_val_batches"): _IN_FIT.format("validation_steps=…"),
         ("Lightning", "check_val_every_n_epoch"): _IN_FIT.format("validation_freq=…"),
-        ("Lightning", "val_check_interval"): _IN_FIT.format("validation_freq=…"),
+        ("Lightning", "val_check_interval"): (
+            'Write fit(validation_freq=0.25), or {"batches": 100} for a number of batches.'
+        ),
         ("Lightning", "enable_progress_bar"): _IN_FIT.format("verbose=0"),
         ("Lightning", "enable_checkpointing"): _IN_CALLBACKS.format("ModelCheckpoint(…)"),
         ("Lightning", "enable_model_summary"): "Write model.summary().",

@@ -362,7 +362,8 @@ class Model(Module):
             validation_steps: batches of each validation. Default None: all.
             validation_batch_size: default `batch_size`.
             validation_freq: validate after every so many epochs, or a list of epochs' numbers
-                from 1. Default 1.
+                from 1; within epochs a fraction of the epoch's batches (0.2), or
+                `{"batches": 100}`, and at epochs' ends. Default 1.
             resume_from: a checkpoint to go on from as if the training had never been cut, or
                 `"last"` for the newest that the callbacks know (from the beginning where there
                 is none). Give the data, the callbacks and `epochs` as before. What contradicts

@@ -206,6 +206,9 @@ class EMA(Callback):
         if self.params.get("stage") == "fit" and not self.swap_on_epoch:
             self.weights.take_out()
 
+    def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
+        self.weights.take_out()  # also with swap_on_epoch: the epoch's training goes on
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         self._finish_epoch()
         if self.swap_on_epoch:

@@ -24,10 +24,13 @@ class Run(Protocol):
             save is whole.
         resumed: where the training goes on (`epoch`, `steps`); None where it begins anew.
         batch: of the last step on this rank, as the source gave it; None between epochs.
+        seen_values: the values of the epoch's last validation, where callbacks have seen them
+            within the epoch already (`on_validation_within_epoch`); else empty.
     """
 
     steps_done: int
     batch: Any
+    seen_values: dict[str, Any]
 
     @property
     def is_between_groups(self) -> bool: ...
@@ -74,6 +77,8 @@ class Callback:
     `on_epoch_begin`, `on_train_batch_begin` and `on_train_batch_end` for each batch, where
     there is a validation `on_test_begin`, `on_test_batch_begin` and `on_test_batch_end` for
     each of its batches, `on_test_end`, then `on_epoch_end`; at last `on_train_end`.
+    A validation within an epoch (`validation_freq=0.2`) has the test hooks, too, and then
+    `on_validation_within_epoch`.
     `evaluate` calls the test hooks, `predict` the predict hooks. Epochs and batches count
     from 0. A callback pays only for the hooks that it overrides.
 
@@ -165,6 +170,13 @@ class Callback:
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """An epoch ended, its validation included."""
+
+    def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
+        """A validation within an epoch ended, after training batch `batch` (`validation_freq`).
+
+        `logs` are its values alone (`val_…`), the same on all ranks. After the validation at an
+        epoch's end comes `on_epoch_end`.
+        """
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """A training batch begins."""

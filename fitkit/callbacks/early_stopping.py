@@ -22,7 +22,8 @@ class EarlyStopping(Callback):
     """Ends `fit` when the monitored value has not improved for some epochs.
 
     An epoch improves where its value is better than the best so far by more than `min_delta`;
-    NaN never is. Epochs without the value (validation_freq) don't count.
+    NaN never is. Epochs without the value (validation_freq) don't count. Where `fit` validates
+    several times an epoch, each validation counts in place of an epoch.
 
     Args:
         monitor: a name of the epoch's logs. Default `"val_loss"`.
@@ -88,7 +89,7 @@ class EarlyStopping(Callback):
         check_number("divergence_threshold", divergence_threshold, optional=True)
         check_flag("check_finite", check_finite)
         self.monitor = monitor
-        self._watch = Monitor(monitor, mode, min_delta, type(self).__name__)
+        self._watch = Monitor(monitor, mode, min_delta, type(self).__name__, within_epochs=True)
         self.patience = patience
         self.verbose = verbose
         self.baseline = baseline
@@ -111,8 +112,14 @@ class EarlyStopping(Callback):
         self._reset()
         self._watch.begin(self.model, self.params)
 
+    def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
+        value = self._watch.read_within(self.model, self.params, logs)
+        self._take(value, self.model.current_epoch, f"in epoch {{}}, at batch {batch + 1}")
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        value = self._watch.read(self.model, self.params, logs)
+        self._take(self._watch.read(self.model, self.params, logs), epoch, "after epoch {}")
+
+    def _take(self, value: float | None, epoch: int, when: str) -> None:
         if value is None or epoch < self.start_from_epoch:
             return
         if self.restore_best_weights and self.best_weights is None:
@@ -123,11 +130,11 @@ class EarlyStopping(Callback):
             self._keep_weights(epoch)
             if self.baseline is None or self._watch.better(value, self.baseline):
                 self.wait = 0
-        elif self.wait >= self.patience and epoch > 0:
-            self._stop(epoch)
+        elif self.wait >= self.patience and (epoch > 0 or self.best != self._watch.worst):
+            self._stop(epoch, when)
         reason = self._reason(value)
         if reason:
-            self._stop(epoch, f": {self.monitor} is {value:g}, {reason}")
+            self._stop(epoch, when, f": {self.monitor} is {value:g}, {reason}")
 
     def _reason(self, value: float) -> str:
         """Why a value ends the training whatever the patience; empty where it doesn't."""
@@ -141,9 +148,9 @@ class EarlyStopping(Callback):
             return f"worse than divergence_threshold={bad:g}"
         return ""
 
-    def _stop(self, epoch: int, why: str = "") -> None:
+    def _stop(self, epoch: int, when: str, why: str = "") -> None:
         self.stopped_epoch = epoch
-        self._said = f"Stopped early after epoch {epoch + 1}{why}."
+        self._said = f"Stopped early {when.format(epoch + 1)}{why}."
         self.model.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -161,7 +168,9 @@ class EarlyStopping(Callback):
     def _keep_weights(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
-            self.best_weights = copied_to_host(self.model.state_dict())
+            # Within an epoch a schedule-free optimizer shows the weights that it trains at.
+            with self.model._fitkit.fit_state.evaluated():
+                self.best_weights = copied_to_host(self.model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in KEPT}

@@ -25,6 +25,9 @@ class History(Callback):
         history: name → list of floats, one an epoch. Values that only some epochs have
             (`val_…` with `validation_freq`) have shorter lists, without padding.
         epoch: the epochs' numbers, from 0.
+        validations: with validations within epochs (`validation_freq=0.2`) all of them in order,
+            those at epochs' ends too: dicts of `epoch` (from 0), `batches` (of the epoch, made
+            before it) and the `val_…` values. `history` has an epoch's last one. Else empty.
         params: what is known of the run.
         model: the Model, as long as something else keeps it alive; else None.
 
@@ -45,6 +48,7 @@ class History(Callback):
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}
         self.epoch: list[int] = []
+        self.validations: list[dict[str, Any]] = []
         self.params: dict[str, Any] = {}
         self._epochs_with: dict[str, list[int]] = {}
 
@@ -68,6 +72,7 @@ class History(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.history = {}
         self.epoch = []
+        self.validations = []
         self._epochs_with = {}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:

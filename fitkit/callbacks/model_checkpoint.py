@@ -36,13 +36,16 @@ WHOLE = (".h5", ".hdf5", ".dcp")
 class ModelCheckpoint(Callback):
     """Saves the model after epochs, or within them.
 
+    Where `fit` validates several times an epoch (`validation_freq=0.2`), what is saved by a
+    validation's value is saved after each validation; names have only its values then (`val_…`).
+
     A file is there whole or not at all. Where batches are accumulated, a save within an epoch waits
     for the update that is due. Missing folders are made.
 
     Args:
         filepath: the file's name; numbers in braces are filled in, like
             `"{epoch:02d}-{val_loss:.2f}.h5"`: `epoch` (from 1), `step` (updates so far), `batch`
-            (from 1, for saves within epochs), and the logs. A name that ends in `.dcp` asks for
+            (of the epoch, from 1), and the logs. A name that ends in `.dcp` asks for
             a folder to which every rank writes its part, whole or weights alone.
         monitor: the log that tells which is best. Default None: `"val_loss"`, where one is needed.
         verbose: 1 says what is saved. Default 0.
@@ -156,7 +159,9 @@ class ModelCheckpoint(Callback):
         self.save_on_exception = save_on_exception
         self._watch: Monitor | None = None
         if save_best_only or (save_top_k and (save_top_k > 0 or monitor is not None)):
-            self._watch = Monitor(self.monitor, mode, callback=type(self).__name__)
+            self._watch = Monitor(
+                self.monitor, mode, callback=type(self).__name__, within_epochs=True
+            )
         self._check_names()
         if self._within_epochs or save_on_exception:
             # Only then: a hook at batches costs a little.
@@ -166,7 +171,7 @@ class ModelCheckpoint(Callback):
         self._kept: list[tuple[float, str]] = []  # the best first
         self._removing: list[str] = []  # what the newest save ends
         self._last: str | None = None
-        self._since = self._batch = self._updates_before = 0
+        self._since = self._updates_before = 0
         self._due = False
         self._saved_at = time.monotonic()
         worst = self._watch.worst if self._watch is not None else float("inf")
@@ -239,7 +244,6 @@ class ModelCheckpoint(Callback):
         self._watch.begin(self.model, self.params)
 
     def _after_batch(self, batch: int, logs: Logs) -> None:
-        self._batch = batch
         if not self._within_epochs:
             return
         if self._is_due():
@@ -262,13 +266,27 @@ class ModelCheckpoint(Callback):
         )
         return self._flag_of_any.after_step(self.model, is_time)
 
+    def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
+        if (
+            self._watch is None
+            or self._within_epochs
+            or not self._saves_in(self.model.current_epoch)
+        ):
+            return
+        if self._watch.read_within(self.model, self.params, logs) is not None:
+            self._save(logs)
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self._within_epochs:
             wanted = self._due
         else:
-            wanted = (epoch + 1) % (self.every_n_epochs or 1) == 0
+            is_saved = self._watch is not None and self._watch.is_seen(self.model)
+            wanted = self._saves_in(epoch) and not is_saved
         if wanted:
             self._save(logs)
+
+    def _saves_in(self, epoch: int) -> bool:
+        return (epoch + 1) % (self.every_n_epochs or 1) == 0
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._writer.finish(self.model)
@@ -323,8 +341,9 @@ class ModelCheckpoint(Callback):
     def _path(self, logs: Mapping[str, Any]) -> str:
         """This save's name, the same on all ranks."""
         numbers = {"epoch": self.model.current_epoch + 1, "step": self.model.global_step}
-        if self._within_epochs:
-            numbers["batch"] = self._batch + 1
+        run = run_of(self.model)
+        if run is not None and "batch" in self._names.fields:
+            numbers["batch"] = run.steps_done
         return from_rank_zero(self.model, self._names.name(numbers, logs))
 
     def _take(self, value: float, path: str, removed: list[str]) -> bool:
@@ -349,6 +368,8 @@ class ModelCheckpoint(Callback):
 
     def _is_among_best(self, value: float, path: str, removed: list[str]) -> bool:
         assert self._watch is not None and self.save_top_k
+        if any(name == path and not self._outranks(value, known) for known, name in self._kept):
+            return False  # one name has its best
         others = [(known, name) for known, name in self._kept if name != path]
         place = len(others)
         while place and self._outranks(value, others[place - 1][0]):

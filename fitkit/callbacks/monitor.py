@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from typing import Any
 
 from fitkit.arguments import check_choice, check_number, describe
+from fitkit.callbacks.base import run_of
 from fitkit.callbacks.ranks import from_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
@@ -34,6 +36,8 @@ class Monitor:
         mode: `"min"`, `"max"`, or `"auto"`: by the name, where it tells.
         min_delta: by how much more than this a value must be better than another, at least 0.
         callback: whose watch it is, for messages.
+        within_epochs: whether the callback looks at validations within epochs, too
+            (`read_within`): each validation counts once.
 
     Attributes:
         mode: `"min"` or `"max"`.
@@ -45,7 +49,13 @@ class Monitor:
     """
 
     def __init__(
-        self, name: str, mode: str = "auto", min_delta: float = 0.0, callback: str = ""
+        self,
+        name: str,
+        mode: str = "auto",
+        min_delta: float = 0.0,
+        callback: str = "",
+        *,
+        within_epochs: bool = False,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(
@@ -57,6 +67,7 @@ class Monitor:
         self.mode: str = direction_of(name) if mode == "auto" else mode
         self.min_delta: float = float(min_delta)
         self.callback = callback
+        self.within_epochs = within_epochs
         self.worst: float = math.inf if self.mode == "min" else -math.inf
         self._was_there = False
 
@@ -84,6 +95,8 @@ class Monitor:
     def read(self, model: Module, params: dict[str, Any], logs: dict[str, Any]) -> float | None:
         """The value in an epoch's logs; None in an epoch that doesn't have it.
 
+        None, too, where the epoch's values are those of a validation that `read_within` has seen.
+
         Raises:
             ConfigurationError: it isn't one number, or it is missing in the first epoch that
                 should have it.
@@ -91,8 +104,10 @@ class Monitor:
         Ranks:
             Collective: rank 0's value counts.
         """
+        if self.is_seen(model):
+            return None
         found = logs.get(self.name, logs.get(f"{self.name}_epoch"))
-        value, names = from_rank_zero(model, (_number(found), list(logs)))
+        value, there = from_rank_zero(model, (_number(found), list(logs)))
         if value is not None:
             self._was_there = True
             return value
@@ -103,12 +118,25 @@ class Monitor:
             )
         if self._was_there or not self._is_due(model.current_epoch, params):
             return None
-        close = nearest(self.name, names)
+        close = nearest(self.name, there)
         suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ConfigurationError(
-            f"{self.callback} monitors {self.name!r}, but the logs have {', '.join(names)}."
+            f"{self.callback} monitors {self.name!r}, but the logs have {', '.join(there)}."
             f"{suggestion} What another callback adds is there only for those after it in the list."
         )
+
+    def read_within(
+        self, model: Module, params: dict[str, Any], logs: dict[str, Any]
+    ) -> float | None:
+        """The value of a validation within an epoch; None where a validation doesn't have it."""
+        has_it = self.name in logs or f"{self.name}_epoch" in logs
+        return self.read(model, params, logs) if has_it else None
+
+    def is_seen(self, model: Module) -> bool:
+        """Whether the epoch's value is that of a validation which `read_within` has seen."""
+        run = run_of(model) if self.within_epochs else None
+        seen = {} if run is None else run.seen_values
+        return self.name in seen or f"{self.name}_epoch" in seen
 
     def _is_due(self, epoch: int, params: dict[str, Any]) -> bool:
         """Whether an epoch should have the value: not all of them end with an evaluation."""
@@ -116,10 +144,19 @@ class Monitor:
         if params.get("validation") is not False:
             evaluations = [("val_", params.get("validation_freq", 1)), *evaluations]
         return all(
-            epoch + 1 in every if isinstance(every, (list, tuple, set)) else not (epoch + 1) % every
-            for prefix, every in evaluations
-            if self.name.startswith(prefix)
+            is_due(every, epoch) for prefix, every in evaluations if self.name.startswith(prefix)
         )
+
+
+def is_due(every: Any, epoch: int) -> bool:
+    """Whether epoch `epoch` (from 0) ends with an evaluation.
+
+    Args:
+        every: a number of epochs, or the numbers of some (from 1); all else is within epochs.
+    """
+    if isinstance(every, (list, tuple, set)):
+        return epoch + 1 in every
+    return not isinstance(every, numbers.Integral) or (epoch + 1) % int(every) == 0
 
 
 def direction_of(name: str) -> str:

@@ -77,6 +77,7 @@ class ProgressBar(Callback):
         self._quiet_until_s = -NEVER
         self._title = self._phase = ""
         self._total: int | None = None
+        self._trained = 0  # the training's batches, while a validation is shown
         self._metrics: list[tuple[str, str]] = []
         self._done = 0
         self._began_s = 0.0
@@ -119,9 +120,14 @@ class ProgressBar(Callback):
         if self._clock() >= self._due_s or self._pace.paused:
             self._advance(batch, logs)
 
+    def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
+        self._phase, self._total, self._done = "", self._train_steps, batch + 1
+        self._pace = self._train_pace
+        self._pace.pause()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        if not self._phase and self._train_steps is None:
-            self._train_steps = self._done
+        if self._train_steps is None:
+            self._train_steps = self._trained if self._phase else self._done
         self._keep(self._shown(logs))
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -130,15 +136,13 @@ class ProgressBar(Callback):
     # evaluate, and the validation in fit
     def on_test_begin(self, logs: Logs | None = None) -> None:
         if self._in_fit:
-            if self._train_steps is None:
-                self._train_steps = self._done
             self._validate()
         else:
             self._open()
             self._begin("Evaluate", self.params.get("steps"), self._test_pace)
 
     def _validate(self) -> None:
-        self._phase = "validating"
+        self._phase, self._trained = "validating", self._done
         self._total, self._done = self._test_steps, 0
         self._pace = self._test_pace
         self._pace.pause()

@@ -275,7 +275,8 @@ class ReduceLROnPlateau(Callback):
     Adds `learning_rate`, the rate that the epoch used, to the epoch's logs.
 
     Args:
-        monitor: a name of the epoch's logs. Default `"val_loss"`.
+        monitor: a name of the epoch's logs. Default `"val_loss"`. Where `fit` validates several
+            times an epoch, each validation counts in place of an epoch.
         factor: by which the rates are multiplied, above 0 and below 1. Default 0.1.
         patience: epochs without improvement after which to do so. Default 10.
         verbose: 1 says it. Default 0.
@@ -322,7 +323,7 @@ class ReduceLROnPlateau(Callback):
         check_count("cooldown", cooldown, minimum=0)
         check_number("min_lr", min_lr, minimum=0)
         self.monitor = monitor
-        self._watch = Monitor(monitor, mode, min_delta, type(self).__name__)
+        self._watch = Monitor(monitor, mode, min_delta, type(self).__name__, within_epochs=True)
         self.factor = factor
         self.patience = patience
         self.verbose = verbose
@@ -340,9 +341,15 @@ class ReduceLROnPlateau(Callback):
         self._reset()
         self._watch.begin(self.model, self.params)
 
+    def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
+        value = self._watch.read_within(self.model, self.params, logs)
+        self._take(value, self.model.current_epoch)
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         logs.setdefault("learning_rate", rate_of(self.model))
-        value = self._watch.read(self.model, self.params, logs)
+        self._take(self._watch.read(self.model, self.params, logs), epoch)
+
+    def _take(self, value: float | None, epoch: int) -> None:
         if value is None:
             return
         if self.cooldown_counter > 0:

@@ -179,6 +179,11 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
         _lists("history", list(progress.history["history"].values()))
         for epoch in progress.history["epoch"]:
             _check_count("an epoch of its history", epoch)
+        _dicts("validations", progress.history.get("validations", []))
+        if progress.validated is not None:
+            _has("validated", progress.validated, {"steps": int, "updates": int, "values": dict})
+            for name in ("steps", "updates"):
+                _check_count(f"validated {name}", progress.validated[name])
         for entry in _dicts("callbacks", progress.callbacks):
             _has("callbacks", entry, {"class": str, "state": object})
         if not progress.random:

@@ -80,6 +80,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                 if run.resumed is not None:  # what they had, after their beginning
                     run.history.epoch = list(run.resumed.history["epoch"])
                     run.history.history = copy_lists(run.resumed.history["history"])
+                    run.history.validations = list(run.resumed.history.get("validations", []))
                     give_states(arguments.callback_list.callbacks, run.resumed.callbacks)
                 logs: dict[str, Any] = {}
                 for epoch in range(arguments.initial_epoch, arguments.epochs):
@@ -159,9 +160,18 @@ class Fit:
         self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
         self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
         self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
+        self.validated: dict[str, Any] | None = None  # the last within the epoch, as in Progress
+        self.seen_values: dict[str, Any] = {}
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
             self._take_place(self.resumed)
+        self.epoch_steps, self.interval = self.stream.steps, None
+        if self.held_out is not None and arguments.validates_within_epochs:
+            # Loaders that shard themselves may have unequal lengths: steps are made to the
+            # longest's end, and all ranks validate after the same ones.
+            everyones = self.collectives.gather(self.stream.steps)
+            self.epoch_steps = None if None in everyones else max(everyones)
+            self.interval = arguments.batches_between_validations(self.epoch_steps)
         updates = None  # in an epoch, where that is known
         if self.stream.steps is not None:
             updates = -(-self.stream.steps // self.accumulate)
@@ -297,19 +307,24 @@ class Fit:
             context.call_before_batch(callbacks.hooks("on_epoch_begin"), epoch, {})
         if begun:
             context.waiting.clear()  # it was noted before the epoch was cut
-        self.epoch, self.logs = epoch, None
+        self.epoch, self.logs, self.seen_values = epoch, None, {}
         self._follow_freezing()
         state.train(state.stored_weights if begun else None)
         if begun:
             self._go_on_drawing()
+        else:
+            self.validated = None
 
         begin = callbacks.hooks("on_train_batch_begin")
         end = callbacks.hooks("on_train_batch_end")
         group_size = self.compilation.steps_per_execution
         asks_ranks = self._asks_ranks()
+        validates = self.interval is not None
         index, empty = done - 1, 0
         with running(model, context):
             batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
+            if begun and self._is_validation_due() and self._validate_within(epoch, callbacks):
+                batches = iter(())  # the epoch was cut before a validation, by which it stops
             for group in in_groups(batches, group_size, first=done):
                 has_rows = False
                 for index, batch in group:
@@ -336,6 +351,10 @@ class Fit:
                         hook(index, logs)
                 if self._any_stops() if asks_ranks else model.stop_training:
                     break
+                if validates:
+                    self.note(index + 1)
+                    if self._is_validation_due() and self._validate_within(epoch, callbacks):
+                        break
             update.finish()
             self.batch = None
             self.note(index + 1)
@@ -359,10 +378,12 @@ class Fit:
         self.carried, self.steps_before = [], 0
         model._fitkit.log_names = list(values)
         if self.held_out is not None and self.arguments.validates_after(epoch):
-            found = self._validate(callbacks)
-            named = {validation_name(name): value for name, value in found.items()}
-            # Where a step logs both "x" and "val_x", the latter is meant.
-            values.update({**named, **{n: v for n, v in found.items() if validation_name(n) == n}})
+            before = self.validated
+            if before and (before["steps"], before["updates"]) == (index + 1, state.updates):
+                self.seen_values = before["values"]  # nothing has changed since
+                values.update(self.seen_values)
+            else:
+                values.update(self._validate(callbacks, epoch))
         self._warn_of_non_finite(epoch, values)
         if self.warm_up is None or self.warm_up.is_over:
             for plan, move in self.at_epochs:
@@ -449,8 +470,36 @@ class Fit:
         self.model.stop_training = True
         return batches == 0
 
-    def _validate(self, callbacks: CallbackList) -> dict[str, Any]:
-        """Pass over the validation data; its values."""
+    def _is_validation_due(self) -> bool:
+        """Whether the epoch's batches so far ask for a validation before its last one.
+
+        It waits for the update that batches wait for: it sees whole updates, and can be saved.
+        """
+        steps, interval = self.steps_done, self.interval
+        if interval is None or steps == self.epoch_steps or not self.is_between_groups:
+            return False
+        last = 0 if self.validated is None else self.validated["steps"]
+        return steps // interval > last // interval
+
+    def _validate_within(self, epoch: int, callbacks: CallbackList) -> bool:
+        """Validate within an epoch, and show the values to schedulers and callbacks.
+
+        Returns:
+            Whether the training stops here, on all ranks alike.
+        """
+        values = self._validate(callbacks, epoch)
+        updates = self.model._fitkit.fit_state.updates
+        self.validated = {"steps": self.steps_done, "updates": updates, "values": dict(values)}
+        if self.warm_up is None or self.warm_up.is_over:
+            for plan, _ in self.at_epochs:
+                if plan.watches and (epoch + 1) % plan.frequency == 0:
+                    self._step_plateau(plan, epoch, values, within=True)
+        callbacks.call("on_validation_within_epoch", self.steps_done - 1, values)
+        self.model.stop_training = self._any_stops()
+        return self.model.stop_training
+
+    def _validate(self, callbacks: CallbackList, epoch: int) -> dict[str, Any]:
+        """Pass over the validation data; its values, as they are called among an epoch's."""
         assert self.held_out is not None
         if self.validation is None:
             self.validation = step_for(
@@ -463,7 +512,7 @@ class Fit:
             self.validation[1].mover.bring_whole(self.held_out)
         context, step = self.validation
         with modes_restored(self.model):
-            return evaluate_source(
+            found = evaluate_source(
                 self.model,
                 self.held_out,
                 self.arguments.validation_steps,
@@ -472,11 +521,27 @@ class Fit:
                 callbacks,
                 name="validation_data",
             )
+        named = {validation_name(name): value for name, value in found.items()}
+        # Where a step logs both "x" and "val_x", the latter is meant.
+        named.update({name: v for name, v in found.items() if validation_name(name) == name})
+        if self.interval is not None:
+            place = {"epoch": epoch, "batches": self.steps_done}
+            self.history.validations.append({**place, **named})
+        return named
 
-    def _step_plateau(self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any]) -> None:
-        """Give a scheduler the value that it watches; refuse an epoch without, or say it once."""
+    def _step_plateau(
+        self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any], *, within: bool = False
+    ) -> None:
+        """Give a scheduler the value that it watches; refuse an epoch without, or say it once.
+
+        Args:
+            within: whether the logs are a validation's within the epoch, which may be without.
+        """
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
-        value = logs.get(watched, logs.get(f"{watched}_epoch"))  # as callbacks' monitor finds it
+        names = (watched, f"{watched}_epoch")  # as callbacks' monitor finds it
+        value = next((logs[name] for name in names if logs.get(name) is not None), None)
+        if any(name in self.seen_values for name in names) or (within and value is None):
+            return  # each validation counts once
         if value is not None:
             plan.scheduler.step(value)
             return
@@ -525,13 +590,13 @@ class Fit:
 
     def _miss(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
         """Refuse that the logs lack what a scheduler watches, or say it once."""
-        names = ", ".join(logs)
+        there = ", ".join(logs)
         if plan.monitor is not None:
-            problem = f"lr_scheduler monitors {watched!r}, but the logs have {names}."
+            problem = f"lr_scheduler monitors {watched!r}, but the logs have {there}."
         else:
             problem = (
                 f"ReduceLROnPlateau watches {watched!r} where lr_scheduler names no monitor, but "
-                f'the logs have {names}. Write {{"scheduler": …, "monitor": …}} with one of these.'
+                f'the logs have {there}. Write {{"scheduler": …, "monitor": …}} with one of these.'
             )
         if plan.strict:
             raise ConfigurationError(problem)
@@ -583,6 +648,10 @@ class Fit:
         ranks = progress.shares or len(progress.random)
         self.steps_before = -(-progress.steps * ranks // self.data_rank_count)
         self.carried = progress.noted if progress.steps else []
+        self.validated = progress.validated
+        if self.validated is not None:
+            steps = -(-self.validated["steps"] * ranks // self.data_rank_count)
+            self.validated = {**self.validated, "steps": steps}
 
     def progress(self) -> Progress:
         """Where the training is.
@@ -627,11 +696,16 @@ class Fit:
             seed=seed_of(self.source),
             loader=self.stream.loader_state(ends_pass=new_pass),
             noted=[] if is_between else [*self.carried, *noted_by_all],
-            history={"epoch": epochs, "history": values},
+            history={
+                "epoch": epochs,
+                "history": values,
+                "validations": list(self.history.validations),
+            },
             warm_up=self.warm_up.state() if warms_up and self.warm_up is not None else None,
             callbacks=states_of(self.arguments.callback_list.callbacks),
             data=kind_of_data(self.source),
             shares=self.data_rank_count,
+            validated=None if is_between else self.validated,
         )
 
     def params(self) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Progress:
             earlier versions.
         shares: among how many the data were dealt out, which may be fewer than the ranks; None in
             files of earlier versions.
+        validated: the epoch's last validation within it: how many `steps` and `updates` were
+            made, and its `values`; None where there was none.
     """
 
     epoch: int
@@ -52,6 +54,7 @@ class Progress:
     callbacks: list[dict[str, Any]]
     data: dict[str, Any] | None = None
     shares: int | None = None
+    validated: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for a file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fractions
 import inspect
 import numbers
 from typing import Any
@@ -21,6 +22,7 @@ from fitkit.arguments import (
     describe,
 )
 from fitkit.callbacks.base import CallbackList
+from fitkit.callbacks.monitor import is_due
 from fitkit.data.arrays import check_alike
 from fitkit.data.batches import Source, check_readable
 from fitkit.data.class_weights import ClassWeights
@@ -409,7 +411,21 @@ class FitArguments:
 
     def _check_validation_freq(self) -> None:
         frequency = self.validation_freq
-        if isinstance(frequency, (list, tuple, set)):
+        if isinstance(frequency, dict):
+            if list(frequency) != ["batches"]:
+                raise ConfigurationError(
+                    f"validation_freq={describe(frequency)}: a dict says after how many batches, "
+                    'like {"batches": 100}.'
+                )
+            check_count("validation_freq's batches", frequency["batches"])
+        elif isinstance(frequency, numbers.Real) and not isinstance(frequency, numbers.Integral):
+            if not 0 < float(frequency) <= 1:
+                raise ConfigurationError(
+                    f"validation_freq={describe(frequency)}: a fraction of the epoch is above 0 "
+                    'and at most 1. Write an int for every so many epochs, {"batches": 100} for '
+                    "every so many batches."
+                )
+        elif isinstance(frequency, (list, tuple, set)):
             if not all(
                 isinstance(epoch, numbers.Integral)
                 and not isinstance(epoch, bool)
@@ -422,11 +438,33 @@ class FitArguments:
         else:
             check_count("validation_freq", frequency)
 
+    @property
+    def validates_within_epochs(self) -> bool:
+        """Whether there are validations before an epoch's end, too."""
+        return isinstance(self.validation_freq, dict) or (
+            not isinstance(self.validation_freq, (list, tuple, set)) and self.validation_freq < 1
+        )
+
+    def batches_between_validations(self, steps: int | None) -> fractions.Fraction | None:
+        """How many batches, or parts of one, lie between two validations of an epoch.
+
+        Args:
+            steps: batches in the epoch; None where unknown.
+
+        Returns:
+            None where epochs' ends alone validate.
+        """
+        if not self.validates_within_epochs:
+            return None
+        if isinstance(self.validation_freq, dict):
+            return fractions.Fraction(self.validation_freq["batches"])
+        assert steps is not None  # `prepare` has refused that
+        # 0.2 is a fifth: as floats, 3 * 0.2 * 10 batches are a little more than 6.
+        return fractions.Fraction(float(self.validation_freq)).limit_denominator(10**6) * steps
+
     def validates_after(self, epoch: int) -> bool:
         """Whether epoch `epoch` (from 0) ends with a validation."""
-        if isinstance(self.validation_freq, (list, tuple, set)):
-            return epoch + 1 in self.validation_freq
-        return (epoch + 1) % int(self.validation_freq) == 0
+        return is_due(self.validation_freq, epoch)
 
     def prepare(
         self, float_dtype: torch.dtype, ranks: int, effective_batch_size: int | None = None
@@ -474,6 +512,8 @@ class FitArguments:
             float_dtype=float_dtype,
             name="validation_data",
         )
+        if self.validates_within_epochs:
+            self._check_validates_within(source, self.held_out)
         check_readable(
             self.held_out,
             sum(self.validates_after(e) for e in range(self.initial_epoch, self.epochs)),
@@ -481,6 +521,22 @@ class FitArguments:
             name="validation_data",
         )
         check_alike(source, self.held_out)
+
+    def _check_validates_within(self, source: Source, held_out: Source) -> None:
+        """Refuse data that can't be validated on several times an epoch, or at no known batch."""
+        given = f"validation_freq={describe(self.validation_freq)}"
+        unknown = source.steps is None and self.steps_per_epoch is None
+        if unknown and not isinstance(self.validation_freq, dict):
+            raise ConfigurationError(
+                f"{given} is a fraction of the epoch, but nobody knows how many batches x gives. "
+                'Write validation_freq={"batches": 100}, or give steps_per_epoch=….'
+            )
+        if not held_out.repeatable and self.validation_steps is None:
+            raise ConfigurationError(
+                f"{given} validates several times, but validation_data is an iterator, which can "
+                "be read once. Give validation_steps=… to take so many batches each time, or "
+                "something that can be read again (a list of batches, a DataLoader, a Dataset)."
+            )
 
     def for_other_ranks(self) -> FitArguments:
         """These as other processes get it: with sources in place of what the user passed."""

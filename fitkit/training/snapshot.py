@@ -257,6 +257,7 @@ def load(
         model.history = History()
         model.history.epoch = list(progress.history["epoch"])
         model.history.history = copy_lists(progress.history["history"])
+        model.history.validations = list(progress.history.get("validations", []))
     return progress
 
 
