@@ -31,8 +31,9 @@ from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.html import Results
-from fitkit.training.evaluate import evaluate_batch, predict_batch, run_evaluate, run_predict
-from fitkit.training.fit import fit_batch, run_fit
+from fitkit.training.evaluate import run_evaluate, run_predict
+from fitkit.training.fit import run_fit
+from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
 from fitkit.training.optimizing import FitState
 from fitkit.training.own_step import StepContexts
 from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
@@ -71,6 +72,7 @@ class Record:
         fit_state: optimizers, schedulers and counters, over several calls of `fit`.
         contexts: what runs on the model right now, in which thread.
         batch_size: of the last `fit`; None before.
+        kept_steps: what `train_on_batch` and its kin have built.
         log_names: of the values that the last pass gave; None before.
         hidden_names: logged with `prog_bar=False`, which the progress bar leaves out.
         compiled_update: what `jit_compile` has compiled of the training's steps; None before.
@@ -79,6 +81,7 @@ class Record:
     compilation: Compilation
     fit_state: FitState
     contexts: StepContexts
+    kept_steps: KeptSteps = dataclasses.field(default_factory=KeptSteps)
     batch_size: int | None = None
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)

@@ -127,18 +127,6 @@ def evaluate_source(
     return values
 
 
-def evaluate_batch(model: Module, batch: Any) -> dict[str, Any]:
-    """One batch's loss and metrics, here."""
-    context, step = step_for(model, evaluation_stage(model) or "test")
-    with evaluating(model, context), torch.no_grad():
-        try:
-            step(batch, 0)
-            step.undo_writes()
-            return step.logbook.results()
-        finally:
-            step.logbook.logged.finish()
-
-
 def _first(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
     """This rank's part of the first `steps` batches: those that one process would read."""
     if steps is not None:
@@ -200,13 +188,6 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     if not whole:
         raise ConfigurationError("x is empty: it gave no batches with rows.")
     return joined(whole)
-
-
-def predict_batch(model: Module, batch: Any) -> Any:
-    """The net's outputs for one batch, on the CPU."""
-    context, step = predict_step_for(model)
-    with evaluating(model, context), torch.no_grad():
-        return joined([on_host(step(batch, 0))])
 
 
 def _outputs(copies: HostCopies, index: int, group_size: int) -> dict[str, Any]:

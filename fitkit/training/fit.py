@@ -14,7 +14,6 @@ from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.data.batches import NoRows, Source, Stream, in_groups
-from fitkit.data.class_weights import ClassWeights
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import synchronized
@@ -106,27 +105,6 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
     return run.history
 
 
-def fit_batch(
-    model: Module, batch: Any, class_weights: ClassWeights | None = None
-) -> dict[str, Any]:
-    """One update on one batch, here: its loss and metrics before it."""
-    state = model._fitkit.fit_state
-    model._fitkit.compilation.strategy.place(model)
-    state.optimizers_for(model)  # how many there are decides on the step
-    to_training(model, kept_in_evaluation(model._weights_module()))
-    context, step = step_for(model, "training", class_weights=class_weights)
-    with running(model, context), state.training():
-        try:
-            # One batch isn't worth what a fit's first one costs where steps are compiled.
-            updates_for(model, context, step, accumulate=1, compiles=False)(batch, 0)
-            step.undo_writes()
-            values: dict[str, Any] = step.logbook.results()
-        finally:
-            step.logbook.logged.finish()
-    model._fitkit.log_names = list(values)
-    return values
-
-
 class Fit:
     """One call of `fit` on this rank: all that lives as long as it.
 
@@ -167,8 +145,7 @@ class Fit:
             self._take_place(self.resumed)
         self.epoch_steps, self.interval = self.stream.steps, None
         if self.held_out is not None and arguments.validates_within_epochs:
-            # Loaders that shard themselves may have unequal lengths: steps are made to the
-            # longest's end, and all ranks validate after the same ones.
+            # Loaders that shard themselves may be unequally long: steps go to the longest's end.
             everyones = self.collectives.gather(self.stream.steps)
             self.epoch_steps = None if None in everyones else max(everyones)
             self.interval = arguments.batches_between_validations(self.epoch_steps)
@@ -471,10 +448,7 @@ class Fit:
         return batches == 0
 
     def _is_validation_due(self) -> bool:
-        """Whether the epoch's batches so far ask for a validation before its last one.
-
-        It waits for the update that batches wait for: it sees whole updates, and can be saved.
-        """
+        """Whether a validation is due before the epoch's last; it waits for a whole update."""
         steps, interval = self.steps_done, self.interval
         if interval is None or steps == self.epoch_steps or not self.is_between_groups:
             return False
@@ -482,11 +456,7 @@ class Fit:
         return steps // interval > last // interval
 
     def _validate_within(self, epoch: int, callbacks: CallbackList) -> bool:
-        """Validate within an epoch, and show the values to schedulers and callbacks.
-
-        Returns:
-            Whether the training stops here, on all ranks alike.
-        """
+        """Validate within an epoch, for schedulers and callbacks; whether the training stops."""
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
         self.validated = {"steps": self.steps_done, "updates": updates, "values": dict(values)}
@@ -534,8 +504,7 @@ class Fit:
     ) -> None:
         """Give a scheduler the value that it watches; refuse an epoch without, or say it once.
 
-        Args:
-            within: whether the logs are a validation's within the epoch, which may be without.
+        Logs of a validation `within` an epoch may be without.
         """
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
         names = (watched, f"{watched}_epoch")  # as callbacks' monitor finds it
@@ -679,6 +648,7 @@ class Fit:
         noted_by_all = self.strategy.data_ranks.gather(noted)
         new_pass = ended and self.arguments.steps_per_epoch is None
         epochs, values = list(self.history.epoch), copy_lists(self.history.history)
+        validations = list(self.history.validations)
         if self.logs is not None and self.epoch not in epochs:
             # The history comes after the callbacks, one of which may be asking.
             epochs.append(self.epoch)
@@ -696,11 +666,7 @@ class Fit:
             seed=seed_of(self.source),
             loader=self.stream.loader_state(ends_pass=new_pass),
             noted=[] if is_between else [*self.carried, *noted_by_all],
-            history={
-                "epoch": epochs,
-                "history": values,
-                "validations": list(self.history.validations),
-            },
+            history={"epoch": epochs, "history": values, "validations": validations},
             warm_up=self.warm_up.state() if warms_up and self.warm_up is not None else None,
             callbacks=states_of(self.arguments.callback_list.callbacks),
             data=kind_of_data(self.source),

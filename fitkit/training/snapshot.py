@@ -248,6 +248,7 @@ def load(
         agree(progress)
         told = differences(model, name, found.state.get("compiled"), training)
         _assign(model, weights, restore, name)
+        model._fitkit.kept_steps.drop()
         if model._fitkit.fit_state.trains:  # loaded within an epoch
             model._fitkit.fit_state.train()
         if told:

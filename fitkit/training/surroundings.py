@@ -49,7 +49,7 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         stack.enter_context(MATMUL_PRECISION.held(compilation.matmul_precision))
         if verb in LEARNING and compilation.jit_compile is not False:
             stack.enter_context(TRACED_GRADIENTS.held(True))
-        if verb not in LEARNING:
+        if verb in ("evaluate", "predict"):  # the others do it where they build their steps
             with model._fitkit.contexts.placing:
                 compilation.strategy.place(model)
         stack.enter_context(net_prepared(model))
