@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -164,6 +165,8 @@ def inferred(task: Task, net: nn.Module, batches: Iterable[Batch]) -> Answer:
 
 def tuned(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
     """What an expert writes who has measured: fused updates, whole batches selected by index."""
+    if task.source == "batches":
+        return _own_loop(task, net, x, y)
     if task.verb != "train":
 
         def slices() -> Iterator[Batch]:
@@ -212,6 +215,36 @@ def tuned(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answ
         return found
 
     return repeated(epoch, task.epochs)
+
+
+def _own_loop(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
+    """Batches of arrays one by one, each batch's values read."""
+    optimizer, parameters = optimizer_of(task, net, fused=True), list(net.parameters())
+    arrays = x.numpy(), y.numpy()
+
+    def run() -> Answer:
+        net.train(task.verb == "train")
+        found, outputs = [], []
+        for start in range(0, task.samples, task.batch):
+            inputs, targets = (torch.from_numpy(a[start : start + task.batch]) for a in arrays)
+            with torch.inference_mode(task.verb != "train"):
+                logits = net(inputs)
+                if task.verb == "predict":
+                    outputs.append(logits.numpy())
+                    continue
+                loss = F.cross_entropy(logits, targets)
+            if task.verb == "train":
+                for parameter in parameters:
+                    parameter.grad = None
+                loss.backward()
+                optimizer.step()
+            right = (logits.argmax(1) == targets).float().mean()
+            found.append((loss.item(), right.item()))
+        if task.verb == "predict":
+            return np.concatenate(outputs)
+        return dict(zip(("loss", "accuracy"), np.mean(found, axis=0).tolist(), strict=True))
+
+    return run
 
 
 def counted(kept: list[Batch], metrics: Any) -> Tensor | int:

@@ -97,6 +97,16 @@ def inference(length: Length) -> Iterator[Row]:
             yield from contest("inference", task, length.everybody, "tuned", length.many)
 
 
+def onbatch(length: Length) -> Iterator[Row]:
+    """One's own loop: a call for each batch, whose values are read."""
+    for verb in ("train", "evaluate", "predict"):
+        task = Task(
+            f"{verb}, a batch of 32 a call", verb=verb, net=MLP, samples=length.of(6400),
+            source="batches",
+        )  # fmt: skip
+        yield from contest("onbatch", task, ("fitkit",), "tuned", length.many)
+
+
 def metrics(length: Length) -> Iterator[Row]:
     """What metrics cost: none, one, three by name; and the loops with torchmetrics."""
     one = Task("accuracy", samples=length.of(9600), optimizer="sgd")
@@ -168,6 +178,7 @@ SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
     "arrays": arrays,
     "cnn": cnn,
     "inference": inference,
+    "onbatch": onbatch,
     "metrics": metrics,
     "options": options,
     "compiled": compiled,

@@ -23,7 +23,8 @@ class Task:
             linear layer of width 64, a normalisation and an activation written out) or `"cnn"`.
         samples, batch: of the data.
         source: `"loader"` (a shuffling `DataLoader` of a plain `TensorDataset`) or `"arrays"`
-            (NumPy arrays, for whoever takes them).
+            (NumPy arrays, for whoever takes them), or `"batches"`: one's own loop over arrays'
+            parts, in which each batch's values are read.
         optimizer: `"adam"` or `"sgd"`, with a rate of 1e-3 or 1e-2.
         metrics: fitkit's names, or torchmetrics' classes by the same names.
         defaults: whether each shows what it shows unasked (a progress bar), in a terminal.

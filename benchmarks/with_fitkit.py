@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 import fitkit
@@ -36,6 +37,8 @@ def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Ans
     )
     verbose: Any = "auto" if task.defaults else 0
     arrays = x.numpy(), y.numpy()
+    if task.source == "batches":
+        return lambda: _own_loop(task, model, *arrays)
     if task.verb == "predict":
         return lambda: model.predict(arrays[0], batch_size=task.batch, verbose=verbose)
     if task.verb == "evaluate":
@@ -54,3 +57,13 @@ def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Ans
         return {name: float(values[-1]) for name, values in history.items()}
 
     return run
+
+
+def _own_loop(task: Task, model: fitkit.Model, x: Any, y: Any) -> Answer:
+    """A pass over the data by the verbs of single batches."""
+    places = [slice(start, start + task.batch) for start in range(0, len(x), task.batch)]
+    if task.verb == "predict":
+        return np.concatenate([model.predict_on_batch(x[place]) for place in places])
+    verb = model.train_on_batch if task.verb == "train" else model.test_on_batch
+    found = [verb(x[place], y[place]) for place in places]
+    return dict(zip(("loss", "accuracy"), np.mean(found, axis=0).tolist(), strict=True))

@@ -37,16 +37,23 @@ def only_known_arguments(function: Function) -> Function:
     signature = inspect.signature(function)
     parameters = signature.parameters
     accepted = [name for name in parameters if name != "self"]
+    by_place = [
+        item.name for item in parameters.values() if item.kind is item.POSITIONAL_OR_KEYWORD
+    ]
+    required = sum(item.default is item.empty for item in parameters.values())
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in parameters:
                 raise _unknown_argument(function.__name__, name, accepted)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise _unbound(function.__name__, signature, error) from None
+        # Binding takes longer than these, which see that nothing is missing, nor given twice.
+        count = len(args)
+        if not required <= count <= len(by_place) or not kwargs.keys().isdisjoint(by_place[:count]):
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _unbound(function.__name__, signature, error) from None
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

@@ -83,7 +83,7 @@ def _end(call: Call) -> None:
         _calls.remove(call)
         others = [other for other in _calls if other.thread != call.thread]
         for child, training in call.modes.items():
-            if not any(child in other.modes for other in others):
+            if child.training != training and not any(child in other.modes for other in others):
                 child.training = training
 
 

@@ -183,7 +183,8 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
             f"{name}={describe(value)} must be a NumPy array or a tensor (or a tuple, list or "
             f"dict of them), not a {type(value).__name__}."
         )
-    refuse_masked(value, name)
+    if isinstance(value, np.ma.MaskedArray):
+        refuse_masked(value, name)
     array = np.asarray(value)
     if array.dtype in (np.longdouble, np.clongdouble):
         near = "float64" if array.dtype.kind == "f" else "complex128"
@@ -204,6 +205,8 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         array = array.copy()
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)  # torch has few operations on wider unsigned numbers
+    if array.flags.writeable:
+        return torch.from_numpy(array)
     with warnings.catch_warnings():
         # torch warns that it could write to a read-only array; nothing here writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,9 +22,14 @@ FOLD_EVERY = 20
 """So many parts of a sum wait on the device before they are added up."""
 
 
-@contextlib.contextmanager
-def changeable() -> Iterator[None]:
+def changeable() -> AbstractContextManager[None]:
     """Leave inference mode, in which states would become tensors that can't be changed later."""
+    return outside_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+@contextlib.contextmanager
+def outside_inference() -> Iterator[None]:
+    """As `changeable`, also as a decorator."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -97,13 +103,13 @@ class Mean:
         """Whether no bit of the sums depends on which batches came together."""
         return self._counts and not self.weighted
 
-    @changeable()
     def update(self, batch: Batch) -> None:
         """Add a batch."""
-        prediction, target = batch.converted(self.conversion)
-        values = self._values(prediction, target)
-        skips = self._skip_ignored and target.shape == values.shape
-        self._add_values(values, batch.weight, target != IGNORED if skips else None)
+        with changeable():
+            prediction, target = batch.converted(self.conversion)
+            values = self._values(prediction, target)
+            skips = self._skip_ignored and target.shape == values.shape
+            self._add_values(values, batch.weight, target != IGNORED if skips else None)
 
     def _add_values(self, values: Tensor, weight: Tensor | None, counted: Tensor | None) -> None:
         dtype, has_fractions = self.totals.dtype, values.is_floating_point()
@@ -138,7 +144,11 @@ class Mean:
 
     def result(self) -> float:
         """The metric over all samples so far; 0.0 where all weights are 0, as in Keras."""
-        value, weight = self.summed().tolist()
+        if len(self._last) == 1 and self.totals.is_cpu:  # the same without small operations
+            (value, weight), (more, counted) = self.totals.tolist(), self._last[0]
+            value, weight = value + float(more), weight + float(counted)
+        else:
+            value, weight = self.summed().tolist()
         mean = value / weight if weight else 0.0
         return mean if self._finish is None else self._finish(mean)
 
@@ -162,11 +172,11 @@ class Mean:
         self.totals.copy_(totals.sum(0))
         self.updated = any(state["updated"] for state in states)
 
-    @changeable()
     def reset(self) -> None:
         """Forget all samples."""
         self._last.clear()
-        self.totals.zero_()
+        with changeable():
+            self.totals.zero_()
         self.updated = False
 
     def to(self, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from fitkit.metrics.conversions import (
     probabilities_and_labels,
     scores_and_labels,
 )
-from fitkit.metrics.sums import Batch, State, changeable
+from fitkit.metrics.sums import Batch, State, outside_inference
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class TorchMetric:
         """Whether there is a result; torchmetrics warns where one is asked for too early."""
         return self.samples >= self._least_samples
 
-    @changeable()
+    @outside_inference()
     def update(self, batch: Batch) -> None:
         """Add a batch; weights don't count."""
         if self.leader is None:
@@ -133,7 +133,7 @@ class TorchMetric:
         if self.leader is None:
             _load_metric(self.metric, [state["states"] for state in states if state["samples"]])
 
-    @changeable()
+    @outside_inference()
     def reset(self) -> None:
         """Forget all samples."""
         self.metric.reset()

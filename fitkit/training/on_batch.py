@@ -103,19 +103,17 @@ def _facts(model: Module, stage: str, batch: Any) -> tuple[list[Any], list[Any]]
         return [], []
     held = [compilation, net]
     facts = [id(compilation), type(model), id(net), type(net), "forward" in vars(model)]
-    for module in (model, *compilation.loss_modules()):
-        for parameter in module.parameters():
-            held.append(parameter)
-            facts += (
-                id(parameter), parameter.requires_grad, parameter.dtype, parameter.device
-            )  # fmt: skip
+    for parameter in compilation.trainable(model):
+        held.append(parameter)
+        facts += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
     if stage == "training":
         for optimizer in (one for listed in state.optimizers for one in members_of(listed)):
             held += (optimizer, optimizer.state, optimizer.param_groups)
             facts += (id(optimizer), id(optimizer.state), id(optimizer.param_groups))
             facts += (len(group["params"]) for group in optimizer.param_groups)
     for number, part in enumerate(batch):
-        for path, leaf in trees.leaves_with_paths(part):
+        plain = isinstance(part, torch.Tensor)
+        for path, leaf in [("", part)] if plain else trees.leaves_with_paths(part):
             facts.append(path)
             if isinstance(leaf, torch.Tensor):  # inputs may be of any length, as texts are
                 facts += (leaf.dtype, leaf.shape[1:] if number else leaf.ndim)

@@ -44,9 +44,13 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         if verb in LEARNING:
             stack.enter_context(unchanged_on_error(model))
         stack.enter_context(memory_explained(model, verb, batch_size))
-        stack.enter_context(BENCHMARK.held(compilation.benchmark))
-        stack.enter_context(DETERMINISTIC.held(compilation.deterministic))
-        stack.enter_context(MATMUL_PRECISION.held(compilation.matmul_precision))
+        for flag, value in (
+            (BENCHMARK, compilation.benchmark),
+            (DETERMINISTIC, compilation.deterministic),
+            (MATMUL_PRECISION, compilation.matmul_precision),
+        ):
+            if value is not None:
+                stack.enter_context(flag.held(value))
         if verb in LEARNING and compilation.jit_compile is not False:
             stack.enter_context(TRACED_GRADIENTS.held(True))
         if verb in ("evaluate", "predict"):  # the others do it where they build their steps

@@ -151,7 +151,9 @@ class Strategy:
         """
         self.precision.convert(module)
         fill_meta(module)
-        module.to(self.device)
+        tensors = [*module.parameters(), *module.buffers()]
+        if not tensors or any(tensor.device != self.device for tensor in tensors):
+            module.to(self.device)
 
     def wrap_for_training(
         self, module: torch.nn.Module, *, averages: bool = True, may_count: bool = False
