@@ -60,7 +60,7 @@ def in_use(module: nn.Module, verb: str, *, alone: bool) -> Iterator[None]:
 def _begun(module: nn.Module, verb: str, alone: bool) -> Call:
     own = threading.get_ident()
     with _lock:
-        call = Call(verb, own, alone, {child: child.training for child in module.modules()})
+        call = Call(verb, own, alone, {child: child.training for child in modules_of(module)})
         others = [other for other in _calls if not other.modes.keys().isdisjoint(call.modes)]
         for other in others:
             if other.thread != own and (alone or other.is_alone):
@@ -84,7 +84,7 @@ def _end(call: Call) -> None:
         others = [other for other in _calls if other.thread != call.thread]
         for child, training in call.modes.items():
             if child.training != training and not any(child in other.modes for other in others):
-                child.training = training
+                _set_flag(child, training)
 
 
 def _in_child() -> None:
@@ -101,18 +101,19 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def modes_restored(module: nn.Module) -> Iterator[None]:
     """Put every submodule's training flag back at the end, within a call that is alone."""
-    flags = [(child, child.training) for child in module.modules()]
+    flags = [(child, child.training) for child in modules_of(module)]
     try:
         yield
     finally:
         for child, training in flags:
-            child.training = training
+            if child.training != training:
+                _set_flag(child, training)
 
 
 def kept_in_evaluation(net: nn.Module) -> list[nn.Module]:
     """The submodules that a training leaves in evaluation mode: those that are in it, unless the
     whole net is."""
-    modules = list(net.modules())
+    modules = modules_of(net)
     found = [module for module in modules if not module.training]
     return found if len(found) < len(modules) else []
 
@@ -127,7 +128,55 @@ def to_training(module: nn.Module, kept: list[nn.Module]) -> list[nn.Module]:
         Those of them that were in it.
     """
     still = [part for part in kept if not part.training]
-    module.train()
+    set_mode(module, training=True)
     for part in still:
         part.training = False
     return still
+
+
+def set_mode(module: nn.Module, *, training: bool) -> None:
+    """As `module.train(training)`, which writes each flag, also those that are right."""
+    modules = modules_of(module)
+    if any(_has_own_modes(part) for part in modules):
+        module.train() if training else module.eval()
+        return
+    for part in modules:
+        if part.training != training:
+            _set_flag(part, training)
+
+
+def _set_flag(module: nn.Module, training: bool) -> None:
+    own = vars(module)
+    if "training" in own and type(module).__setattr__ is nn.Module.__setattr__:
+        own["training"] = training  # torch's way looks first whether that is a module
+    else:
+        module.training = training
+
+
+def _has_own_modes(module: nn.Module) -> bool:
+    kind = type(module)
+    plain = kind.train is nn.Module.train and kind.eval is nn.Module.eval
+    return not plain or "train" in vars(module) or "eval" in vars(module)
+
+
+def modules_of(*modules: nn.Module) -> list[nn.Module]:
+    """As `modules()` of each, in another order, in a quarter of its time: it makes no names."""
+    found = dict.fromkeys(modules)
+    waiting = list(found)
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(found)
+
+
+def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
+    """As `parameters()` of each, in another order, and as quickly."""
+    found = {
+        id(parameter): parameter
+        for module in modules_of(*modules)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    return list(found.values())

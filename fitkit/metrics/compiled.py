@@ -159,13 +159,12 @@ class CompiledMetrics:
         for group in self._started():
             group.flush()
 
-    @contextlib.contextmanager
-    def up_to_date(self) -> Iterator[None]:
+    def up_to_date(self) -> contextlib.AbstractContextManager[Any]:
         """Meanwhile all values count the batches that wait, which are joined once for them."""
-        with contextlib.ExitStack() as stack:
-            for group in self._started():
-                stack.enter_context(group.up_to_date())
-            yield
+        stack = contextlib.ExitStack()
+        for group in self._started():
+            stack.enter_context(group.up_to_date())
+        return stack
 
     def results(self) -> dict[str, Any]:
         """The values over all samples so far, by name.

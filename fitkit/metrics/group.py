@@ -113,30 +113,30 @@ class OutputGroup:
             total, samples = self._loss.summed().tolist()
         return total, samples
 
-    @contextlib.contextmanager
-    def up_to_date(self) -> Iterator[None]:
+    def up_to_date(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile the sums count what waits too.
 
         A sum of fractions depends in its last digits on which batches are joined; that must
         not depend on who reads values when, as a progress bar does by the clock. Reading
         therefore leaves the sums as they are, except where they are exact.
         """
-        sums = self._joined.values()
-        if not self._buffer or self._is_up_to_date:
-            yield
-        elif all(one.is_exact for one in sums):
+        if self._buffer and not self._is_up_to_date:
+            if not all(one.is_exact for one in self._joined.values()):
+                return self._counting_what_waits()
             self.flush()
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _counting_what_waits(self) -> Iterator[None]:
+        restores = [one.snapshot() for one in self._joined.values()]
+        self._is_up_to_date = True
+        try:
+            self._count(self._joined, self._buffer.joined())
             yield
-        else:
-            restores = [one.snapshot() for one in sums]
-            self._is_up_to_date = True
-            try:
-                self._count(self._joined, self._buffer.joined())
-                yield
-            finally:
-                self._is_up_to_date = False
-                for restore in restores:
-                    restore()
+        finally:
+            self._is_up_to_date = False
+            for restore in restores:
+                restore()
 
     def results(self) -> Iterator[tuple[str, Any]]:
         """Each metric's value over all samples so far, as it is logged."""

@@ -10,7 +10,7 @@ import torch
 from fitkit import trees
 from fitkit.data.class_weights import ClassWeights
 from fitkit.hooks import evaluation_stage, has_own_steps, overridden
-from fitkit.modes import kept_in_evaluation, to_training
+from fitkit.modes import kept_in_evaluation, parameters_of, to_training
 from fitkit.module import Module
 from fitkit.optimizers import members_of
 from fitkit.training.evaluate import joined, on_host
@@ -103,7 +103,7 @@ def _facts(model: Module, stage: str, batch: Any) -> tuple[list[Any], list[Any]]
         return [], []
     held = [compilation, net]
     facts = [id(compilation), type(model), id(net), type(net), "forward" in vars(model)]
-    for parameter in compilation.trainable(model):
+    for parameter in parameters_of(model, *compilation.loss_modules()):
         held.append(parameter)
         facts += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
     if stage == "training":
@@ -142,6 +142,8 @@ def fit_batch(
             state.accumulate = 1
             kept.update(batch, 0)
             step.undo_writes()
+            if step.logbook.meters:
+                step.logbook.meters.flush()  # no more come
             values: dict[str, Any] = step.logbook.results()
         finally:
             step.logbook.logged.finish()
@@ -163,6 +165,8 @@ def evaluate_batch(model: Module, batch: Any) -> dict[str, Any]:
         try:
             step(batch, 0)
             step.undo_writes()
+            if step.logbook.meters:
+                step.logbook.meters.flush()  # no more come
             values: dict[str, Any] = step.logbook.results()
         finally:
             step.logbook.logged.finish()

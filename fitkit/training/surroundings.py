@@ -18,7 +18,7 @@ from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory, warn
-from fitkit.modes import in_use
+from fitkit.modes import in_use, modules_of, parameters_of, set_mode
 from fitkit.module import Module
 from fitkit.training.explain import explanation
 from fitkit.training.own_step import StepContext, running
@@ -105,7 +105,7 @@ def evaluating(model: Module, context: StepContext) -> Iterator[None]:
         model._fitkit.fit_state.evaluated(),
         contextlib.ExitStack() as losses,
     ):
-        model.eval()
+        set_mode(model, training=False)
         if context.name != "predict":
             for loss in model._fitkit.compilation.loss_modules():
                 losses.enter_context(in_use(loss, "evaluate", alone=False))
@@ -139,11 +139,16 @@ def unchanged_on_error(model: Module) -> Iterator[None]:
 
     The first forward already changes running statistics, and making a scheduler changes rates.
     """
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    has_buffers = any(module._buffers for module in modules_of(model))
+    named = model.named_buffers() if has_buffers else ()
+    buffers = {name: buffer.detach().clone() for name, buffer in named}
     state, history = model._fitkit.fit_state, model.history
     before, updates = state.snapshot(), state.updates
     try:
         # Whoever calls fit under no_grad means their own code.
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            yield
+            return
         with torch.inference_mode(False), torch.enable_grad():
             yield
     except BaseException:
@@ -153,7 +158,7 @@ def unchanged_on_error(model: Module) -> Iterator[None]:
             model.history = history
         raise
     finally:
-        for parameter in model._fitkit.compilation.trainable(model):
+        for parameter in parameters_of(model, *model._fitkit.compilation.loss_modules()):
             parameter.grad = None
 
 
