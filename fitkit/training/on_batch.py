@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fitkit import trees
+from fitkit.checkpoint import check_fused_state
 from fitkit.data.class_weights import ClassWeights
 from fitkit.hooks import evaluation_stage, has_own_steps, overridden
 from fitkit.modes import kept_in_evaluation, parameters_of, to_training
@@ -139,6 +140,8 @@ def fit_batch(
             if kept.update is None:
                 # One batch is not worth what the first one costs where steps are compiled.
                 kept.update = updates_for(model, context, step, accumulate=1, compiles=False)
+            for optimizer in state.optimizers:
+                check_fused_state(optimizer)  # anybody may have set it since
             state.accumulate = 1
             kept.update(batch, 0)
             step.undo_writes()
