@@ -33,7 +33,10 @@ def describe(value: object) -> str:
 
 
 def only_known_arguments(function: Function) -> Function:
-    """Make a call with an unknown keyword fail with the nearest name (`Did you mean …?`)."""
+    """Make a call with an unknown keyword fail with the nearest name (`Did you mean …?`).
+
+    A constructor's error has the name of its class.
+    """
     signature = inspect.signature(function)
     parameters = signature.parameters
     accepted = [name for name in parameters if name != "self"]
@@ -41,19 +44,22 @@ def only_known_arguments(function: Function) -> Function:
         item.name for item in parameters.values() if item.kind is item.POSITIONAL_OR_KEYWORD
     ]
     required = sum(item.default is item.empty for item in parameters.values())
+    makes = function.__name__ == "__init__"
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in parameters:
-                raise _unknown_argument(function.__name__, name, accepted)
+                call = type(args[0]).__name__ if makes else function.__name__
+                raise _unknown_argument(call, name, accepted)
         # Binding takes longer than these, which see that nothing is missing, nor given twice.
         count = len(args)
         if not required <= count <= len(by_place) or not kwargs.keys().isdisjoint(by_place[:count]):
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise _unbound(function.__name__, signature, error) from None
+                call = type(args[0]).__name__ if makes else function.__name__
+                raise _unbound(call, signature, error) from None
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -76,6 +82,10 @@ def _unknown_argument(call: str, name: str, accepted: list[str]) -> ArgumentType
     theirs = instead(call, name)
     if theirs:  # a peer's name: what it is here says more than all names that there are
         return ArgumentTypeError(f"{call}() has no argument {name!r}. {theirs}")
+    if name.partition("__")[0] in accepted:  # scikit-learn's way to name a parameter's own
+        return ArgumentTypeError(
+            f"{call}() has no argument {name!r}. Write set_params({name}=…) after it."
+        )
     close = nearest(name, accepted)
     suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
     return ArgumentTypeError(

@@ -13,6 +13,7 @@ _IN_FIT = "Write fit({})."
 _IN_COMPILE = "Write compile({}) before."
 _IN_CALLBACKS = "Write fit(callbacks=[{}])."
 
+_EPOCHS = "Write model.history: a list of epochs' values by name."
 _TRAINABLE = "Write [p for p in model.parameters() if p.requires_grad]."
 
 _READING = {
@@ -31,6 +32,26 @@ _KERAS_SAVES = {
     ("Keras", "overwrite"): "A file that is there is replaced, whole or not at all.",
     ("Keras", "save_format"): "The suffix says the format: .h5, .safetensors or .pt.",
     ("Keras", "include_optimizer"): "save has it; save_weights leaves it out.",
+}
+
+_ESTIMATOR = {
+    ("skorch", "module"): "Write net=…; its parameters are net__….",
+    ("skorch", "criterion"): "Write loss=….",
+    ("skorch", "lr"): "Write learning_rate=….",
+    ("skorch", "max_epochs"): "Write epochs=….",
+    ("skorch", "train_split"): "Write validation_split=0.2; default is none.",
+    ("skorch", "device"): 'Write compile_options={"accelerator": "cuda"}.',
+    ("skorch", "iterator_train"): 'Write fit_options={"shuffle": …}, batch_size=….',
+    ("skorch", "iterator_valid"): 'Write fit_options={"validation_batch_size": …}.',
+    ("skorch", "warm_start"): "Write partial_fit, which trains on.",
+}
+_FITTED = {
+    ("skorch", "history"): "Write history_, a list of epochs' values by name.",
+    ("skorch", "module_"): "Write net_.",
+    ("skorch", "optimizer_"): "Write model_.optimizer.",
+    ("skorch", "initialize"): "Leave it out: fit makes the net.",
+    ("skorch", "save_params"): "Write model_.save_weights(path), or pickle the estimator.",
+    ("skorch", "load_params"): "Write model_.load_weights(path), after a fit or partial_fit.",
 }
 
 FOREIGN: dict[str, dict[tuple[str, str], str]] = {
@@ -78,6 +99,12 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Accelerate", "fsdp_plugin"): 'Write strategy="fsdp".',
         ("Accelerate", "deepspeed_plugin"): 'Write strategy="deepspeed".',
         ("Accelerate", "log_with"): _IN_CALLBACKS.format("fitkit.loggers.…"),
+        ("Accelerate", "project_dir"): "Give the callbacks that write files a path.",
+        ("Accelerate", "kwargs_handlers"): "Write strategy=fitkit.strategies.DDPStrategy(…).",
+        ("Accelerate", "step_scheduler_with_optimizer"): 'Write lr_scheduler={"scheduler": …, '
+        '"interval": "step"}.',
+        ("Accelerate", "even_batches"): "Leave it out: ranks needn't have as many samples.",
+        ("Accelerate", "dispatch_batches"): "Leave it out: plain iterables are read by rank 0.",
         ("skorch", "criterion"): "Write loss=….",
         ("skorch", "train_split"): _IN_FIT.format("validation_split=0.2"),
         ("skorch", "iterator_train"): "Give fit a DataLoader.",
@@ -137,7 +164,10 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         "global_step, world_size and stop_training itself.",
         ("Lightning", "logger"): "Write self.log(name, value); loggers are callbacks of fit.",
         ("Lightning", "hparams"): "Call self.save_hyperparameters() in __init__.",
-        ("Lightning", "load_from_checkpoint"): "Write fitkit.load_model(path, net).",
+        ("Lightning", "load_from_checkpoint"): "Make the model, then write model.load(path), or "
+        "load_weights(path); or fitkit.load_model(path, net).",
+        ("Lightning", "callback_metrics"): _EPOCHS,
+        ("Lightning", "logged_metrics"): _EPOCHS,
         ("Lightning", "to_onnx"): 'Write model.export("net.onnx").',
         ("Lightning", "to_torchscript"): 'Write model.export("net.pt2").',
         ("Lightning", "validate"): _OTHER_VERB.format("evaluate"),
@@ -151,6 +181,21 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Accelerate", "num_processes"): "Write model.world_size.",
         ("Accelerate", "process_index"): "Write model.global_rank.",
         ("Accelerate", "clip_grad_norm_"): "Write model.clip_gradients(optimizer, 1.0).",
+        ("Accelerate", "is_local_main_process"): "Write model.local_rank == 0.",
+        ("Accelerate", "local_process_index"): "Write model.local_rank.",
+        ("Accelerate", "accumulate"): "Write compile(accumulate_grad_batches=…).",
+        ("Accelerate", "backward"): "fit does it; in a training_step write self.manual_backward.",
+        ("Accelerate", "autocast"): 'Leave it out: compile(precision="bf16-mixed") does it.',
+        ("Accelerate", "reduce"): "Write model.all_gather(value).mean(0), say.",
+        ("Accelerate", "wait_for_everyone"): "Leave it out: files are there after the next call.",
+        ("Accelerate", "save_state"): "Write model.save(path), or give fit a ModelCheckpoint.",
+        ("Accelerate", "load_state"): "Write fit(resume_from=path), or model.load(path).",
+        ("Accelerate", "skip_first_batches"): "Leave it out: fit(resume_from=path) skips them.",
+        ("Accelerate", "save_model"): "Write model.save_weights(path).",
+        ("Accelerate", "get_state_dict"): "Write model.net.state_dict().",
+        ("Accelerate", "register_for_checkpointing"): "Give a callback a state_dict.",
+        ("Accelerate", "init_trackers"): _IN_CALLBACKS.format("fitkit.loggers.…"),
+        ("Accelerate", "end_training"): "Leave it out: loggers and workers end by themselves.",
         ("skorch", "partial_fit"): "Write model.fit again: it goes on, the optimizer's state too.",
         ("skorch", "predict_proba"): "Write fitkit.sklearn.Classifier(net), which has it.",
         ("skorch", "score"): "Write fitkit.sklearn.Classifier(net), or model.evaluate.",
@@ -176,6 +221,9 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Lightning", "LightningDataModule"): "Give the loaders to fit, evaluate and predict.",
         ("Lightning", "seed_everything"): "Write fitkit.set_seed.",
         ("Accelerate", "Accelerator"): "Its arguments are compile's; fit makes the steps.",
+        ("Accelerate", "skip_first_batches"): "Leave it out: fit(resume_from=path) skips them.",
+        ("Accelerate", "notebook_launcher"): "Leave it out: compile(devices=2) does it.",
+        ("Accelerate", "find_executable_batch_size"): "Write fitkit.tune.batch_size(model, x, y).",
         ("skorch", "NeuralNet"): "Write fitkit.Model(net), or fitkit.sklearn.Classifier(net).",
         ("skorch", "NeuralNetClassifier"): "Write fitkit.sklearn.Classifier(net).",
         ("skorch", "NeuralNetRegressor"): "Write fitkit.sklearn.Regressor(net).",
@@ -203,6 +251,20 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("skorch", "Freezer"): "Write model.net.part.requires_grad_(False).",
         ("skorch", "PrintLog"): "Write fit(verbose=2).",
     },
+    "EarlyStopping": {
+        ("Lightning", "strict"): "Leave it out: a name that the logs don't have is an error.",
+        ("Lightning", "check_on_train_epoch_end"): "Leave it out: it looks when the epoch has all.",
+        ("Lightning", "log_rank_zero_only"): "Leave it out: rank 0 alone prints.",
+    },
+    "ModelCheckpoint": {
+        ("Lightning", "auto_insert_metric_name"): "Leave it out: names are never put in front.",
+        ("Lightning", "save_on_train_epoch_end"): "Leave it out: it saves after the validation.",
+        ("Lightning", "enable_version_counter"): "Leave it out: a file that is there is replaced.",
+    },
+    "Classifier": _ESTIMATOR,
+    "Regressor": _ESTIMATOR,
+    "fitkit.sklearn.Classifier": _FITTED,
+    "fitkit.sklearn.Regressor": _FITTED,
     "fitkit.loggers": {
         ("Lightning", "CometLogger"): "Subclass Logger: its log_scalars sends an epoch's values.",
         ("Lightning", "NeptuneLogger"): "Subclass Logger: its log_scalars sends an epoch's values.",
@@ -221,9 +283,11 @@ def instead(place: str, name: str) -> str:
 
     Args:
         place: a verb's name, `"fitkit.Model"`, or a module's name.
-        name: an argument or attribute that isn't there.
+        name: an argument or attribute that isn't there; of skorch's `module__hidden` what stands
+            before the underscores counts.
     """
-    return _ANSWERS.get(place, {}).get(name, "")
+    rows = _ANSWERS.get(place, {})
+    return rows.get(name, "") or rows.get(name.partition("__")[0], "")
 
 
 def no_attribute(module: str, name: str) -> AttributeError:

@@ -26,7 +26,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
 from fitkit.logging_options import is_metric
-from fitkit.model_names import GivesWay, check_attribute, check_definitions, public_names
+from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
 from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
@@ -788,6 +788,7 @@ class Model(Module):
     set_weights = GivesWay(model_names.set_weights)
     count_params = GivesWay(model_names.count_params)
     layers = GivesWay(model_names.layers, is_property=True)
+    load_from_checkpoint = NotHere()
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """As torch's, which refuses names that there are: a layer may have a name of Keras's."""
@@ -1035,6 +1036,10 @@ def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[
         >>> bool((again.net.weight == model.net.weight).all())
         True
     """
+    if isinstance(net, Model):
+        raise ArgumentTypeError(
+            f"net is a fitkit.Model already. Write net.load({describe(path)}) instead."
+        )
     model: Model = restored_model(path, net, Model)
     return model
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from fitkit import trees
 from fitkit.callbacks.history import History
 from fitkit.errors import ConfigurationError
+from fitkit.foreign_names import instead
 from fitkit.module import Module
 
 
@@ -35,6 +36,17 @@ class GivesWay:
                 return entries[name]
         bound = self.function.__get__(model)
         return bound() if self.is_property else bound
+
+
+class NotHere:
+    """A class method of a peer's: to look for it says what to write, on the class too."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, model: Any, kind: type | None = None) -> NoReturn:
+        missing = f"{kind.__name__!r} has no attribute {self.name!r}" if kind else self.name
+        raise AttributeError(f"{missing}. {instead('fitkit.Model', self.name)}")
 
 
 def get_weights(model: Module) -> list[np.ndarray[Any, Any]]:
@@ -121,7 +133,7 @@ def public_names(base: type) -> frozenset[str]:
         base: the class `Model`, here and below.
     """
     names = {name for name in dir(base) if not name.startswith("_")} - set(dir(nn.Module))
-    names -= {name for name in names if isinstance(vars(base).get(name), GivesWay)}
+    names -= {name for name in names if isinstance(vars(base).get(name), (GivesWay, NotHere))}
     return frozenset(names | {"compile", "history"})
 
 

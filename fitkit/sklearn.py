@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fitkit.arguments import describe
+from fitkit.arguments import describe, only_known_arguments
 from fitkit.callbacks.base import Callbacks
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
+from fitkit.foreign_names import instead
 from fitkit.losses import CompiledLoss
 from fitkit.model import Model
 from fitkit.outputs import SINGLE, LossHint
@@ -32,6 +34,8 @@ __all__ = ["Classifier", "Regressor"]
 
 NET_PREFIX = "net__"
 """How names of the net's own parameters begin, as in `set_params(net__hidden=64)`."""
+OPTIMIZER_PREFIX = "optimizer__"
+"""How names of the optimizer's settings begin, as in `set_params(optimizer__momentum=0.9)`."""
 
 
 class NetEstimator(BaseEstimator):
@@ -45,6 +49,7 @@ class NetEstimator(BaseEstimator):
     model_: Model
     _random: dict[str, Any]
 
+    @only_known_arguments
     def __init__(
         self,
         net: nn.Module | Callable[..., nn.Module],
@@ -83,21 +88,41 @@ class NetEstimator(BaseEstimator):
     # ------------------------------------------------------------------ parameters
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The parameters; with `deep` also the net's own options, as `net__<name>`."""
+        """The parameters; with `deep` also `net__<name>` and `optimizer__<name>`, one by one."""
         params: dict[str, Any] = super().get_params(deep=deep)
         if deep and isinstance(self.net_options, Mapping):
             options = self.net_options.items()
             params.update({f"{NET_PREFIX}{name}": value for name, value in options})
+        if deep and isinstance(self.optimizer, Mapping):
+            settings = {name: value for name, value in self.optimizer.items() if name != "name"}
+            params.update({f"{OPTIMIZER_PREFIX}{name}": settings[name] for name in settings})
         return params
 
     def set_params(self, **params: Any) -> NetEstimator:
-        """Set parameters by name; `net__<name>` sets one of the net's own options."""
-        inner = {name: params.pop(name) for name in list(params) if name.startswith(NET_PREFIX)}
+        """Set parameters by name.
+
+        `net__<name>` sets one of the net's own options, `optimizer__<name>` a setting of the
+        optimizer beside its name or class (`optimizer__weight_decay=0.1`).
+        """
+        known = self.get_params(deep=False)
+        for name in params:
+            known_part = name.partition("__")[0] in known
+            if not known_part and (sentence := instead(type(self).__name__, name)):
+                raise ConfigurationError(f"Invalid parameter {name!r}. {sentence}")
+        options = _pop(params, NET_PREFIX)
+        settings = _pop(params, OPTIMIZER_PREFIX)
         super().set_params(**params)
-        if inner:
-            options = {name.removeprefix(NET_PREFIX): value for name, value in inner.items()}
+        if options:
             self.net_options = {**(self.net_options or {}), **options}
+        if settings:
+            self.optimizer = _with_settings(self.optimizer, settings)
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        sentence = instead(f"fitkit.sklearn.{type(self).__name__}", name)
+        if not sentence:
+            return super().__getattribute__(name)  # raises what the first look raised
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}. {sentence}")
 
     # ------------------------------------------------------------------ learning
 
@@ -218,6 +243,27 @@ def _accepted(make: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]
     return {name: value for name, value in known.items() if takes_all or name in parameters}
 
 
+def _pop(params: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Take the parameters with a prefix out of `params`, and it off their names."""
+    names = [name for name in params if name.startswith(prefix)]
+    return {name.removeprefix(prefix): params.pop(name) for name in names}
+
+
+def _with_settings(optimizer: Any, settings: dict[str, Any]) -> Any:
+    """An optimizer's name, dict, class or partial with settings of its class."""
+    if isinstance(optimizer, str):
+        return {"name": optimizer, **settings}
+    if isinstance(optimizer, Mapping):
+        return {**optimizer, **settings}
+    if callable(optimizer):
+        return functools.partial(optimizer, **settings)
+    raise ConfigurationError(
+        f"optimizer={describe(optimizer)} has its settings already; "
+        f"{', '.join(OPTIMIZER_PREFIX + name for name in settings)} can be set where the "
+        "optimizer is a name or a class."
+    )
+
+
 class Classifier(ClassifierMixin, NetEstimator):
     """A net that tells classes, by scikit-learn's rules.
 
@@ -227,7 +273,8 @@ class Classifier(ClassifierMixin, NetEstimator):
             its signature names. The net gives a column a class; one with a loss for two
             classes (`"bce_with_logits"`, `"binary_crossentropy"`) gives one column.
         loss: as in `Model.compile`. Default None: `"cross_entropy"`, so the net gives logits.
-        optimizer, learning_rate, metrics: as in `Model.compile`.
+        optimizer, learning_rate, metrics: as in `Model.compile`. An optimizer's settings can be set
+            one by one, as `set_params(optimizer__weight_decay=0.1)` or in a grid.
         epochs, batch_size, validation_split, callbacks, verbose: as in `Model.fit`; callbacks
             are copied for each fit. Default 20 epochs, batches of 32, and silence.
         class_weight: label → weight, `"balanced"`, or None (default): multiplies sample weights.
@@ -260,6 +307,7 @@ class Classifier(ClassifierMixin, NetEstimator):
         True
     """
 
+    @only_known_arguments
     def __init__(
         self,
         net: nn.Module | Callable[..., nn.Module],

@@ -55,6 +55,7 @@ WITHIN_A_LAYER = {
     ("arguments", "registry"),
     ("hooks", "callbacks"),
     ("logging_options", "arguments"),
+    ("metrics", "losses"),
     ("outputs", "trees"),
     ("random_states", "arguments"),
 }

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    describe,
+    only_known_arguments,
+)
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import from_rank_zero, print_on_rank_zero
@@ -65,6 +72,7 @@ class EarlyStopping(Callback):
 
     stops_alike = True
 
+    @only_known_arguments
     def __init__(
         self,
         monitor: str = "val_loss",

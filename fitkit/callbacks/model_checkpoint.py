@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import fitkit.checkpoint as files
-from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    describe,
+    only_known_arguments,
+)
 from fitkit.callbacks.backup import Preempted
 from fitkit.callbacks.base import Callback, Logs, run_of
 from fitkit.callbacks.checkpoint_writer import (
@@ -98,6 +105,7 @@ class ModelCheckpoint(Callback):
     stops_alike = True
     comes_last = True
 
+    @only_known_arguments
     def __init__(
         self,
         filepath: str | os.PathLike[str] | None = None,

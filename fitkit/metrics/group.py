@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
+from fitkit.losses.guards import check_broadcast
 from fitkit.metrics.conversions import FirstBatch, as_given, next_places
 from fitkit.metrics.named import NAMES, Named
 from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
@@ -173,6 +174,7 @@ def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
     elif is_torchmetric(spec.metric):
         one = wrap_object(spec.metric, first)
     else:
+        check_broadcast("the callable", spec.metric, *first.given)
         one = CallableMean(spec.metric)
     if first.hint.is_shifted and one.conversion is not None:
         one.conversion = next_places(one.conversion)

@@ -55,7 +55,8 @@ def members_of(kind):
     """The names of a class's public methods and properties that are fitkit's."""
     for name, value in inspect.getmembers(kind):
         code = value.fget if isinstance(value, property) else value
-        if not name.startswith("_") and getattr(code, "__module__", "").startswith("fitkit."):
+        is_ours = str(getattr(code, "__module__", "")).startswith("fitkit.")
+        if not name.startswith("_") and is_ours and hasattr(kind, name):
             yield name
 
 

@@ -11,6 +11,7 @@ import fitkit
 from fitkit.foreign_names import FOREIGN, instead, markdown
 
 ROWS = [(place, name) for place, names in FOREIGN.items() for _, name in names]
+MAKERS = ("fitkit.callbacks", "fitkit.sklearn")
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
@@ -22,11 +23,23 @@ def compiled():
 
 @pytest.mark.parametrize(("place", "name"), ROWS)
 def test_each_name_is_not_there_and_its_error_says_what_to_write(place, name):
+    if "Classifier" in place or "Regressor" in place:
+        pytest.importorskip("sklearn")
     sentence = instead(place, name)
     assert sentence.endswith(".") and len(sentence) < 130
     if place == "fitkit.Model":
         with pytest.raises(AttributeError) as caught:
             getattr(compiled(), name)
+    elif place.startswith("fitkit.sklearn."):
+        estimator = getattr(importlib.import_module("fitkit.sklearn"), place.rpartition(".")[2])
+        with pytest.raises(AttributeError) as caught:
+            getattr(estimator(torch.nn.Linear(1, 1)), name)
+    elif place[0].isupper():
+        homes = (importlib.import_module(module) for module in MAKERS)
+        kind = next(getattr(home, place) for home in homes if hasattr(home, place))
+        assert name not in inspect.signature(kind).parameters
+        with pytest.raises(fitkit.ConfigurationError) as caught:
+            kind(**{name: None})
     elif place.startswith("fitkit"):
         with pytest.raises(AttributeError) as caught:
             getattr(importlib.import_module(place), name)
@@ -91,3 +104,43 @@ def test_a_subclass_may_use_a_peers_names():
 def test_the_pages_show_the_rows(page, peers):
     text = (DOCS / page).read_text()
     assert markdown(*peers) in text, f"put this into {page}: {markdown(*peers)}"
+
+
+class Own(fitkit.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_load_from_checkpoint_of_a_class_says_what_to_write(tmp_path):
+    with pytest.raises(AttributeError, match=r"'Own' has no attribute.*Make the model, then"):
+        Own.load_from_checkpoint("model.h5")
+    assert not hasattr(Own, "load_from_checkpoint")
+    trained, again = Own(), Own()
+    trained.fit(torch.ones(8, 1), verbose=0)
+    trained.save(tmp_path / "model.h5")
+    again.load(tmp_path / "model.h5")
+    assert torch.equal(again.layer.weight, trained.layer.weight)
+
+    class Theirs(Own):
+        @classmethod
+        def load_from_checkpoint(cls, path):
+            return path
+
+    assert Theirs.load_from_checkpoint("path") == "path"
+
+
+def test_load_model_of_a_models_own_class_names_load():
+    with pytest.raises(TypeError, match=r"Write net.load\('model.h5'\)"):
+        fitkit.load_model("model.h5", Own())
+
+
+def test_an_unknown_argument_of_a_callback_is_answered_with_the_nearest():
+    with pytest.raises(TypeError, match=r"EarlyStopping\(\) has no .*'patince'. Did you mean"):
+        fitkit.callbacks.EarlyStopping(patince=3)

@@ -126,6 +126,45 @@ def test_parameters_are_stored_as_given_and_cloned_with_the_nets_options():
         Classifier(net, net_options={"hidden": 3}).fit(X, NAMES)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        ("sgd", {"name": "sgd", "momentum": 0.5}),
+        ({"name": "sgd", "momentum": 0.9, "nesterov": True},
+         {"name": "sgd", "momentum": 0.5, "nesterov": True}),
+    ],
+)  # fmt: skip
+def test_an_optimizers_settings_are_parameters(optimizer, wanted):
+    estimator = fast(optimizer=optimizer).set_params(optimizer__momentum=0.5)
+    assert estimator.optimizer == wanted
+    assert clone(estimator).get_params()["optimizer__momentum"] == 0.5
+    estimator.fit(X, NAMES)
+    assert estimator.model_.optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def test_an_optimizer_and_its_settings_change_together_and_classes_take_them():
+    settings = {"optimizer__nesterov": True, "optimizer": "sgd", "optimizer__momentum": 0.5}
+    estimator = fast().set_params(**settings)
+    assert estimator.optimizer == {"name": "sgd", "nesterov": True, "momentum": 0.5}
+    estimator = fast(optimizer=torch.optim.SGD).set_params(optimizer__momentum=0.5)
+    estimator.set_params(optimizer__momentum=0.7).fit(X, NAMES)
+    assert estimator.model_.optimizer.param_groups[0]["momentum"] == 0.7
+    instance = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    with pytest.raises(fitkit.ConfigurationError, match="optimizer__momentum can be set where"):
+        fast(optimizer=instance).set_params(optimizer__momentum=0.5)
+
+
+def test_skorchs_names_in_a_grid_are_answered():
+    with pytest.raises(ValueError, match=r"Invalid parameter 'lr'. Write learning_rate=…"):
+        fast().set_params(lr=0.1)
+    with pytest.raises(ValueError, match=r"'module__hidden'. Write net=…"):
+        fast().set_params(module__hidden=3)
+    with pytest.raises(TypeError, match=r"Write set_params\(net__hidden=…\) after it"):
+        fast(net__hidden=3)
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+        getattr(fast(), "nothing")  # noqa: B009
+
+
 def test_a_seed_repeats_a_fit_and_leaves_everybody_elses_random_numbers_alone():
     torch.manual_seed(3)
     np.random.seed(3)

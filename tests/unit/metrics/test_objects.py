@@ -249,3 +249,19 @@ def test_a_callable_that_keeps_gradients_holds_no_graph():
 def test_a_callable_of_another_shape_is_refused(measure, batch):
     with pytest.raises(ConfigurationError, match=r"'lambda'.*\(7, 3\)|shape \(3,\) for 7 samples"):
         measure(lambda p, t: p[0], *batch)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.nn.L1Loss(), lambda p, t: (p - t).abs(), lambda p, t: (t - p).square().mean()],
+)
+def test_a_callable_that_pairs_every_prediction_with_every_target_is_refused(measure, function):
+    with pytest.raises(ConfigurationError, match=r"the callable broadcasts .* to \(7, 7\)"):
+        measure(function, torch.rand(8, 1), torch.rand(8))
+
+
+def test_a_callable_may_bring_both_to_one_shape_itself(measure):
+    prediction, target = torch.rand(8, 1), torch.rand(8)
+    found = measure(lambda p, t: (p[:, 0] - t).abs().mean(), prediction, target)
+    wanted = (prediction[:, 0] - target).abs().mean().item()
+    assert list(found.values()) == pytest.approx([wanted])
