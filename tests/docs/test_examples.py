@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.limits import patience
 
@@ -210,3 +211,175 @@ def test_the_guide_to_own_steps_names_what_became_of_each_name():
     stages = [name for name in hooks if not name.endswith("_step_end")]
     absent = [name for name in (*INSTEAD, *OTHER_NAMES, *stages) if f"`{name}" not in text]
     assert not absent
+
+
+# ---------------------------------------------------------------------- ported from the peers
+
+
+@pytest.mark.slow
+def test_a_keras_model_with_two_outputs_learns_what_a_plain_loop_learns(tmp_path):
+    needs("mlxtend")
+    import numpy as np
+    from mlxtend.data import autompg_data
+    from torch import nn
+    from torch.nn import functional as F
+
+    printed = run("from_keras_two_outputs.py", tmp_path)
+    epochs, best = map(int, re.findall(r"epochs +(\d+), the best was (\d+)", printed)[0])
+    rates = [float(rate) for rate in re.findall(r"rates +(.*)", printed)[0].split()]
+
+    np.random.seed(0)
+    torch.manual_seed(0)
+    table, mpg = autompg_data()
+    order = np.random.permutation(len(table))
+    x = torch.tensor(table[order, :6].astype("float32"))
+    x = (x - x[:312].mean(0)) / x[:312].std(0, correction=0)
+    mpg = torch.tensor(mpg[order].astype("float32"))
+    origin = torch.tensor(table[order, 6].astype(int) - 1)
+    weights = (312 / (3 * origin[:312].bincount()))[origin[:312]]
+    body = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    first, second = nn.Linear(64, 1), nn.Linear(64, 3)
+    net = nn.ModuleList([body, first, second])
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+
+    def loss_of(rows):
+        hidden = body(x[rows])
+        of_origin = F.cross_entropy(second(hidden), origin[rows], reduction="none") * weights[rows]
+        return 0.1 * F.mse_loss(first(hidden)[:, 0], mpg[rows]) + of_origin.mean()
+
+    seed = int(torch.empty((), dtype=torch.int64).random_())  # as fitkit draws an array's order
+    train, held_out = torch.arange(249), torch.arange(249, 312)
+    losses, used, waited, lowest, kept = [], [], 0, float("inf"), None
+    for epoch in range(epochs):
+        used.append(optimizer.param_groups[0]["lr"])
+        generator = torch.Generator().manual_seed((seed + epoch) % 2**63)
+        for rows in train[torch.randperm(len(train), generator=generator)].split(32):
+            optimizer.zero_grad()
+            loss_of(rows).backward()
+            optimizer.step()
+        with torch.no_grad():
+            losses.append(loss_of(held_out).item())
+        waited += 1
+        if losses[-1] < lowest:
+            kept = [weight.detach().clone() for weight in net.parameters()]
+        if losses[-1] < lowest - 1e-4:  # ReduceLROnPlateau's min_delta
+            waited = 0
+        lowest = min(lowest, losses[-1])
+        if waited >= 4:
+            optimizer.param_groups[0]["lr"], waited = optimizer.param_groups[0]["lr"] * 0.5, 0
+    assert epochs < 100 and losses.index(min(losses)) == best - 1 == epochs - 1 - 12
+    assert sorted(set(used), reverse=True) == rates and len(rates) > 2
+    with torch.no_grad():
+        for weight, value in zip(net.parameters(), kept, strict=True):
+            weight.copy_(value)
+        hidden = body(x[312:])
+        wrong_by = (first(hidden)[:, 0] - mpg[312:]).abs().mean().item()
+        right = (second(hidden).argmax(1) == origin[312:]).float().mean().item()
+    assert number(printed, "miles a gallon    wrong by") == pytest.approx(wrong_by, abs=0.0051)
+    assert percentages(printed)[0] == pytest.approx(100 * right, abs=0.06)
+    assert wrong_by < 2.5 < number(printed, "guessing          wrong by") - 3
+    assert "{'mpg': (80, 1), 'origin': (80, 3)}" in printed
+
+
+@pytest.mark.slow
+def test_a_lightning_module_learns_what_a_plain_loop_learns(tmp_path):
+    for package in ("torchmetrics", "tensorboard"):
+        needs(package)
+    import random
+
+    import numpy as np
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, TensorDataset, random_split
+
+    printed = run("from_lightning_module.py", tmp_path)
+    random.seed(42), np.random.seed(42), torch.manual_seed(42)
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    train, val, test = random_split(data, [1200, 297, 300])
+    loaders = DataLoader(train, 32, shuffle=True), DataLoader(val, 64)
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    losses, rates, best = [], [], None
+    for _ in range(40):
+        rates.append(optimizer.param_groups[0]["lr"])
+        for x, y in loaders[0]:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            sums = [F.cross_entropy(net(x), y, reduction="sum").item() for x, y in loaders[1]]
+            losses.append(sum(sums) / 297)
+            if losses[-1] == min(losses):
+                x, y = data[test.indices]
+                best = (net(x).argmax(1) == y).float().mean().item()
+        plateau.step(losses[-1])
+        if len(losses) - 1 - losses.index(min(losses)) >= 4:  # EarlyStopping(patience=4)
+            break
+    assert number(printed, "epochs") == len(losses) < 40
+    assert number(printed, "best val_loss") == pytest.approx(min(losses), abs=6e-5)
+    found = [float(rate) for rate in re.findall(r"rates +(.*)", printed)[0].split()]
+    assert found == sorted(set(rates), reverse=True) and len(found) > 1
+    assert number(printed, "rows of the CSV") == len(losses) + 1
+    assert percentages(printed)[0] == pytest.approx(100 * best, abs=0.06)
+    assert f"digits-{losses.index(min(losses)) + 1:02d}-{min(losses):.3f}.h5" in printed
+
+
+@pytest.mark.slow
+def test_a_grid_search_over_sparse_text_finds_the_larger_net_and_the_larger_rate(tmp_path):
+    printed = run("from_skorch_sparse_text.py", tmp_path)
+    scores = re.findall(r"learning_rate=(\S+), hidden=(\S+), .*: ([\d.]+)%", printed)
+    assert len(scores) == 4 and scores[-1][:2] == ("0.01", "64")
+    assert max(scores, key=lambda row: float(row[2])) == scores[-1]
+    assert number(printed, "cross-validated") == float(scores[-1][2])
+    assert number(printed, "cross-validated") > number(printed, "logistic regression") - 1 > 60
+    assert number(printed, "rows") > 1000  # words of a sparse row
+
+
+@pytest.mark.slow
+def test_an_accelerate_script_learns_what_one_plain_loop_of_larger_batches_learns(tmp_path):
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, TensorDataset
+
+    printed = run("from_accelerate_script.py", tmp_path)
+    assert number(printed, "processes") == 2 and number(printed, "updates") == 69
+    assert "difference        0 of any weight" in printed
+    images, digits = load_digits(return_X_y=True)
+    parts = train_test_split(images / 16, digits, test_size=0.2, random_state=0)
+    x, x_test = (torch.tensor(part, dtype=torch.float32) for part in parts[:2])
+    y, y_test = (torch.tensor(part) for part in parts[2:])
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    torch.manual_seed(1)  # the second model's net
+    nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda update: min((update + 1) / 10, (69 - update) / 59)
+    )
+    losses, shares = [], []
+    loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+    for _ in range(3):
+        total, batches = 0.0, list(loader)
+        for begin in range(0, len(batches), 4):  # two processes, two batches on each
+            x_all, y_all = map(torch.cat, zip(*batches[begin : begin + 4], strict=True))
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = net(x_all)
+            loss = F.cross_entropy(logits.float(), y_all)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            total += loss.item() * len(y_all)
+        losses.append(total / len(y))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            shares.append(100 * (net(x_test).argmax(1) == y_test).float().mean().item())
+        torch.empty((), dtype=torch.int64).random_()  # the seed that a pass of a loader draws
+    found = [float(loss) for loss in re.findall(r"losses +(.*)", printed)[0].split()]
+    assert found == pytest.approx(losses, abs=3e-4)  # bfloat16 gradients of two halves
+    assert percentages(printed) == pytest.approx(shares, abs=0.6)
