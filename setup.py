@@ -26,6 +26,12 @@ def absolute(page: str, address: str, version: str) -> str:
     return re.sub(r"(?P<picture>!?)\[[^\]]*\]\((?![a-z]+:|#)", link, page)
 
 
+def with_badge(page: str, address: str) -> str:
+    """A page with the badge of the tests' workflow, which only an address on GitHub has."""
+    workflow = f"{address}/actions/workflows/tests.yml"
+    return page.replace("<!-- tests badge -->", f"![tests]({workflow}/badge.svg)")
+
+
 def metadata() -> dict:
     """What depends on the address."""
     root = Path(__file__).parent
@@ -36,7 +42,7 @@ def metadata() -> dict:
     if not home:
         return {"long_description": readme}
     return {
-        "long_description": absolute(readme, home, version),
+        "long_description": with_badge(absolute(readme, home, version), home),
         "project_urls": {
             "Source": home,
             "Documentation": f"{home}/blob/v{version}/docs/index.md",

@@ -14,8 +14,19 @@ author = "fitkit maintainers"
 copyright = "fitkit maintainers; MIT licence"
 release = version = fitkit.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["fitkit.css"]
+# Only the code is copied: no prompts, and no output between them.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 html_title = f"fitkit {release}"
 html_show_sourcelink = False
 

@@ -31,7 +31,7 @@ class CombinedLoader:
     `fit`, `evaluate` and `predict` take it as any loader. A step of the model's own gets the
     batch, for example `batch["labelled"]` and `batch["unlabelled"]`.
 
-    `DataLoader`s over data sets with a length are read by index: all orders of a pass, those of
+    A `DataLoader` over a data set with a length is read by index: all orders of a pass, those of
     further cycles too, are drawn when it begins. So ranks load only what they are dealt (whole
     combined batches, in turn), and a resumed training goes on at its place without loading what
     was before. Other iterables are read through, by each rank.

@@ -141,6 +141,7 @@ def test_the_page_of_a_release_has_links_and_pictures_that_work_elsewhere(built)
     assert f"{home}/raw/{tag}/docs/pictures/terminal.svg" in targets
     assert f"{home}/blob/{tag}/docs/quickstart.md" in targets
     assert f"{home}/blob/{tag}/LICENSE" in targets
+    assert f"{home}/actions/workflows/tests.yml/badge.svg" in targets
     assert [target for target in targets if not target.startswith("https://")] == []
     for target in [*targets, *given["project_urls"].values()]:
         path = re.sub(rf"^{home}/(raw|blob)/{tag}/|#.*", "", target)
