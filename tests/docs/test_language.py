@@ -1,0 +1,110 @@
+"""The pages are in plain English: short sentences, no mannered phrases, code that fits its column."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    "README.md",
+    "docs/index.md",
+    "docs/quickstart.md",
+    "docs/from-keras.md",
+    "docs/from-lightning.md",
+    "docs/data.md",
+    "docs/callbacks.md",
+    "docs/many-devices.md",
+]
+"""Those that have been rewritten; the others are to follow."""
+WORDS = 30
+"""The longest that a sentence may be."""
+COLUMN = 88
+"""The characters of a line of code that the site shows without a scroll bar."""
+BANNED = [
+    "at hand",
+    "beside them",
+    "dealt out",
+    "does so",
+    "go on",
+    "goes on",
+    "in case of",
+    "is dealt",
+    "is told",
+    "likewise",
+    "nothing to speak of",
+    "of its own accord",
+    "of ours",
+    "of theirs",
+    "of yours",
+    "shall",
+    "so many",
+    "that are there",
+    "that is there",
+    "that there are",
+    "unasked",
+    "whatsoever",
+]
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```python.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+GENERATED = re.compile(r"^## Unsupported names.*", re.MULTILINE | re.DOTALL)
+"""Tables that fitkit/foreign_names.py makes."""
+
+
+def prose(text: str) -> list[str]:
+    """Paragraphs, items of lists, headings and cells of tables, without markup.
+
+    A piece of code is one word, however long, and its full stops end no sentence.
+    """
+    text = GENERATED.sub("", FENCED.sub("", text))
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`", "code", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"(?m)^ *(#+|[-*]|\d+\.) ", "\n\n", text)
+    text = re.sub(r"(?m)^\|(.*)\|$", lambda row: "\n\n" + row[1].replace("|", "\n\n"), text)
+    pieces = (re.sub(r"[*_]", "", piece).split() for piece in re.split(r"\n\s*\n", text))
+    return [" ".join(piece) for piece in pieces if piece]
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page, each on one line."""
+    return [line for piece in prose(text) for line in re.split(r"(?<=[.!?…])\s+(?=[\w\"(])", piece)]
+
+
+def words(sentence: str) -> int:
+    """How many words a sentence has; signs alone aren't words."""
+    return sum(any(map(str.isalnum, word)) for word in sentence.split())
+
+
+def test_a_sentence_is_measured_without_its_markup():
+    text = "# Two words\n\nOne `a. b c` two.\nThree [four five](page.md) six!\n\n| a b | c. D |\n|---|---|\n"
+    assert sentences(text)[:5] == ["Two words", "One code two.", "Three four five six!", "a b", "c."]
+    assert [words(line) for line in ("one – two", "a/b: c")] == [2, 2]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short(page):
+    long = [line for line in sentences((ROOT / page).read_text()) if words(line) > WORDS]
+    assert not long, "split these:\n" + "\n".join(f"{words(line)}: {line}" for line in long)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_banned_phrase_is_used(page):
+    found = [
+        (phrase, line)
+        for line in sentences((ROOT / page).read_text())
+        for phrase in BANNED
+        if re.search(rf"\b{phrase}\b", line, re.IGNORECASE)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_column(page):
+    blocks = "".join(CODE.findall((ROOT / page).read_text()))
+    assert [line for line in blocks.splitlines() if len(line) > COLUMN] == []
+
+
+def test_the_front_page_shows_the_program_of_the_readme():
+    readme, index = ((ROOT / page).read_text() for page in ("README.md", "docs/index.md"))
+    assert CODE.search(readme)[1] == CODE.search(index)[1]
