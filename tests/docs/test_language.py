@@ -1,4 +1,4 @@
-"""The pages are in plain English: short sentences, no mannered phrases, code that fits its column."""
+"""The pages are in plain English: short sentences, plain phrases, code that fits its column."""
 
 import re
 from pathlib import Path
@@ -23,27 +23,21 @@ COLUMN = 88
 """The characters of a line of code that the site shows without a scroll bar."""
 BANNED = [
     "at hand",
-    "beside them",
     "dealt out",
-    "does so",
     "go on",
     "goes on",
-    "in case of",
     "is dealt",
     "is told",
     "likewise",
     "nothing to speak of",
-    "of its own accord",
     "of ours",
     "of theirs",
     "of yours",
     "shall",
-    "so many",
     "that are there",
     "that is there",
     "that there are",
     "unasked",
-    "whatsoever",
 ]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```python.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -77,8 +71,9 @@ def words(sentence: str) -> int:
 
 
 def test_a_sentence_is_measured_without_its_markup():
-    text = "# Two words\n\nOne `a. b c` two.\nThree [four five](page.md) six!\n\n| a b | c. D |\n|---|---|\n"
-    assert sentences(text)[:5] == ["Two words", "One code two.", "Three four five six!", "a b", "c."]
+    text = "# Two words\n\nOne `a. b c` two.\nThree [four five](page.md) six!\n\n| a b | c. D |\n"
+    found = sentences(text)
+    assert found == ["Two words", "One code two.", "Three four five six!", "a b", "c.", "D"]
     assert [words(line) for line in ("one – two", "a/b: c")] == [2, 2]
 
 
