@@ -32,7 +32,11 @@ class StopsOneRank(Callback):
             self.model.stop_training = True
 
 
-@pytest.mark.parametrize("callbacks", [[], [EarlyStopping("val_accuracy", patience=2)]], ids=["alone", "EarlyStopping"])
+@pytest.mark.parametrize(
+    "callbacks",
+    [[], [EarlyStopping("val_accuracy", patience=2)]],
+    ids=["alone", "EarlyStopping"],
+)
 def test_two_ranks_validate_where_one_process_does(callbacks):
     options = {"validation_data": V, "validation_freq": 0.3, "epochs": 2, "shuffle": False,
                "verbose": 0, "callbacks": callbacks}  # fmt: skip
