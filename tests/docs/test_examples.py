@@ -109,6 +109,29 @@ def test_a_language_model_learns_the_same_however_its_batches_are_cut(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_gpt_is_pre_trained_as_a_plain_loop_does_it(tmp_path):
+    printed = run("pretrain_gpt.py", tmp_path)
+    ours, plain = (
+        [float(n) for n in re.findall(r"\d\.\d{6}", line)]
+        for line in printed.splitlines() if line.startswith("losses")
+    )  # fmt: skip
+    assert len(ours) == 2 and ours == pytest.approx(plain, rel=1e-5) and ours[1] < 2.8
+    assert "128 of 32 samples" in printed and number(printed, "\ntokens ") == 2 * 2048 * 64
+    assert number(printed, "tokens a second") > 0 and number(printed, "text, perplexity") < 16
+    assert max(map(float, re.findall(r"(?:losses|weights) (\de[-+]\d+)", printed))) < 1e-5
+
+
+@pytest.mark.slow
+def test_adapters_go_on_after_a_failure_and_fit_onto_the_base(tmp_path):
+    needs("transformers")
+    printed = run("lora.py", tmp_path)
+    assert "Rank 1 failed: RuntimeError: step 17 went wrong" in printed
+    assert number(printed, "adapter's file") < 30 < 500 < number(printed, "all weights")
+    assert number(printed, "cut and gone on") == number(printed, "loaded onto the base") == 0
+    assert number(printed, ", tuned") < number(printed, "held-out docstrings") - 0.1
+
+
+@pytest.mark.slow
 def test_two_images_in_and_three_answers_out(tmp_path):
     printed = run("two_outputs.py", tmp_path)
     digit, larger = percentages(printed)
