@@ -34,7 +34,6 @@ from fitkit.callbacks import BackupAndRestore, Callback
 
 LENGTH = 256  # bytes of a row
 EPOCHS, CUT_AFTER = 2, 17  # steps of a rank
-DEVICES = {"accelerator": "cpu", "devices": 2}
 
 
 class LoRA(nn.Module):
@@ -51,12 +50,12 @@ class LoRA(nn.Module):
         return self.base(x) + 2 * self.up(self.down(x))
 
 
-def with_adapters(base: nn.Module) -> nn.Module:
+def with_adapters(base: nn.Module) -> Any:
     """A copy of a Hugging Face model of which only adapters of its attention learn."""
     torch.manual_seed(0)
-    net = copy.deepcopy(base).requires_grad_(False)
-    for layer in net.model.layers:  # type: ignore[union-attr]
-        attention: Any = layer.self_attn  # type: ignore[union-attr]
+    net: Any = copy.deepcopy(base).requires_grad_(False)
+    for layer in net.model.layers:
+        attention = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(attention, name, LoRA(getattr(attention, name)))
     return net
@@ -93,7 +92,7 @@ def tuned(base: nn.Module, documents: list[str], *callbacks: Callback) -> fitkit
     """The base with adapters that learned the documents on two processes."""
     model = fitkit.Model(with_adapters(base))
     model.compile("adamw", learning_rate=1e-2, lr_scheduler="cosine", gradient_clip_val=1.0)
-    model.compile(**DEVICES)
+    model.compile(accelerator="cpu", devices=2)
     loader = packed(documents, 4, shuffle=True, generator=torch.Generator().manual_seed(0))
     model.fit(loader, epochs=EPOCHS, callbacks=callbacks, verbose=0)
     return model
