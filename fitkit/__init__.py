@@ -1,6 +1,7 @@
 """fitkit: Keras's verbs on any PyTorch network."""
 
 from fitkit import callbacks, data, loggers, optimizers, pictures, precisions, strategies, tune
+from fitkit.activation_checkpointing import checkpoint_activations
 from fitkit.callbacks import History
 from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
@@ -26,6 +27,7 @@ __all__ = [
     "OutOfMemoryError",
     "WorkerError",
     "callbacks",
+    "checkpoint_activations",
     "data",
     "find_usable_cuda_devices",
     "load_model",

@@ -15,6 +15,7 @@ LAYERS = {
     "typing": 0,
     "version": 0,
     "registry": 1,
+    "activation_checkpointing": 1,
     "trees": 1,
     "arguments": 1,
     "outputs": 1,
@@ -52,6 +53,7 @@ LAYERS = {
 """The layer of each module or folder; what isn't named here fails the test."""
 
 WITHIN_A_LAYER = {
+    ("activation_checkpointing", "arguments"),
     ("arguments", "registry"),
     ("hooks", "callbacks"),
     ("logging_options", "arguments"),

@@ -258,7 +258,7 @@ def suggestions(model: Module, verb: str, batch_size: int | None, held: int) -> 
         yield "precision='bf16-mixed', with which activations take about half"
     if learns:
         yield (
-            "activation checkpointing (torch.utils.checkpoint in forward, or "
+            "activation checkpointing (fitkit.checkpoint_activations(net), or "
             "fitkit.strategies.FSDPStrategy(activation_checkpointing=True))"
         )
         if held:

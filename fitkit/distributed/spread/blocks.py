@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from torch import nn
 
+from fitkit.activation_checkpointing import UNCALLED, repeated
 from fitkit.arguments import check_choice, check_count, describe
 from fitkit.errors import ArgumentTypeError
 
 WITHOUT_FORWARD = (
-    *(nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+    *UNCALLED,
     nn.modules.linear.NonDynamicallyQuantizableLinear,  # in nn.MultiheadAttention
 )
 """What nobody calls, so that nothing could be gathered at its call."""
@@ -32,37 +32,9 @@ def check_wrap(wrap: Any) -> None:
         check_count("wrap", wrap)
 
 
-def check_recomputed(asked: Any) -> None:
-    """Refuse what says of no submodule whether its activations are computed again."""
-    if not isinstance(asked, bool) and not _are_classes(asked):
-        raise ArgumentTypeError(
-            f"activation_checkpointing={describe(asked)} must be True (all blocks), False, a "
-            "module class or a tuple of module classes."
-        )
-
-
 def _are_classes(given: Any) -> bool:
     kinds = given if isinstance(given, tuple) and given else (given,)
     return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
-
-
-def recomputed_in(module: nn.Module, blocks: list[nn.Module], asked: Any) -> list[nn.Module]:
-    """The submodules whose activations are computed again in the backward pass.
-
-    Args:
-        blocks: those that are gathered apart.
-        asked: whether these are meant; or a class or a tuple of classes, for the outermost
-            submodules of these.
-    """
-    if isinstance(asked, bool):
-        return blocks if asked else []
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for part in module.modules():  # a module comes before its parts
-        if isinstance(part, asked) and part not in inside:
-            found.append(part)
-            inside.update(part.modules())
-    return found
 
 
 def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:
@@ -88,27 +60,11 @@ def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:
     if wrap is None:
         return []
     if wrap == "blocks":
-        return _repeated(module, candidates)
+        able = set(candidates)
+        return repeated(module, lambda child: child in able)
     if isinstance(wrap, int):
         return _of_size(candidates, wrap)
     return [child for child in reversed(candidates) if isinstance(child, wrap)]
-
-
-def _repeated(module: nn.Module, candidates: list[nn.Module]) -> list[nn.Module]:
-    """The outermost submodules with parts that have a sibling of their class."""
-    able = {id(child) for child in candidates if next(child.children(), None) is not None}
-    found: list[nn.Module] = []
-    waiting = [module]
-    while waiting:
-        parent = waiting.pop()
-        kinds = Counter(type(child) for child in parent.children())
-        for child in parent.children():
-            if id(child) in able and kinds[type(child)] > 1:
-                if not any(child is other for other in found):
-                    found.append(child)
-            else:
-                waiting.append(child)
-    return found
 
 
 def _of_size(candidates: list[nn.Module], least: int) -> list[nn.Module]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
+from fitkit.activation_checkpointing import Recomputed
 from fitkit.distributed.spread.in_place import ModuleInPlace, as_parts, whole, whole_for_file
 from fitkit.errors import ConfigurationError
 
@@ -55,9 +53,9 @@ class ShardedModule(ModuleInPlace):
         super().__init__(module)
         self._rank = rank
         self._gives: Giving = "whole"
-        self._forwards = [(block, vars(block).get("forward")) for block in recomputed]
-        for block, _ in self._forwards:
-            vars(block)["forward"] = _Recomputed(block)
+        # One that the user has made so stays so.
+        plain = [b for b in recomputed if not isinstance(vars(b).get("forward"), Recomputed)]
+        self._recomputed = [Recomputed(block) for block in plain]
         self._sharded: list[Any] = []
         done: set[nn.Module] = set()
         try:
@@ -105,11 +103,9 @@ class ShardedModule(ModuleInPlace):
         self._give_back(numbers)
 
     def _give_back(self, numbers: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        for block, forward in self._forwards:
-            del vars(block)["forward"]
-            if forward is not None:
-                vars(block)["forward"] = forward
-        self._forwards, self._sharded = [], []
+        for forward in self._recomputed:
+            forward.remove()
+        self._recomputed, self._sharded = [], []
         super()._give_back(numbers)
 
     def _is_added(self, name: str) -> bool:
@@ -150,60 +146,6 @@ class ShardedModule(ModuleInPlace):
             found = state.get(prefix + name)
             if isinstance(found, torch.Tensor) and parameter is not None:
                 state[prefix + name] = as_parts(found, parameter)
-
-
-class _Recomputed:
-    """A block's forward whose activations are dropped, and computed again for the backward.
-
-    Running statistics count a batch once: the second time the buffers are what they were the first
-    time, and afterwards what they have become.
-
-    Args:
-        block: whose class's forward it is.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._forward = block.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
-            self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
-        )
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        if not torch.is_grad_enabled():
-            return contextlib.nullcontext(), contextlib.nullcontext()
-        before: dict[torch.Tensor, torch.Tensor] = {}
-        return self._noting(before), _with_numbers(before)
-
-    @contextlib.contextmanager
-    def _noting(self, before: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-        """Note what those buffers have had that change meanwhile."""
-        found = {buffer: (buffer._version, buffer.clone()) for buffer in self._block.buffers()}
-        yield
-        for part in self._block.modules():
-            own = [buffer for buffer in part.buffers(recurse=False) if buffer in found]
-            # Torch's normalisations write running statistics past the count of versions.
-            if isinstance(part, _NormBase) or any(b._version != found[b][0] for b in own):
-                before.update((buffer, found[buffer][1]) for buffer in own)
-
-
-@contextlib.contextmanager
-def _with_numbers(numbers: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Let tensors have other numbers meanwhile."""
-    kept = {tensor: tensor.clone() for tensor in numbers}
-    _overwrite(numbers)
-    try:
-        yield
-    finally:
-        _overwrite(kept)
-
-
-@torch.no_grad()
-def _overwrite(numbers: dict[torch.Tensor, torch.Tensor]) -> None:
-    for tensor, values in numbers.items():
-        tensor.copy_(values)
 
 
 def check_trains(

@@ -12,15 +12,11 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit import trees
+from fitkit.activation_checkpointing import check_blocks, matching
 from fitkit.arguments import check_count, check_flag
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
-from fitkit.distributed.spread.blocks import (
-    blocks_of,
-    check_recomputed,
-    check_wrap,
-    recomputed_in,
-)
+from fitkit.distributed.spread.blocks import blocks_of, check_wrap
 from fitkit.distributed.spread.in_place import whole_for_file
 from fitkit.distributed.spread.module import ShardedModule, check_trains
 from fitkit.distributed.spread.optimizer import SpreadOptimizer
@@ -100,7 +96,7 @@ class FSDP(DDP):
     ) -> None:
         super().__init__(process_group_backend, timeout, output=output)
         check_wrap(wrap)
-        check_recomputed(activation_checkpointing)
+        check_blocks("activation_checkpointing", activation_checkpointing)
         check_flag("reshard_after_forward", reshard_after_forward)
         check_count("shard_size", shard_size, minimum=2, optional=True)
         check_plan(tensor_parallel, tensor_parallel_plan)
@@ -230,7 +226,7 @@ class FSDPEngine(Engine):
                 self._prepare,
                 self._sharder(module),
                 rank,
-                recomputed=recomputed_in(module, blocks, strategy.activation_checkpointing),
+                recomputed=matching(module, blocks, strategy.activation_checkpointing),
                 backup=strategy.backup,
             )
             self.in_place = (self._module,)
