@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fitkit import trees
+from fitkit.activation_checkpointing import Recomputed, matching
 from fitkit.arguments import check_count, describe
 from fitkit.data.batches import samples_of
 from fitkit.distributed.precision import MixedPrecision
@@ -161,14 +163,22 @@ def plan(
         raise ConfigurationError("strategy is empty. Give a name, such as 'ddp', or several.")
     chosen = _by_name([named_strategy(item) for item in given])
     meta = any(parameter.is_meta for parameter in model.parameters())
-    sizes, notes = _sizes_on_meta(model, batch) if meta else _sizes_of_a_step(model, batch)
+    sizes_of = _sizes_on_meta if meta else _sizes_of_a_step
+    sizes, notes = sizes_of(model, batch)
     net = model._weights_module()
+    costs: dict[str, Costs] = {}
+    for name, item in chosen.items():
+        own = sizes
+        if isinstance(item, FSDP) and item.activation_checkpointing and devices * num_nodes > 1:
+            with _recomputed(net, item):
+                own, _ = sizes_of(model, batch)
+        costs[name] = costs_of(item, net, own, devices, num_nodes)
     found = Plan(
         devices,
         num_nodes,
         samples_of(batch),
         sizes,
-        {name: costs_of(item, net, sizes, devices, num_nodes) for name, item in chosen.items()},
+        costs,
         notes,
     )
     print(found)
@@ -341,7 +351,7 @@ def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int)
     learning = [p for p in parameters if p.requires_grad]
     of_all = held(parameters) / max(sum(p.numel() for p in parameters), 1)
     of_learning = held(learning) / max(sum(p.numel() for p in learning), 1)
-    travelling = sizes.numbers * sizes.element * of_learning
+    travelling = held(parameters) * sizes.element  # frozen ones, too
     gradients = sizes.gradients * of_learning
     inside = [held(block.parameters()) for block in blocks]
     rest = held(parameters) - sum(inside)
@@ -386,12 +396,12 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     )
     with untouched(model):
         model._fitkit.compilation = dataclasses.replace(model._fitkit.compilation, strategy=alone)
-        with SavedTensors(apart_from=[*model.parameters(), *model.buffers()]) as saved:
+        with _activations(model) as saved:
             # A list of one tensor would be arrays, from which fit cuts batches of its own.
             model.fit(iter([batch]), verbose=0)
         held = [*model.parameters(), *model._fitkit.compilation.loss_parameters()]
         state = sum(
-            trees.tensor_bytes(own)
+            _held_bytes(own)
             for optimizer in model._fitkit.fit_state.optimizers
             for own in optimizer.state.values()
         )
@@ -402,7 +412,7 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     """The same of a net without memory, by its shapes."""
     net = model._weights_module()
     inputs = trees.map_leaves(_as_meta, unpacker_of(model)(batch)[0])
-    with SavedTensors(apart_from=[*net.parameters(), *net.buffers()]) as saved:
+    with _activations(net) as saved:
         outputs = model(inputs)
     notes = ["The net is on the meta device: its loss, and half precision, aren't in activations."]
     activations = saved.peak + trees.tensor_bytes(outputs)
@@ -425,7 +435,7 @@ def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
         state = 0.0
         for optimizer in model._fitkit.compilation.optimizer.build(parameters, model):
             optimizer.step()
-            state += sum(trees.tensor_bytes(own) for own in optimizer.state.values())
+            state += sum(_held_bytes(own) for own in optimizer.state.values())
             optimizer.state.clear()  # it may be the user's own
     finally:
         for parameter in parameters:
@@ -440,7 +450,7 @@ def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activatio
     gradients = trees.tensor_bytes(learning)
     mixed = isinstance(precision, MixedPrecision)
     return Sizes(
-        parameters=trees.tensor_bytes(parameters),
+        parameters=_held_bytes(parameters),
         gradients=gradients,
         optimizer=state,
         buffers=trees.tensor_bytes(list(model.buffers())),
@@ -448,6 +458,60 @@ def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activatio
         numbers=numbers,
         element=2.0 if mixed else gradients / max(numbers, 1),
     )
+
+
+def _held_bytes(tree: Any) -> int:
+    """The memory of a tree's tensors; quantized ones take what they are made of."""
+
+    def size(tensor: Any) -> int:
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return int(tensor.nbytes)
+        return sum(size(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+    return sum(map(size, trees.tensors(tree)))
+
+
+@contextlib.contextmanager
+def _recomputed(net: nn.Module, strategy: FSDP) -> Iterator[None]:
+    """Let the blocks be computed again that the strategy's training computes again."""
+    asked = strategy.activation_checkpointing
+    blocks = matching(net, blocks_of(net, strategy.wrap), asked)
+    plain = [block for block in blocks if not isinstance(vars(block).get("forward"), Recomputed)]
+    forwards = [Recomputed(block) for block in plain]
+    try:
+        yield
+    finally:
+        for forward in forwards:
+            forward.remove()
+
+
+@contextlib.contextmanager
+def _activations(net: nn.Module) -> Iterator[SavedTensors]:
+    """Count what autograd keeps, and what blocks keep while they are computed again.
+
+    The latter is hidden from autograd's hooks. So each block makes its forward once more, for the
+    count: when its backward comes, as much is kept besides as after its forward.
+    """
+    held = [*net.parameters(), *net.buffers()]
+
+    def count(block: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            given = trees.tensors([args, kwargs])
+            with SavedTensors(apart_from=[*held, *given]) as inside:
+                block.forward.plainly(*args, **kwargs)
+            saved.peak = max(saved.peak, saved.bytes + inside.peak)
+
+    handles = [
+        part.register_forward_hook(count, with_kwargs=True)
+        for part in net.modules()
+        if isinstance(vars(part).get("forward"), Recomputed)
+    ]
+    try:
+        with SavedTensors(apart_from=held) as saved:
+            yield saved
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _as_meta(leaf: Any) -> Any:
@@ -468,12 +532,13 @@ class SavedTensors:
         apart_from: tensors that are there anyway, such as parameters.
 
     Attributes:
-        peak: the most bytes that were kept at one time.
+        bytes: how many are kept now.
+        peak: the most that were kept at one time.
     """
 
     def __init__(self, apart_from: Iterable[torch.Tensor] = ()) -> None:
         self.peak: int = 0
-        self._bytes = 0
+        self.bytes: int = 0
         self._holders: Counter[int] = Counter()
         self._apart = {_storage(tensor) for tensor in apart_from}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _kept)
@@ -497,15 +562,15 @@ class SavedTensors:
             size = tensor.untyped_storage().nbytes()
             self._holders[storage] += 1
             if self._holders[storage] == 1:
-                self._bytes += size
-                self.peak = max(self.peak, self._bytes)
+                self.bytes += size
+                self.peak = max(self.peak, self.bytes)
             weakref.finalize(kept, self._released, storage, size).atexit = False
         return kept
 
     def _released(self, storage: int, size: int) -> None:
         self._holders[storage] -= 1
         if self._holders[storage] == 0:
-            self._bytes -= size
+            self.bytes -= size
 
 
 class _Kept:

@@ -120,3 +120,52 @@ def test_what_cant_be_planned_says_why():
     for strategy, batch, words in (("ddp", loader, r"next\(iter"), (3, BATCH, "strategy=3")):
         with pytest.raises(fitkit.errors.ArgumentTypeError, match=words):
             fitkit.plan(made(), 2, strategy, batch)
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 256), torch.nn.Linear(256, 16)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_blocks_that_are_computed_again_count_one_at_a_time(capsys, device):
+    with torch.device(device):
+        net = torch.nn.Sequential(*(Wide() for _ in range(6)))
+    model = fitkit.Model(net)
+    model.compile("sgd", lambda prediction, target: prediction.sum())
+    batch = torch.randn(32, 16), torch.randn(32, 16)
+    narrow, wide = 32 * 16 * 4, 32 * 256 * 4
+    strategies = ["ddp", FSDPStrategy(activation_checkpointing=True)]
+    costs = fitkit.plan(model, 2, strategies, batch).costs
+    plain, strategy = costs["ddp"].activations, costs["fsdp"].activations
+    assert "forward" not in vars(net[0])
+    fitkit.checkpoint_activations(model)
+    ours = fitkit.plan(model, 2, "ddp", batch).costs["ddp"].activations
+    # Each block's input and its tanh, against each block's input and one tanh.
+    output = narrow if device == "meta" else 0
+    assert plain == 6 * (narrow + wide) + output
+    assert ours == strategy == 6 * narrow + wide + output
+
+
+def test_what_is_frozen_has_no_gradient_but_travels_under_fsdp(capsys):
+    model = made()
+    model.net[0].requires_grad_(False)
+    costs = fitkit.plan(model, 4, ["ddp", "fsdp"], BATCH).costs
+    learning = 4 * (20 * 5 + 5)
+    assert costs["ddp"].gradients == learning and costs["ddp"].parameters == PARAMETERS
+    assert costs["ddp"].optimizer == 2 * learning + 2 * 4
+    assert costs["fsdp"].sent == (2 * PARAMETERS + learning) * 3 / 4
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_eight_bits_takes_two_bytes_a_parameter(capsys):
+    optim = pytest.importorskip("torchao.optim")
+    net = torch.nn.Linear(256, 256, bias=False)
+    model = fitkit.Model(net)
+    model.compile(optim.AdamW8bit(net.parameters()), "mse")
+    state = fitkit.plan(model, 1, "ddp", (torch.randn(4, 256), torch.randn(4, 256)))
+    assert state.costs["ddp"].optimizer == pytest.approx(2 * 256 * 256, rel=0.05)
