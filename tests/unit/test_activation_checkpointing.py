@@ -129,11 +129,16 @@ def test_two_ranks_learn_the_same(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("fsdp", 2)])
-def test_compiled_the_same_is_learned(strategy, devices):
+@pytest.mark.parametrize("strategy", [
+    "auto", "fsdp", fitkit.strategies.FSDPStrategy(activation_checkpointing=True),
+], ids=["alone", "fsdp", "the strategy's"])
+def test_compiled_the_same_is_learned(strategy):
+    devices = 1 if strategy == "auto" else 2
     norm, how = devices == 1, {"backend": "aot_eager"}
-    plain, losses = learned(net(norm), strategy, devices, jit_compile=how)
-    made = fitkit.checkpoint_activations(net(norm))
+    plain, losses = learned(net(norm), "auto" if norm else "fsdp", devices, jit_compile=how)
+    made = net(norm)
+    if strategy in ("auto", "fsdp"):
+        fitkit.checkpoint_activations(made)
     ours, found = learned(made, strategy, devices, jit_compile=how)
     assert found == pytest.approx(losses, rel=1e-6)
     assert_same_weights(ours, plain, atol=1e-6)

@@ -201,8 +201,8 @@ def _check_modules(module: nn.Module, strategy: str, *, compiles: bool) -> None:
         if part._compiled_call_impl is not None and not (compiles and name in ("", "net")):
             raise ConfigurationError(
                 f"{name or 'The net'} is compiled by torch.compile, which strategy={strategy!r} "
-                "doesn't train so: parts of a net, under DeepSpeed, or with "
-                "activation_checkpointing. Write jit_compile=False, or strategy='ddp'."
+                "doesn't train so: parts of a net, or under DeepSpeed. "
+                "Write jit_compile=False, or strategy='ddp'."
             )
 
 

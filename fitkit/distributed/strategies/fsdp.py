@@ -179,8 +179,7 @@ class FSDP(DDP):
     def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         if self.collectives.world_size == 1:
             return None
-        compiles = not self.activation_checkpointing
-        check_trains(module, optimizers, self.name, compiles=compiles)
+        check_trains(module, optimizers, self.name, compiles=True)
         return FSDPEngine(self, module, optimizers, self._unfilled)
 
     def finish(self) -> None:
