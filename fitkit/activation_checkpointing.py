@@ -28,8 +28,9 @@ def checkpoint_activations(net: Net, blocks: Blocks = True) -> Net:
 
     Training takes less memory and about a third more time; the numbers are the same, bit for bit.
     Dropout draws the same again, and running statistics count each batch once. It holds for this
-    net under every strategy, compiled or not, until it is changed by another call. Names of
-    parameters, files and predictions stay as they are.
+    net under every strategy, until it is changed by another call. Names of parameters, files and
+    predictions stay as they are. With `jit_compile` torch can't compile a whole step that draws
+    random numbers in such blocks: then the net alone is compiled.
 
     Args:
         net: a module, or a model of fitkit; it is changed in place.

@@ -133,12 +133,27 @@ def test_two_ranks_learn_the_same(strategy):
     "auto", "fsdp", fitkit.strategies.FSDPStrategy(activation_checkpointing=True),
 ], ids=["alone", "fsdp", "the strategy's"])
 def test_compiled_the_same_is_learned(strategy):
-    devices = 1 if strategy == "auto" else 2
-    norm, how = devices == 1, {"backend": "aot_eager"}
-    plain, losses = learned(net(norm), "auto" if norm else "fsdp", devices, jit_compile=how)
-    made = net(norm)
+    def still():  # torch compiles no whole step that draws again
+        made = net(norm=False)
+        for block in made[1:5]:
+            block.drop = nn.Identity()
+        return made
+
+    devices, how = 1 if strategy == "auto" else 2, {"backend": "aot_eager"}
+    whole = "auto" if devices == 1 else "fsdp"
+    plain, losses = learned(still(), whole, devices, jit_compile=how)
+    made = still()
     if strategy in ("auto", "fsdp"):
         fitkit.checkpoint_activations(made)
     ours, found = learned(made, strategy, devices, jit_compile=how)
     assert found == pytest.approx(losses, rel=1e-6)
     assert_same_weights(ours, plain, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_net_that_draws_again_is_compiled_without_its_step():
+    _, losses = learned(net())
+    made = fitkit.checkpoint_activations(net())
+    with pytest.warns(UserWarning, match="compiles the net alone, not the whole step"):
+        _, found = learned(made, jit_compile={"backend": "aot_eager"})
+    assert found == pytest.approx(losses, rel=1e-5)
