@@ -146,9 +146,9 @@ class Reader:
         self.digest: str = verified.digest
         self._path = path
         self._arrays = StoredArrays(verified.file, verified.state)
+        self.document: dict[str, Any]
         with refusals(path):
-            self.document: dict[str, Any]
-        self.document, self._described, self._offsets = _checked_structure(verified)
+            self.document, self._described, self._offsets = _checked_structure(verified)
 
     def __len__(self) -> int:
         return len(self._described)
