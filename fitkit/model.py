@@ -950,12 +950,15 @@ class Model(Module):
             load(self, path)
 
     @only_known_arguments
-    def save_weights(self, path: FilePath) -> None:
+    def save_weights(self, path: FilePath, *, trainable_only: bool = False) -> None:
         """Write the weights to a file, whole or not at all.
 
         Args:
             path: the suffix chooses the format: `.h5`, `.safetensors`, `.pt`, `.pth`. A wrapped
                 net's weights get the net's own names.
+            trainable_only: whether parameters that don't learn (`requires_grad`) are left out: an
+                adapter's file, without its base. `load_weights` puts it back onto the base.
+                Default False.
 
         Raises:
             CheckpointError: the file can't be written; one that was there is untouched.
@@ -966,7 +969,8 @@ class Model(Module):
             >>> model.compile("adam", "mse")
             >>> model.save_weights("weights.safetensors")
         """
-        save_weights(self, path)
+        check_flag("trainable_only", trainable_only)
+        save_weights(self, path, trainable_only=trainable_only)
 
     @only_known_arguments
     def load_weights(
@@ -980,6 +984,10 @@ class Model(Module):
             strict: whether missing or unexpected names are an error. Default True.
             skip_mismatch: whether weights of another shape are left out, with a warning.
                 Default False.
+
+        Returns:
+            The names that were `missing` in the file, `unexpected` and `skipped`. A file of
+            `trainable_only=True` leaves the rest of the net as it is: those are `missing`.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -6,6 +6,7 @@ A *leaf* is whatever isn't one of those containers. Nothing here knows what a ba
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,9 +33,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         items = [(key, map_leaves(function, value)) for key, value in tree.items()]
         try:
-            return type(tree)(items)  # type: ignore[call-arg]
+            mapped = type(tree)(items)  # type: ignore[call-arg]
         except TypeError:
             return dict(items)
+        if type(tree) is OrderedDict:  # a state dict has its modules' versions as an attribute
+            vars(mapped).update(vars(tree))
+        return mapped
     if is_named_tuple(tree):
         return type(tree)(*(map_leaves(function, item) for item in tree))
     if isinstance(tree, (tuple, list)):

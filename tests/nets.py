@@ -42,3 +42,28 @@ def classification(rows, features, seed=0):
 def classes_in_turn(rows, features, seed=0):
     """Samples of the classes 0, 1, 2, 0, 1, 2, …"""
     return normal(rows, features, seed=seed), torch.arange(rows) % 3
+
+
+class LoRA(nn.Module):
+    """A frozen layer beside which a product of two small matrices learns (Hu et al., 2021)."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_adapter(seed=0, features=40):
+    """A frozen net with running statistics, of which one layer has an adapter."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.Linear(features, 20), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 1)
+    ).requires_grad_(False)
+    torch.manual_seed(seed + 100)
+    net[0] = LoRA(net[0])
+    return net

@@ -38,10 +38,12 @@ class Run(Protocol):
     @property
     def resumed(self) -> Any: ...
 
-    def weights(self, *, spread: bool = False) -> dict[str, Any]:
+    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
         """Collect the weights for a checkpoint, on all ranks; `spread`: each rank its part."""
 
-    def contents(self, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    def contents(
+        self, *, spread: bool = False, trainable_only: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Collect the weights and all else for a checkpoint, as `weights` does."""
 
 

@@ -83,12 +83,20 @@ class CheckpointWriter:
 
     Args:
         weights_only: whether the files get the weights alone.
+        trainable_only: whether parameters that don't learn are left out.
         asynchronous: whether a thread writes them, from copies in main memory. One is written at
             a time: the next save waits for it. Its error comes at the next save, or at `finish`.
     """
 
-    def __init__(self, *, weights_only: bool = False, asynchronous: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        weights_only: bool = False,
+        trainable_only: bool = False,
+        asynchronous: bool = False,
+    ) -> None:
         self.weights_only = weights_only
+        self.trainable_only = trainable_only
         self.asynchronous = asynchronous
         self._copies = StateCopies()
         self._thread: threading.Thread | None = None
@@ -96,7 +104,11 @@ class CheckpointWriter:
 
     def __getstate__(self) -> dict[str, Any]:
         """Send other ranks how to write, and nothing that is being written."""
-        fresh = CheckpointWriter(weights_only=self.weights_only, asynchronous=self.asynchronous)
+        fresh = CheckpointWriter(
+            weights_only=self.weights_only,
+            trainable_only=self.trainable_only,
+            asynchronous=self.asynchronous,
+        )
         return vars(fresh)
 
     def save(self, model: Module, path: str, then: Callable[[], None] = lambda: None) -> None:
@@ -116,7 +128,8 @@ class CheckpointWriter:
             self._save_folder(model, path, then)
             return
         run = _running(model)
-        contents: Any = run.weights() if self.weights_only else run.contents()
+        collect: Any = run.weights if self.weights_only else run.contents
+        contents = collect(trainable_only=self.trainable_only)
         if self.asynchronous:
             if model.is_global_zero:
                 contents = self._copies.of(contents)
@@ -137,9 +150,9 @@ class CheckpointWriter:
         strategy, run = model._fitkit.compilation.strategy, _running(model)
         state: dict[str, Any] | None = None
         if self.weights_only:
-            weights = run.weights(spread=True)
+            weights = run.weights(spread=True, trainable_only=self.trainable_only)
         else:
-            weights, state = run.contents(spread=True)
+            weights, state = run.contents(spread=True, trainable_only=self.trainable_only)
         if model.is_global_zero:
             self._attempt(lambda: _make_folder(path))
         self._share(model)

@@ -60,6 +60,8 @@ class ModelCheckpoint(Callback):
             Default False.
         save_weights_only: whether files get the weights alone (`.h5`, `.safetensors`, `.pt`);
             default False: everything that `fit(resume_from=…)` needs (`.h5`).
+        trainable_only: whether parameters that don't learn are left out: an adapter's files,
+            without its base. A training goes on from one on the same base. Default False.
         mode: `"min"`, `"max"` or `"auto"` (default): by the name, where it tells.
         save_freq: `"epoch"` (default), or a number of batches, counted over epochs.
         initial_value_threshold: a value that the first best has to beat. Default none.
@@ -126,12 +128,14 @@ class ModelCheckpoint(Callback):
         train_time_interval: float | timedelta | None = None,
         save_on_exception: bool = False,
         asynchronous: bool = False,
+        trainable_only: bool = False,
     ) -> None:
         check_choice("verbose", verbose, (0, 1, False, True))
         check_choice("mode", mode, ("auto", "min", "max"))
         for name in ("save_best_only", "save_weights_only", "save_last", "save_on_exception"):
             check_flag(name, locals()[name])
         check_flag("asynchronous", asynchronous)
+        check_flag("trainable_only", trainable_only)
         check_number("initial_value_threshold", initial_value_threshold, optional=True)
         check_count("save_top_k", save_top_k, minimum=-1, optional=True)
         says_it_lightnings_way = dirpath is not None or filename is not None
@@ -174,7 +178,10 @@ class ModelCheckpoint(Callback):
         if self._within_epochs or save_on_exception:
             # Only then: a hook at batches costs a little.
             vars(self)["on_train_batch_end"] = self._after_batch
-        self._writer = CheckpointWriter(weights_only=save_weights_only, asynchronous=asynchronous)
+        self.trainable_only = trainable_only
+        self._writer = CheckpointWriter(
+            weights_only=save_weights_only, trainable_only=trainable_only, asynchronous=asynchronous
+        )
         self._flag_of_any = AnyRankFlag()
         self._kept: list[tuple[float, str]] = []  # the best first
         self._removing: list[str] = []  # what the newest save ends
@@ -315,7 +322,9 @@ class ModelCheckpoint(Callback):
             return
         path = str(self._names.folder / f"exception{self._names.suffix}")
         self._last = path
-        at_once = CheckpointWriter(weights_only=self.save_weights_only)
+        at_once = CheckpointWriter(
+            weights_only=self.save_weights_only, trainable_only=self.trainable_only
+        )
         at_once.save(self.model, path)
         print_on_rank_zero(self.model, f"fit ended by {type(error).__name__}; saved {path}.")
 

@@ -12,6 +12,7 @@ from fitkit.checkpoint.checkpoint_file import (
 )
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
+from fitkit.checkpoint.frozen import without_frozen
 from fitkit.checkpoint.optimizer_state import check_fused_state, check_optimizer_state
 from fitkit.checkpoint.sharded_folder import is_folder_name, save_folder
 from fitkit.checkpoint.weights import (
@@ -42,6 +43,7 @@ __all__ = [
     "save_checkpoint",
     "save_folder",
     "save_weights",
+    "without_frozen",
     "write_container",
     "write_state",
 ]

@@ -23,6 +23,7 @@ import torch
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import Described, Numbering
 from fitkit.checkpoint.container import read_container, refusals, write_container
+from fitkit.checkpoint.frozen import NOTHING_FROZEN, Frozen, add_note
 from fitkit.errors import ArgumentTypeError, CheckpointError
 from fitkit.registry import Registry, unknown_name
 from fitkit.version import __version__
@@ -36,16 +37,20 @@ class Weights:
         tensors: parameters and buffers by name; those that share their memory are tied.
         extra: what else the state dict has (`get_extra_state`): plain data.
         versions: the version of each submodule's state, by the submodule's name.
+        frozen: the parameters that are left out on purpose.
     """
 
     tensors: Mapping[str, torch.Tensor]
     extra: Mapping[str, Any]
     versions: Mapping[str, int]
+    frozen: Frozen = NOTHING_FROZEN
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """All of it as a state dict, which has the versions as an attribute."""
         state: OrderedDict[str, Any] = OrderedDict({**self.tensors, **self.extra})
-        metadata = OrderedDict((name, {"version": v}) for name, v in self.versions.items())
+        metadata: OrderedDict[str, Any] = OrderedDict()
+        metadata.update((name, {"version": v}) for name, v in self.versions.items())
+        add_note(metadata, self.frozen)
         state._metadata = metadata  # type: ignore[attr-defined]
         return state
 
@@ -64,6 +69,10 @@ class WeightSource(Protocol):
     @property
     def versions(self) -> Mapping[str, int]:
         """The version of each submodule's state, where the format has them."""
+
+    @property
+    def frozen(self) -> Frozen:
+        """The parameters that the file leaves out on purpose."""
 
     def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name."""
@@ -152,6 +161,7 @@ def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:
         "tensors": {name: numbering.add(tensor) for name, tensor in weights.tensors.items()},
         "extra": dict(weights.extra),
         "versions": dict(weights.versions),
+        **({"frozen": weights.frozen.as_data()} if weights.frozen.dtypes else {}),
     }
 
 
@@ -188,6 +198,7 @@ class StoredWeights:
     Attributes:
         extra: the entries of the state dict that aren't tensors.
         versions: the version of each submodule's state, by the submodule's name.
+        frozen: the parameters that are left out on purpose.
         foreign: whether other programs write such files too.
     """
 
@@ -203,6 +214,7 @@ class StoredWeights:
         with refusals(path):
             self.extra: Mapping[str, Any] = _mapping(part, "extra")
             self.versions: Mapping[str, int] = _mapping(part, "versions")
+            self.frozen: Frozen = Frozen.from_data(part.get("frozen"))
             self._places = _mapping(part, "tensors")
             if not all(type(version) is int for version in self.versions.values()):
                 raise ValueError("its versions aren't numbers")

@@ -114,6 +114,9 @@ def _weights(source: WeightSource) -> Iterator[RenderableType]:
         table.add_row(Text(clean(name)), "", "extra state", Text(describe(value)))
     yield table
     yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
+    if source.frozen.dtypes:
+        kept_out = f"without {len(source.frozen.dtypes)} frozen parameters, whose digest is "
+        yield Text(kept_out + _clean(source.frozen.digest))
 
 
 def _grow(tree: Tree, encoded: object, stored: Arrays, level: int) -> None:
@@ -230,4 +233,4 @@ def holds_checkpoints(path: str | os.PathLike[str]) -> bool:
 
 def _weights_to_convert(source: WeightSource) -> Weights:
     tensors = {name: source.read(name) for name in source.describe()}
-    return Weights(tensors, source.extra, source.versions)
+    return Weights(tensors, source.extra, source.versions, source.frozen)

@@ -31,6 +31,7 @@ from fitkit.checkpoint.arrays import (
 )
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, Weights
+from fitkit.checkpoint.frozen import Frozen
 from fitkit.checkpoint.header import damaged, digest_of, former, open_file, unreadable
 from fitkit.errors import ConfigurationError
 
@@ -56,6 +57,7 @@ _LARGEST_HEADER = 32 << 20
 _METADATA = "__metadata__"
 _OURS = "fitkit."
 _VERSIONS = "fitkit.versions"
+_FROZEN = "fitkit.frozen"
 _DIGEST = "fitkit.xxh3-128"
 _NO_DIGEST = "0" * 32
 # What files have instead that were written before the first release.
@@ -98,11 +100,13 @@ def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping
             "file holds nothing else. Save to a file that ends in .h5."
         )
     metadata = {"format": "pt", _VERSIONS: json.dumps(weights.versions), _DIGEST: _NO_DIGEST}
+    if weights.frozen.dtypes:
+        metadata[_FROZEN] = json.dumps(weights.frozen.as_data())
     header: dict[str, Any] = {_METADATA: metadata}
     numbering = Numbering()
     names: dict[int, str] = {}
     for name, tensor in weights.tensors.items():
-        if name in ("format", _VERSIONS, _DIGEST, _METADATA):
+        if name in ("format", _VERSIONS, _FROZEN, _DIGEST, _METADATA):
             raise ConfigurationError(f"A .safetensors file can't hold the name {name!r}.")
         if not has_dtype(tensor):
             raise ConfigurationError(
@@ -182,6 +186,7 @@ class SafeTensorsWeights:
     Attributes:
         extra: nothing.
         versions: the version of each submodule's state, where fitkit wrote the file.
+        frozen: the parameters that are left out on purpose, where fitkit wrote the file.
         metadata: the texts that the file has beside its tensors.
         digest: that of a file that we wrote, which was checked; None for others.
         aliases: further names of tensors, each with the one that its numbers are stored under.
@@ -210,6 +215,7 @@ class SafeTensorsWeights:
             begin += math.prod(shape) * dtype.itemsize
         self.digest: str | None = _checked_digest(path, self.metadata, text, file)
         self.versions: dict[str, int] = _versions(path, self.metadata)
+        self.frozen: Frozen = _frozen(path, self.metadata)
         self.extra: Mapping[str, Any] = {}
         self.aliases: dict[str, str] = {
             name: kept
@@ -270,6 +276,13 @@ def _versions(path: str, metadata: Mapping[str, str]) -> dict[str, int]:
         if isinstance(versions, dict) and all(type(v) is int for v in versions.values()):
             return versions
     raise damaged(path, "its versions can't be read")
+
+
+def _frozen(path: str, metadata: Mapping[str, str]) -> Frozen:
+    try:
+        return Frozen.from_data(json.loads(metadata.get(_FROZEN, "null")))
+    except (ValueError, RecursionError):
+        raise damaged(path, "its note of what it leaves out can't be read") from None
 
 
 FORMATS.add(".safetensors", SafeTensors())

@@ -186,6 +186,7 @@ class Content:
             else self._numbering.array(self._weights.tensors[name])
             for name in self._names
         }
+        frozen = self._weights.frozen
         content: dict[str, Any] = {
             "kind": "weights" if self._state is None else "checkpoint",
             "software": software(),
@@ -193,6 +194,7 @@ class Content:
                 "tensors": places,
                 "extra": dict(self._weights.extra),
                 "versions": dict(self._weights.versions),
+                **({"frozen": frozen.as_data()} if frozen.dtypes else {}),
             },
             "numbers": self._numbering.places,
             "files": files,

@@ -20,6 +20,7 @@ import torch
 from fitkit.checkpoint.arrays import Described, state_of, storable
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, Weights
+from fitkit.checkpoint.frozen import Frozen, noted
 from fitkit.checkpoint.header import damaged, open_file, unreadable
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -177,6 +178,7 @@ class TorchFileWeights:
     Attributes:
         extra: the entries of the state dict that aren't tensors.
         versions: the version of each submodule's state, by the submodule's name.
+        frozen: the parameters that are left out on purpose, where fitkit wrote the file.
         foreign: other programs write such files too.
     """
 
@@ -188,6 +190,10 @@ class TorchFileWeights:
             name: value for name, value in state.items() if not isinstance(value, torch.Tensor)
         }
         self.versions: dict[str, int] = _versions(metadata)
+        try:
+            self.frozen: Frozen = noted(metadata)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is refused: {error}.") from None
         self._tensors = {
             name: _plain(path, name, value)
             for name, value in state.items()

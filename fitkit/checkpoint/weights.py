@@ -20,6 +20,7 @@ from fitkit.arguments import check_flag, describe
 from fitkit.checkpoint.arrays import Described, dtype_name, storable, takes_bytes
 from fitkit.checkpoint.container import check_plain_data
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
+from fitkit.checkpoint.frozen import Frozen, noted
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 
@@ -33,7 +34,8 @@ class LoadedWeights(NamedTuple):
     """What a load left out.
 
     Attributes:
-        missing: names that the file doesn't have; the module kept its values.
+        missing: names that the file doesn't have, those that it leaves out on purpose
+            (`trainable_only=True`) among them; the module kept its values.
         unexpected: names that only the file has.
         skipped: names whose tensors differ in shape; the module kept its values.
     """
@@ -52,12 +54,14 @@ class Comparison:
         mismatched: what differs in shape or in kind of dtype, with a description each.
         missing: what only the module has.
         unexpected: what only the file has.
+        lost: what is missing, and wasn't left out on purpose.
     """
 
     fitting: tuple[str, ...]
     mismatched: Mapping[str, str]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    lost: tuple[str, ...]
 
     def outcome(self) -> LoadedWeights:
         """What is left out when all that fits is loaded."""
@@ -69,8 +73,8 @@ class Comparison:
         """Raise one CheckpointError that lists all that doesn't fit and isn't tolerated."""
         problems = []
         remedies = []
-        if strict and (self.missing or self.unexpected):
-            problems.append(listing("missing in the file", self.missing))
+        if strict and (self.lost or self.unexpected):
+            problems.append(listing("missing in the file", self.lost))
             problems.append(listing("in the file only", self.unexpected))
             remedies.append("strict=False (what both have)")
         if self.mismatched and not skip_mismatch:
@@ -88,8 +92,8 @@ class Comparison:
     def _prefix_hint(self) -> str:
         """A sentence where all names differ by one prefix, the most frequent slip."""
         for longer, shorter, where in (
-            (self.unexpected, self.missing, "in the file"),
-            (self.missing, self.unexpected, "in the module"),
+            (self.unexpected, self.lost, "in the file"),
+            (self.lost, self.unexpected, "in the module"),
         ):
             prefix = _common_prefix(longer, shorter)
             if prefix:
@@ -111,11 +115,13 @@ def compare(source: WeightSource, expected: Mapping[str, Any]) -> Comparison:
         for name, value in expected.items()
         if name in names and (reason := _mismatch(name, found.get(name), value))
     }
+    missing = tuple(name for name in expected if name not in names)
     return Comparison(
         fitting=tuple(name for name in expected if name in names and name not in mismatched),
         mismatched=mismatched,
-        missing=tuple(name for name in expected if name not in names),
+        missing=missing,
         unexpected=tuple(name for name in (*found, *source.extra) if name not in expected),
+        lost=tuple(name for name in missing if name not in source.frozen.dtypes),
     )
 
 
@@ -208,7 +214,8 @@ def collect_weights(state_dict: Mapping[str, Any]) -> Weights:
         else:
             check_plain_data(value, f"state_dict[{name!r}]")
             extra[name] = value
-    return Weights(tensors, extra, _versions(state_dict))
+    metadata = getattr(state_dict, "_metadata", {})
+    return Weights(tensors, extra, _versions(metadata), noted(metadata))
 
 
 def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -218,10 +225,9 @@ def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise ConfigurationError(f"state_dict[{name!r}]: {error}") from None
 
 
-def _versions(state_dict: Mapping[str, Any]) -> dict[str, int]:
+def _versions(metadata: Mapping[str, Any]) -> dict[str, int]:
     # torch keeps these beside the entries. Without them a module that once changed the form of
     # its state takes today's for the old one and converts it again.
-    metadata = getattr(state_dict, "_metadata", {})
     versions = {name: entry.get("version") for name, entry in metadata.items()}
     return {name: version for name, version in versions.items() if isinstance(version, int)}
 
@@ -244,6 +250,9 @@ def load_weights(
     more memory than the module has. `module.load_state_dict` assigns what is left to assign, so
     the module's own hooks, parametrizations and `set_extra_state` work; what a submodule with such
     code of its own gets is held in memory as well.
+
+    A file that leaves out what didn't learn (`trainable_only=True`) leaves the module's values
+    there as they are; where they aren't those that the file was made beside, a warning says so.
 
     Files of `.pt`, `.pth` and `.safetensors` that other programs wrote are read too. Where all
     names in one begin with what a wrapper puts before them (`module.`, `_orig_mod.`, `net.`,
@@ -325,6 +334,7 @@ def fitting_weights(
     *,
     strict: bool = True,
     skip_mismatch: bool = False,
+    same_base: bool = False,
 ) -> FittingWeights:
     """Compare the weights of an open file with a module, which isn't changed.
 
@@ -332,6 +342,8 @@ def fitting_weights(
         source: the open file's weights, such as `Checkpoint.weights`.
         path: what the file is called in messages.
         module, strict, skip_mismatch: as for `load_weights`.
+        same_base: whether it is an error instead of a warning when the parameters that the file
+            leaves out aren't those that it was made beside.
 
     Raises:
         CheckpointError: they don't fit; the message lists all names that don't.
@@ -342,6 +354,14 @@ def fitting_weights(
         source = without_wrapper(source, expected, path)
     comparison = compare(source, expected)
     comparison.check(path, module, strict=strict, skip_mismatch=skip_mismatch)
+    if source.frozen.dtypes and (reason := source.frozen.differs(expected)):
+        problem = f"{path} was saved beside another base: {reason}."
+        if same_base:
+            raise CheckpointError(
+                f"{problem} Nothing was loaded. Build the net with the weights that it had when "
+                "that training began, or use load_weights."
+            )
+        warn(f"{problem} What it has was loaded; the rest of the module stays as it is.")
     waiting = _waiting(source, comparison, module)
     held = _held(source, [name for name in comparison.fitting if name not in waiting])
     if comparison.mismatched:
@@ -489,7 +509,7 @@ def without_wrapper(source: WeightSource, expected: Mapping[str, Any], path: str
     Says so with a warning. Where the names fit as they are, or don't fit either way, `source`
     itself is returned.
     """
-    names = [*source.describe(), *source.extra]
+    names = [*source.describe(), *source.extra, *source.frozen.dtypes]
     if not names or set(names) & expected.keys():
         return source
     prefix = ""
@@ -517,6 +537,7 @@ class _Unwrapped:
         self._source = source
         self._prefix = prefix
         self.extra = self._renamed(source.extra)
+        self.frozen = Frozen(self._renamed(source.frozen.dtypes), source.frozen.digest)
         # A submodule's name has no dot at its end; the wrapper itself has no place here.
         versions = {f"{name}.": value for name, value in source.versions.items()}
         self.versions = {

@@ -588,20 +588,23 @@ class Fit:
         """Whether no batch waits for others to make an update with it, so that a save is whole."""
         return self.update.is_between_groups
 
-    def contents(self, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    def contents(
+        self, *, spread: bool = False, trainable_only: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
 
         Args:
             spread: whether what is spread over ranks stays so, for a folder.
+            trainable_only: whether parameters that don't learn are left out.
 
         Ranks:
             Collective.
         """
-        return contents(self.model, spread=spread)
+        return contents(self.model, spread=spread, trainable_only=trainable_only)
 
-    def weights(self, *, spread: bool = False) -> dict[str, Any]:
+    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
         """The weights in a checkpoint, as `contents` gives them."""
-        return weights_of(self.model, spread=spread)
+        return weights_of(self.model, spread=spread, trainable_only=trainable_only)
 
     def _take_place(self, progress: Progress) -> None:
         """Go on in the data where a training was cut."""

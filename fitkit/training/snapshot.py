@@ -66,14 +66,14 @@ def save(model: Module, path: Any) -> None:
         raise problem
 
 
-def save_weights(model: Module, path: Any) -> None:
-    """Write the weights alone: rank 0 does.
+def save_weights(model: Module, path: Any, *, trainable_only: bool = False) -> None:
+    """Write the weights alone, or those that learn alone: rank 0 does.
 
     Ranks:
         Local within a run, but where a strategy has spread the weights: there collective.
     """
     strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
-    weights = weights_of(model, spread=is_folder)
+    weights = weights_of(model, spread=is_folder, trainable_only=trainable_only)
     if is_folder:
         _write_folder(strategy, path, weights, None)
     elif strategy.collectives.world_size == 1:
@@ -92,11 +92,14 @@ def _write_folder(strategy: Any, path: Any, weights: dict[str, Any], state: Any)
         strategy.launcher.on_rank_zero(os.fspath(path), write)
 
 
-def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+def contents(
+    model: Module, *, spread: bool = False, trainable_only: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
 
     Args:
         spread: whether what is spread over ranks stays so, for a folder; else rank 0 has it whole.
+        trainable_only: whether parameters that don't learn are left out.
 
     Ranks:
         Collective within a run.
@@ -110,21 +113,33 @@ def contents(model: Module, *, spread: bool = False) -> tuple[dict[str, Any], di
         "progress": None if progress is None else progress.as_dict(),
     }
     with model._fitkit.fit_state.evaluated() as train_weights:
+        make = _state_dict_of(model, trainable_only)
         found: tuple[dict[str, Any], dict[str, Any]] = give(
-            lambda: (
-                model._weights_module().state_dict(),
-                {**state, "training": training_state(model, train_weights)},
-            )
+            lambda: (make(), {**state, "training": training_state(model, train_weights)})
         )
         return found if train_weights is None else _copied(found)
 
 
-def weights_of(model: Module, *, spread: bool = False) -> dict[str, Any]:
+def weights_of(
+    model: Module, *, spread: bool = False, trainable_only: bool = False
+) -> dict[str, Any]:
     """The weights that evaluate; the arguments, and who calls it, as `contents` has them."""
     give = _giving(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as train_weights:
-        found: dict[str, Any] = give(lambda: model._weights_module().state_dict())
+        found: dict[str, Any] = give(_state_dict_of(model, trainable_only))
         return found if train_weights is None else _copied(found)
+
+
+def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], dict[str, Any]]:
+    """What makes the weights that are to be saved."""
+    module, strategy = model._weights_module(), model._fitkit.compilation.strategy
+    if not trainable_only:
+        return module.state_dict
+    # As they are spread, so that no rank ever holds all of a base that isn't saved.
+    give = strategy.engine.parts if strategy.engine is not None else lambda make: make()
+    wanted = strategy.world.rank == 0
+    kept = files.without_frozen(module, give(module.state_dict), wanted=wanted)
+    return lambda: kept
 
 
 def _giving(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
@@ -243,7 +258,9 @@ def load(
         progress = None if kept is None else Progress.from_dict(kept, name)
         if progress is not None:
             check_progress(progress, training, name)
-        weights = files.fitting_weights(found.weights, name, model._weights_module())
+        weights = files.fitting_weights(
+            found.weights, name, model._weights_module(), same_base=True
+        )
         restore = checked_training(model, training, name)
         agree(progress)
         told = differences(model, name, found.state.get("compiled"), training)

@@ -1,0 +1,92 @@
+"""Adapters under each strategy: the weights of one process, their files, and resuming."""
+
+import pytest
+import torch
+
+import fitkit
+from fitkit.callbacks import ModelCheckpoint
+from fitkit.strategies import FSDPStrategy
+from tests.nets import regression, with_adapter
+from tests.reference import assert_same_weights
+
+STRATEGIES = {
+    "one process": None,
+    "ddp": "ddp_spawn",
+    "sharded": "ddp_sharded",
+    "fsdp": FSDPStrategy(wrap=None),
+    "recomputed": FSDPStrategy(wrap=torch.nn.Linear, activation_checkpointing=torch.nn.Linear),
+}
+X, Y = regression(48, 40)
+
+
+def still():
+    """An adapter's net in float64, whose running statistics don't depend on a batch's division."""
+    net = with_adapter().double()
+    net[1].forward = lambda x: x * net[1].weight + net[1].bias
+    return net
+
+
+def trained(make, x, y, strategy, loss="mse", **options):
+    model = fitkit.Model(make())
+    ranks = {} if strategy is None else {"strategy": strategy, "accelerator": "cpu", "devices": 2}
+    model.compile("adam", loss, learning_rate=0.01, **ranks)
+    size = 16 if strategy is None else 8
+    model.fit(x, y, epochs=2, batch_size=size, shuffle=False, verbose=0, **options)
+    return model
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".dcp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_weights_files_and_resuming(tmp_path, strategy, suffix):
+    asked = STRATEGIES[strategy]
+    x, y = X.double(), Y.double()
+    reference = trained(still, x, y, None)
+    saves = ModelCheckpoint(tmp_path / f"{{epoch}}{suffix}", trainable_only=True)
+    model = trained(still, x, y, asked, callbacks=saves)
+    assert_same_weights(model.net, reference.net, atol=1e-9)
+    again = trained(still, x, y, asked, resume_from=tmp_path / f"1{suffix}")
+    assert_same_weights(again.net, model.net, atol=0)
+    # Made by several ranks, it has the digest of one process's base.
+    alone = fitkit.Model(still())
+    alone.load_weights(tmp_path / f"2{suffix}")
+    assert_same_weights(alone.net, model.net, atol=0)
+
+
+def language_model():
+    peft = pytest.importorskip("peft", reason="peft isn't installed")
+    transformers = pytest.importorskip("transformers", reason="transformers isn't installed")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    )  # fmt: skip
+    base = transformers.GPT2LMHeadModel(config)
+    lora = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(base, lora)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("strategy", ["one process", "ddp", "fsdp"])
+def test_a_model_of_peft(tmp_path, strategy):
+    language_model()  # skips without peft
+    tokens = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(1))
+    data = {"input_ids": tokens, "labels": tokens}
+    asked = STRATEGIES[strategy]
+    reference = trained(language_model, data, None, None, loss=None)
+    saves = ModelCheckpoint(tmp_path / "{epoch}.h5", trainable_only=True)
+    model = trained(language_model, data, None, asked, loss=None, callbacks=saves)
+    assert_same_weights(model.net, reference.net, atol=1e-5)
+    again = trained(
+        language_model, data, None, asked, loss=None, resume_from=tmp_path / "1.h5"
+    )
+    assert_same_weights(again.net, model.net, atol=0)
+    model.save_weights(tmp_path / "adapter.safetensors", trainable_only=True)
+    assert (tmp_path / "adapter.safetensors").stat().st_size < 16_000
+    twin = fitkit.Model(language_model())
+    assert not twin.load_weights(tmp_path / "adapter.safetensors").unexpected
+    assert_same_weights(twin.net, model.net, atol=0)
+    merged = model.net.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, twin.net(tokens).logits)
