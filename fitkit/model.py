@@ -909,7 +909,8 @@ class Model(Module):
         """Write weights, optimizers, schedulers, progress and history to one file.
 
         Args:
-            path: its name ends in `.h5`. An existing file is replaced, whole or not at all. A name
+            path: its name ends in `.h5`; it may be a URL (`s3://…`, docs/checkpoints.md). An
+                existing file is replaced, whole or not at all. A name
                 that ends in `.dcp` asks for a folder to which every rank writes what it has.
 
         Ranks:

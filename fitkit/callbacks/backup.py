@@ -18,9 +18,7 @@ from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.callbacks.base import Callback, Logs, WeakModel, run_of
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, remove_unwanted
 from fitkit.callbacks.ranks import AnyRankFlag, from_all_ranks, from_rank_zero, several_ranks
-from fitkit.checkpoint import (
-    remove_abandoned,
-)
+from fitkit.checkpoint import remote, remove_abandoned
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 
 NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
@@ -40,7 +38,8 @@ class BackupAndRestore(Callback):
     signal that comes during a validation takes effect after it.
 
     Args:
-        backup_dir: a folder for this training alone; it is made. Several nodes must share it.
+        backup_dir: a folder for this training alone, or its URL (`s3://…`); it is made. Several
+            nodes must share it.
         save_freq: `"epoch"` (default), a number of batches, counted over epochs, or False: only at
             a signal.
         double_checkpoint: Keras's way to say `keep=2`. Default False.
@@ -102,8 +101,12 @@ class BackupAndRestore(Callback):
                 "asynchronous=True can't write the folders of sharded=True, which all ranks write "
                 "together. Give one of them."
             )
+        if sharded:
+            remote.refuse_url(backup_dir, "a folder of shards", "Write sharded=False.")
         self._suffix = ".dcp" if sharded else ".h5"
-        self.backup_dir: Path = Path(backup_dir)
+        self.backup_dir: Path | str = (
+            str(backup_dir) if remote.is_url(backup_dir) else Path(backup_dir)
+        )
         self.save_freq = save_freq
         self.keep: int = max(keep, 2) if double_checkpoint else keep
         self.delete_checkpoint = delete_checkpoint
@@ -212,7 +215,7 @@ class BackupAndRestore(Callback):
     def _save(self) -> None:
         """Write a backup; after a signal it is the last thing that this process does."""
         self._due = False
-        path = from_rank_zero(self.model, str(self._next_path()))
+        path = from_rank_zero(self.model, self._next_path())
         self._writer.save(self.model, path, self._prune)
         if self._ends:
             self._writer.finish(self.model)
@@ -232,23 +235,29 @@ class BackupAndRestore(Callback):
         self._signals.pass_on()
         raise error
 
-    def _there(self) -> list[Path]:
+    def _there(self) -> list[str]:
         """The backups that are there, the oldest first."""
-        if not self.backup_dir.is_dir():
+        folder = os.fspath(self.backup_dir)
+        if remote.is_url(folder):
+            paths = remote.files_in(folder)
+        elif os.path.isdir(folder):
+            paths = [os.path.join(folder, name) for name in os.listdir(folder)]
+        else:
             return []
-        named = [(NAME.fullmatch(path.name), path) for path in self.backup_dir.iterdir()]
+        named = [(NAME.fullmatch(os.path.basename(path)), path) for path in paths]
         numbered = [(int(match[1]), path) for match, path in named if match]
         return [path for _, path in sorted(numbered)]
 
-    def _next_path(self) -> Path:
+    def _next_path(self) -> str:
         self._writer.wait()  # Its number is taken when it is there.
         there = self._there()
-        match = NAME.fullmatch(there[-1].name) if there else None
-        return self.backup_dir / f"backup-{int(match[1]) + 1 if match else 1:06d}{self._suffix}"
+        match = NAME.fullmatch(os.path.basename(there[-1])) if there else None
+        name = f"backup-{int(match[1]) + 1 if match else 1:06d}{self._suffix}"
+        return os.path.join(self.backup_dir, name)
 
     def _prune(self) -> None:
         """Delete what a newer backup stands for now."""
-        damaged, self._damaged = [Path(path) for path in self._damaged], []
+        damaged, self._damaged = self._damaged, []
         whole = [path for path in self._there() if path not in damaged]
         for path in [*damaged, *whole[: -self.keep]]:
             remove_unwanted(path)
@@ -256,6 +265,9 @@ class BackupAndRestore(Callback):
     def _delete(self) -> None:
         for path in self._there():
             remove_unwanted(path)
+        if isinstance(self.backup_dir, str):
+            remote.remove_folder(self.backup_dir)
+            return
         with contextlib.suppress(OSError):  # it has other files
             self.backup_dir.rmdir()
 
@@ -269,7 +281,7 @@ class BackupAndRestore(Callback):
         """
         self._writer.wait()
         self._damaged = []
-        return newest_whole(map(str, reversed(self._there())), self._damaged)
+        return newest_whole(reversed(self._there()), self._damaged)
 
     def state_dict(self) -> dict[str, Any]:
         return {"since": self._since}

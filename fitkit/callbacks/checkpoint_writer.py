@@ -22,7 +22,7 @@ from fitkit.checkpoint import (
     save_folder,
     save_weights,
 )
-from fitkit.checkpoint.folders import INDEX
+from fitkit.checkpoint.remote import is_url, make_folder, parent
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 from fitkit.module import Module
 
@@ -35,15 +35,6 @@ def remove_unwanted(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         reason = error.strerror or error
         warn(f"{os.fspath(path)} is no longer wanted, but can't be deleted: {reason}.")
-
-
-def written_at(path: str | os.PathLike[str]) -> int | None:
-    """The time of a checkpoint's writing in ns, by which a later one differs; None: not there."""
-    index = os.path.join(path, INDEX)
-    try:
-        return os.stat(index if os.path.isdir(path) else path).st_mtime_ns
-    except OSError:
-        return None
 
 
 def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str | None:
@@ -219,6 +210,9 @@ def _running(model: Module) -> Run:
 
 def _make_folder(path: str) -> None:
     """Make the folder that a checkpoint goes into, without what killed writers left there."""
+    if is_url(path):
+        make_folder(parent(path))
+        return
     folder = os.path.dirname(path) or "."
     try:
         os.makedirs(folder, exist_ok=True)

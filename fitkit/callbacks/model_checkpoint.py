@@ -28,11 +28,11 @@ from fitkit.callbacks.checkpoint_writer import (
     CheckpointWriter,
     newest_whole,
     remove_unwanted,
-    written_at,
 )
 from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.ranks import AnyRankFlag, from_rank_zero, print_on_rank_zero, several_ranks
-from fitkit.checkpoint import is_there
+from fitkit.checkpoint import is_there, remote
+from fitkit.checkpoint.folders import written_at
 from fitkit.checkpoint.formats import FORMATS, written_suffixes
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import nearest
@@ -310,7 +310,7 @@ class ModelCheckpoint(Callback):
     def _remove_abandoned(self) -> None:
         """Remove what killed processes left unfinished where this callback writes."""
         if self.model.is_global_zero:
-            for folder in {str(self._names.folder), *self._names.folders()}:
+            for folder in {self._names.folder, *self._names.folders()}:
                 files.remove_abandoned(folder)
 
     def on_exception(self, error: BaseException) -> None:
@@ -320,7 +320,7 @@ class ModelCheckpoint(Callback):
             return
         if several_ranks(self.model) or self.model.global_step == self._updates_before:
             return
-        path = str(self._names.folder / f"exception{self._names.suffix}")
+        path = self._names.beside("exception")
         self._last = path
         at_once = CheckpointWriter(
             weights_only=self.save_weights_only, trainable_only=self.trainable_only
@@ -407,7 +407,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def _last_name(self) -> str:
-        return str(self._names.folder / f"last{self._names.suffix}")
+        return self._names.beside("last")
 
     def last_path(self) -> str | None:
         """The newest checkpoint of this callback, of this run or of one before; None: none.
@@ -424,10 +424,10 @@ class ModelCheckpoint(Callback):
                 "save_weights_only=True."
             )
         self._writer.wait()
-        own = [self._last_name, str(self._names.folder / f"exception{self._names.suffix}")]
+        own = [self._last_name, self._names.beside("exception")]
         there = [path for path in (self._last, *own, *self._names.found()) if path is not None]
         there = [path for path in dict.fromkeys(there) if files.is_there(path)]
-        return newest_whole(sorted(there, key=lambda path: -os.stat(path).st_mtime_ns))
+        return newest_whole(sorted(there, key=lambda path: -(written_at(path) or 0)))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -551,6 +551,7 @@ class FileNames:
     ) -> None:
         if not isinstance(template, (str, os.PathLike)) or not os.fspath(template):
             raise ArgumentTypeError(f"filepath={describe(template)} must be a path.")
+        remote.is_url(template)  # refuses a URL that went through pathlib
         self.template: str = str(os.fspath(template))
         self._parts = _parsed(self.template)
         self.fields: list[str] = [field for _, field, _ in self._parts if field is not None]
@@ -561,7 +562,14 @@ class FileNames:
                 f"{' or '.join(suffixes)}."
             )
         fixed = self._parts[0][0] if self._parts else self.template
-        self.folder: Path = Path(os.path.dirname(fixed))
+        self.folder: str = remote.parent(fixed) or os.curdir
+        if self.suffix.lower() == ".dcp":
+            remote.refuse_url(template, "a folder of shards", "Write a name that ends in .h5.")
+
+    def beside(self, name: str) -> str:
+        """The path of a file of another name, in the folder and with the suffix of these."""
+        path = os.path.join(self.folder, name + self.suffix)
+        return path if remote.is_url(path) else str(Path(path))
 
     def name(self, values: Mapping[str, Any], known: Mapping[str, Any]) -> str:
         """The name with an epoch's numbers.
@@ -607,10 +615,15 @@ class FileNames:
 
     def found(self) -> list[str]:
         """The files that are there with such names."""
+        if remote.is_url(self.template):
+            depth = self.template.count("/") - self.folder.rstrip("/").count("/")
+            return [p for p in remote.files_in(self.folder, max(depth, 1)) if self.matches(p)]
         return [path for path in glob.glob(self._glob()) if self.matches(path) and is_there(path)]
 
     def folders(self) -> list[str]:
         """The folders that are there for such files."""
+        if remote.is_url(self.template):
+            return []
         return glob.glob(os.path.dirname(self._glob()) or os.curdir)
 
     def _glob(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from fitkit.arguments import check_flag, describe
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.checkpoint.atomic import remove_abandoned, replacing
+from fitkit.checkpoint.remote import downloaded, is_url, refuse_url
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 ABSENT = "NA"
@@ -27,13 +28,15 @@ class TextFile:
     """A file of lines that are there whole or not at all, however the writing process ended.
 
     Args:
-        path: the file; its folder must be there.
+        path: the file, whose folder must be there, or its URL: what can't be added to is written
+            anew each time.
         key: the column with a number that grows: the epoch or the step.
     """
 
-    def __init__(self, path: Path, key: str) -> None:
+    def __init__(self, path: Path | str, key: str) -> None:
         self.path = path
         self.key = key
+        self._remote = ""  # all of the file at a URL
 
     def begin(self, *, keeps: bool, before: int | None = None) -> None:
         """Begin the file anew, or go on with what is there but for a line that was cut short.
@@ -45,13 +48,16 @@ class TextFile:
         Raises:
             OSError: it can't be written.
         """
-        remove_abandoned(self.path.parent, self.path.name, folders=False)
-        with self.path.open("a" if keeps else "w", encoding="utf-8"):
-            pass
+        if isinstance(self.path, str):
+            self._remote = _text_at(self.path) if keeps else ""
+        else:
+            remove_abandoned(self.path.parent, self.path.name, folders=False)
+            with self.path.open("a" if keeps else "w", encoding="utf-8"):
+                pass
         text = self._text()
         kept = text if before is None else self._before(text, before)
-        if kept != text:
-            replace_text(self.path, kept)
+        if kept != text or isinstance(self.path, str):
+            self._replace(kept)
 
     def add(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Write a line; it is in the file when this returns.
@@ -67,6 +73,8 @@ class TextFile:
 
     def _text(self) -> str:
         """The file's text; a last line that was cut short is taken off the file."""
+        if isinstance(self.path, str):
+            return self._remote
         with self.path.open(encoding="utf-8", newline="") as file:
             text = file.read()
         whole = text[: text.rfind("\n") + 1]
@@ -74,7 +82,15 @@ class TextFile:
             self.path.write_text(whole, encoding="utf-8", newline="")
         return whole
 
+    def _replace(self, text: str) -> None:
+        if isinstance(self.path, str):
+            self._remote = text
+        replace_text(self.path, text)
+
     def _append(self, line: str) -> None:
+        if isinstance(self.path, str):
+            self._replace(self._remote + line)
+            return
         with self.path.open("a", encoding="utf-8", errors=UNKNOWN, newline="") as file:
             file.write(line)
 
@@ -82,7 +98,7 @@ class TextFile:
 class Table(TextFile):
     """A CSV file; a name that first appears later becomes a new column, `NA` in the rows above."""
 
-    def __init__(self, path: Path, key: str, separator: str = ",") -> None:
+    def __init__(self, path: Path | str, key: str, separator: str = ",") -> None:
         super().__init__(path, key)
         self.separator = separator
         self._columns: list[str] = []
@@ -98,7 +114,7 @@ class Table(TextFile):
         if new:
             _, rows = self._read(self._text())
             self._columns = [*self._columns, *new]
-            replace_text(self.path, self._written(rows, header=True))
+            self._replace(self._written(rows, header=True))
         self._append(self._written([row]))
 
     def _before(self, text: str, number: int) -> str:
@@ -173,7 +189,7 @@ class CSVLogger(_EpochFile):
     column `epoch_`.
 
     Args:
-        filename: the file; its folder must be there.
+        filename: the file, whose folder must be there, or its URL (`s3://…`).
         separator: what stands between the columns, one character. Default `","`.
         append: whether to go on with the table that is there (after a restart, say), adding the
             columns that it lacks. A fit that begins with a later epoch than 0 replaces the rows
@@ -196,7 +212,7 @@ class CSVLogger(_EpochFile):
     def __init__(
         self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False
     ) -> None:
-        self.filename: Path = checked_path(filename, "filename")
+        self.filename: Path | str = checked_place(filename, "filename")
         if not isinstance(separator, str) or len(separator) != 1 or separator in '"\r\n':
             raise ConfigurationError(
                 f"separator={separator!r} must be one character, like ',' or '\\t'."
@@ -214,7 +230,7 @@ class JSONLogger(_EpochFile):
     called `epoch` is written as `epoch_`.
 
     Args:
-        filename: the file; its folder must be there.
+        filename: the file, whose folder must be there, or its URL (`s3://…`).
         append: whether to go on with the file that is there, as in `CSVLogger`. Default False.
 
     Example:
@@ -232,7 +248,7 @@ class JSONLogger(_EpochFile):
     """
 
     def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:
-        self.filename: Path = checked_path(filename, "filename")
+        self.filename: Path | str = checked_place(filename, "filename")
         check_flag("append", append)
         self.append = append
         self._file = JSONLinesFile(self.filename, "epoch")
@@ -245,8 +261,27 @@ def checked_path(path: object, name: str = "path") -> Path:
         ArgumentTypeError: it is none.
     """
     if isinstance(path, (str, os.PathLike)) and str(path):
+        refuse_url(path, "this", "Give a folder's path, and copy what is in it.")
         return Path(path)
     raise ArgumentTypeError(f"{name}={describe(path)} must be a path.")
+
+
+def checked_place(path: object, name: str = "path") -> Path | str:
+    """A path as an object, or a URL as it is.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
+    return path if isinstance(path, str) and is_url(path) else checked_path(path, name)
+
+
+def _text_at(url: str) -> str:
+    try:
+        with downloaded(url) as local:
+            text = Path(local).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    return text[: text.rfind("\n") + 1]
 
 
 def beside(columns: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,7 +301,7 @@ def writable(name: object) -> str:
     return str(name).encode("utf-8", UNKNOWN).decode("utf-8")
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path | str, text: str) -> None:
     """Write a file anew, whole or not at all."""
     content = text.encode("utf-8", UNKNOWN)
     with replacing(path, len(content)) as file:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, BinaryIO
 
+from fitkit.checkpoint.remote import is_url, uploading
 from fitkit.errors import CheckpointError
 
 try:
@@ -53,12 +54,16 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     So it is only ever reached by its descriptor, and gets its name if it is still the same.
 
     Args:
-        path: the file to create or to replace.
+        path: the file to create or to replace, or its URL (`remote.py`).
         size_bytes: about how much will be written, for the message when the disk is full.
 
     Raises:
         CheckpointError: the file can't be written; the message says what to do.
     """
+    if is_url(path):
+        with uploading(os.fspath(path)) as file:
+            yield file
+        return
     target = _target_of(path)
     try:
         if not target.parent.is_dir():
@@ -157,14 +162,14 @@ def remove_abandoned(
     """Remove the unfinished files and folders in a folder that no living process writes.
 
     Whoever writes one holds a lock on it, which the system takes from a process that dies. Where
-    there are no such locks, and on Windows, nothing is removed; nor is an error raised.
+    there are no such locks, on Windows and at URLs, nothing is removed; nor is an error raised.
 
     Args:
         folder: where to look; not below it.
         name: only what is unfinished for this name is removed. Default: all.
         folders: whether unfinished folders are removed, too.
     """
-    if fcntl is None:
+    if fcntl is None or is_url(folder):
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

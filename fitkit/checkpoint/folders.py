@@ -21,6 +21,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from fitkit.checkpoint import remote
 from fitkit.checkpoint.atomic import (
     flush_folder,
     is_still,
@@ -29,6 +30,7 @@ from fitkit.checkpoint.atomic import (
     replacing,
     unfinished_name,
 )
+from fitkit.checkpoint.remote import is_url
 from fitkit.errors import CheckpointError
 
 INDEX = "index.h5"
@@ -228,6 +230,9 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         FileNotFoundError: there is none.
         OSError: it can't be removed, or the folder has other things in it.
     """
+    if is_url(path):
+        remote.remove(str(path))
+        return
     target = Path(path)
     if target.is_symlink() or not (target / INDEX).is_file():
         target.unlink()
@@ -248,6 +253,9 @@ def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) 
     Raises:
         OSError, CheckpointError: the name can't be given; what had it still has it.
     """
+    if is_url(path):
+        remote.copy(str(path), str(twin))
+        return
     if os.path.isdir(path):
         folder = UnfinishedFolder(twin)
         try:
@@ -290,6 +298,19 @@ def _copy(path: str, twin: str | os.PathLike[str]) -> None:
         shutil.copyfileobj(old, file)
 
 
+def written_at(path: str | os.PathLike[str]) -> int | None:
+    """The time of a checkpoint's writing in ns, by which a later one differs; None: not there."""
+    if is_url(path):
+        return remote.written_at(str(path))
+    index = os.path.join(path, INDEX)
+    try:
+        return os.stat(index if os.path.isdir(path) else path).st_mtime_ns
+    except OSError:
+        return None
+
+
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file, or a folder of ours, at a path."""
+    """Whether there is a file, or a folder of ours, at a path or URL."""
+    if is_url(path):
+        return remote.exists(str(path))
     return os.path.isfile(path) or os.path.isfile(os.path.join(path, INDEX))

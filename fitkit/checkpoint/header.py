@@ -18,6 +18,7 @@ from typing import BinaryIO
 import xxhash
 
 from fitkit.checkpoint.arrays import state_of
+from fitkit.checkpoint.remote import downloaded, is_url
 from fitkit.errors import CheckpointError
 
 HEADER_SIZE = 512
@@ -76,13 +77,16 @@ def seal(file: BinaryIO) -> None:
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """An ordinary file, open to read, without a buffer.
+    """An ordinary file, open to read, without a buffer; of a URL's, a private copy.
 
     Raises:
         FileNotFoundError: there is none.
         CheckpointError: it can't be read, or is a pipe or another thing than a file.
     """
     name = os.fspath(path)
+    if is_url(path):
+        with downloaded(str(path)) as local:
+            return open(local, "rb", buffering=0)
     try:
         # Before opening: opening a pipe would wait for ever.
         if stat.S_ISREG(os.stat(path).st_mode):

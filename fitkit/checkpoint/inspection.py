@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from fitkit.arguments import describe
+from fitkit.checkpoint import remote
 from fitkit.checkpoint.arrays import dtype_name
 from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_checkpoint
 from fitkit.checkpoint.formats import (
@@ -51,13 +52,13 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
     name = os.fspath(path)
     if not holds_checkpoints(path):
         with format_of(path).open(path) as source:
-            size = _size(os.path.getsize(path))
+            size = _size(remote.size(name) if remote.is_url(name) else os.path.getsize(path))
             yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
             yield from _weights(source)
         return
     with open_stored(path) as stored:
         document = stored.document
-        size = _size(os.path.getsize(path))
+        size = _size(remote.size(name) if remote.is_url(name) else os.path.getsize(path))
         if is_folder_name(path):
             sizes = [entry.stat().st_size for entry in os.scandir(path) if entry.is_file()]
             size = f"{_size(sum(sizes))} in {len(sizes)} files"

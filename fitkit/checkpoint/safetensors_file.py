@@ -33,6 +33,7 @@ from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, Weights
 from fitkit.checkpoint.frozen import Frozen
 from fitkit.checkpoint.header import damaged, digest_of, former, open_file, unreadable
+from fitkit.checkpoint.remote import downloaded, is_url
 from fitkit.errors import ConfigurationError
 
 # The format's names for dtypes, https://github.com/huggingface/safetensors (Dtype). Its F4 counts
@@ -76,10 +77,12 @@ class SafeTensors:
         """The weights in a checked file."""
         name = os.fspath(path)
         with contextlib.ExitStack() as stack:
+            if is_url(path):
+                path = stack.enter_context(downloaded(name))
             while True:
                 file = stack.enter_context(open_file(path))
                 with unreadable(name):
-                    header = _read_header(name, file)
+                    header = _read_header(name, path, file)
                 # Of another file, where one was renamed to the path meanwhile.
                 if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                     break
@@ -156,7 +159,7 @@ def _encode(header: dict[str, Any]) -> bytes:
 
 
 def _read_header(
-    path: str, file: BinaryIO
+    name: str, path: str | os.PathLike[str], file: BinaryIO
 ) -> tuple[bytes, dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]:
     """The header's bytes; its texts; the tensors' dtypes and shapes, as they lie in the file.
 
@@ -169,15 +172,15 @@ def _read_header(
     length = int.from_bytes(file.read(8), "little")
     # The package would take longer ones, and memory for them.
     if length > min(os.fstat(file.fileno()).st_size - 8, _LARGEST_HEADER):
-        raise damaged(path, "its header is incomplete, or it is no .safetensors file")
+        raise damaged(name, "its header is incomplete, or it is no .safetensors file")
     text = file.read(length)
     try:
-        with safe_open(path, "pt", backend="pread") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.offset_keys()}
+        with safe_open(os.fspath(path), "pt", backend="pread") as opened:
+            parts = {key: opened.get_slice(key) for key in opened.offset_keys()}
             listed = {n: (p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
             return text, opened.metadata() or {}, listed
     except SafetensorError as error:
-        raise damaged(path, f"it is no .safetensors file ({error})") from error
+        raise damaged(name, f"it is no .safetensors file ({error})") from error
 
 
 class SafeTensorsWeights:

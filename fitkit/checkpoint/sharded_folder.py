@@ -42,6 +42,7 @@ from fitkit.checkpoint.container import Reader, read_container, refusals, write_
 from fitkit.checkpoint.folders import INDEX, SHARD, UnfinishedFolder
 from fitkit.checkpoint.formats import FORMATS, StoredWeights, Weights, software
 from fitkit.checkpoint.header import damaged
+from fitkit.checkpoint.remote import refuse_url
 from fitkit.checkpoint.safetensors_file import (
     SafeTensors,
     SafeTensorsWeights,
@@ -115,6 +116,7 @@ def save_folder(
         ConfigurationError, ArgumentTypeError: something can't be written to a file.
         CheckpointError: a rank can't write; what was at `path` is still there.
     """
+    refuse_url(path, "a folder of shards", "Write a name that ends in .h5.")
     leads = collectives.rank == 0
     content = together(collectives, lambda: Content(state_dict, state))
     tensors = content.tensors(collectives.broadcast(content.ties))
@@ -344,6 +346,7 @@ def open_folder(path: str | os.PathLike[str]) -> Iterator[Folder]:
         FileNotFoundError: there is no such folder.
         CheckpointError: it isn't a folder of ours, or something in it is damaged or missing.
     """
+    refuse_url(path, "a folder of shards", "Write a name that ends in .h5.")
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"There is no folder {os.fspath(path)}.")

@@ -14,7 +14,7 @@ from fitkit.callbacks.text_files import (
     Table,
     TextFile,
     as_json,
-    checked_path,
+    checked_place,
     replace_text,
 )
 from fitkit.loggers.base import Logger
@@ -23,7 +23,7 @@ from fitkit.loggers.base import Logger
 class _TextLogger(Logger):
     """Writes a line for each record, to a file of its kind."""
 
-    _kind: Callable[[Path, str], TextFile]
+    _kind: Callable[[Path | str, str], TextFile]
     _file: TextFile
 
     def __init__(
@@ -34,7 +34,7 @@ class _TextLogger(Logger):
         append: bool = False,
     ) -> None:
         super().__init__(update_freq)
-        self.path: Path = checked_path(path)
+        self.path: Path | str = checked_place(path)
         check_flag("append", append)
         self.append = append
         self._file = self._kind(self.path, "step")
@@ -57,7 +57,8 @@ class CSV(_TextLogger):
     with the table, without the rows that it makes again.
 
     Args:
-        path: the file; its folder must be there.
+        path: the file, whose folder must be there, or its URL (`s3://…`), which is written anew
+            for each record.
         update_freq: when to write; see `Logger`.
         append: whether a training that begins anew goes on with the table that is there, too.
             Default False: it begins the file anew.
@@ -79,8 +80,10 @@ class CSV(_TextLogger):
     _kind = Table
 
     @property
-    def hyperparameters_path(self) -> Path:
+    def hyperparameters_path(self) -> Path | str:
         """The file with the settings."""
+        if isinstance(self.path, str):
+            return os.path.splitext(self.path)[0] + ".hyperparameters.json"
         return self.path.with_suffix(".hyperparameters.json")
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
@@ -96,7 +99,8 @@ class JSONLines(_TextLogger):
     that is resumed goes on with the file, without the records that it makes again.
 
     Args:
-        path: the file; its folder must be there.
+        path: the file, whose folder must be there, or its URL (`s3://…`), which is written anew
+            for each record.
         update_freq: when to write; see `Logger`.
         append: whether a training that begins anew goes on with the file that is there, too.
             Default False: it begins the file anew.

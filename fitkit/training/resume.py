@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.callbacks import Callback
+from fitkit.checkpoint.folders import written_at
 from fitkit.data.arrays import fingerprints
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 
@@ -261,7 +261,7 @@ def _newest(savers: list[Any]) -> str | None:
             paths += [] if path is None else [path]
     if problems and not paths:
         raise problems[0]
-    newest = max(paths, key=os.path.getmtime, default=None)
+    newest = max(paths, key=lambda path: written_at(path) or 0, default=None)
     for problem in problems:
         warn(f"{problem} The training goes on from {newest}.")
     return newest
