@@ -96,11 +96,6 @@ class BackupAndRestore(Callback):
         check_flag("catch_signals", catch_signals)
         check_flag("asynchronous", asynchronous)
         check_flag("sharded", sharded)
-        if asynchronous and sharded:
-            raise ConfigurationError(
-                "asynchronous=True can't write the folders of sharded=True, which all ranks write "
-                "together. Give one of them."
-            )
         if sharded:
             remote.refuse_url(backup_dir, "a folder of shards", "Write sharded=False.")
         self._suffix = ".dcp" if sharded else ".h5"
@@ -215,6 +210,7 @@ class BackupAndRestore(Callback):
     def _save(self) -> None:
         """Write a backup; after a signal it is the last thing that this process does."""
         self._due = False
+        self._writer.finish(self.model)  # A backup's number is taken when it is there.
         path = from_rank_zero(self.model, self._next_path())
         self._writer.save(self.model, path, self._prune)
         if self._ends:
@@ -249,7 +245,6 @@ class BackupAndRestore(Callback):
         return [path for _, path in sorted(numbered)]
 
     def _next_path(self) -> str:
-        self._writer.wait()  # Its number is taken when it is there.
         there = self._there()
         match = NAME.fullmatch(os.path.basename(there[-1])) if there else None
         name = f"backup-{int(match[1]) + 1 if match else 1:06d}{self._suffix}"

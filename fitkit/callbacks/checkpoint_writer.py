@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fitkit.callbacks.base import Run, run_of
-from fitkit.callbacks.ranks import from_rank_zero, several_ranks
+from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, several_ranks
 from fitkit.checkpoint import (
     is_folder_name,
     open_checkpoint,
@@ -22,6 +22,7 @@ from fitkit.checkpoint import (
     save_folder,
     save_weights,
 )
+from fitkit.checkpoint.folder_by_threads import GRACE_S, FolderByThreads
 from fitkit.checkpoint.remote import is_url, make_folder, parent
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 from fitkit.module import Module
@@ -91,6 +92,7 @@ class CheckpointWriter:
         self.asynchronous = asynchronous
         self._copies = StateCopies()
         self._thread: threading.Thread | None = None
+        self._folder: FolderByThreads | None = None
         self._error: BaseException | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,13 +126,7 @@ class CheckpointWriter:
         if self.asynchronous:
             if model.is_global_zero:
                 contents = self._copies.of(contents)
-                self._thread = threading.Thread(
-                    target=self._attempt,
-                    args=(lambda: self._write(path, contents, then),),
-                    name="fitkit-checkpoint",
-                    daemon=False,  # The interpreter waits for a file that is half written.
-                )
-                self._thread.start()
+                self._begin(lambda: self._write(path, contents, then))
             return
         if model.is_global_zero:
             self._attempt(lambda: self._write(path, contents, then))
@@ -147,6 +143,11 @@ class CheckpointWriter:
         if model.is_global_zero:
             self._attempt(lambda: _make_folder(path))
         self._share(model)
+        if self.asynchronous:
+            folder = FolderByThreads(path, weights, state, strategy.collectives, self._copies.of)
+            self._folder = folder
+            self._begin(lambda: folder.write(then))
+            return
         save_folder(path, weights, state, strategy.collectives)
         if model.is_global_zero:
             self._attempt(then)
@@ -162,17 +163,44 @@ class CheckpointWriter:
             CheckpointError: it couldn't be.
         """
         if self.asynchronous:
+            if self._folder is not None and several_ranks(model):
+                self._meet(model, self._folder)
             self.wait()
             self._share(model)
 
+    def _begin(self, work: Callable[[], None]) -> None:
+        """Let a thread do it."""
+        self._thread = threading.Thread(
+            target=self._attempt,
+            args=(work,),
+            name="fitkit-checkpoint",
+            daemon=False,  # The interpreter waits for a file that is half written.
+        )
+        self._thread.start()
+
+    def _meet(self, model: Module, folder: FolderByThreads) -> None:
+        """Wait for the other ranks' parts; rank 0's thread, for one that has failed, no more."""
+        if not model.is_global_zero:
+            self.wait()
+        own = self._error
+        errors = from_all_ranks(model, None if model.is_global_zero else own)
+        first = next((error for error in errors if error is not None), None)
+        if model.is_global_zero and first is not None:
+            folder.stop()
+            self.wait()
+            self._error = own or first
+
     def wait(self) -> None:
         """Wait on this rank alone; an error stays for the next save or `finish`."""
-        thread, self._thread = self._thread, None
+        thread, self._thread, self._folder = self._thread, None, None
         if thread is not None:
             thread.join()
 
     def give_up(self) -> None:
         """The run has failed: wait on this rank; an error is a warning."""
+        if self._thread is not None and self._folder is not None:
+            self._thread.join(GRACE_S)  # other ranks may still write their parts
+            self._folder.stop()
         self.wait()
         error, self._error = self._error, None
         if error is not None:

@@ -82,8 +82,8 @@ class ModelCheckpoint(Callback):
             drawn in it aren't drawn again. Where one of several ranks has failed there is
             nobody to save with, and nothing is written. Default False.
         asynchronous: whether a thread writes while the training goes on, one file at a time. It
-            costs a copy of all that is saved in main memory. An error comes at the next save, or
-            at the end of `fit`. Default False.
+            costs a copy, in main memory, of all that a rank saves. An error comes at the next save,
+            or at the end of `fit`. Default False.
 
     Attributes:
         best: the best value so far; infinite before the first. Stays from one fit to the next.
@@ -146,11 +146,6 @@ class ModelCheckpoint(Callback):
             written_suffixes() if save_weights_only else WHOLE,
             "weights" if save_weights_only else "whole checkpoints",
         )
-        if asynchronous and self._names.suffix.lower() == ".dcp":
-            raise ConfigurationError(
-                f"asynchronous=True can't write filepath={self._names.template!r}: all ranks write "
-                "a folder together. Write asynchronous=False, or a name that ends in .h5."
-            )
         self._steps, self._interval_s = _frequency(
             save_freq, every_n_train_steps, train_time_interval
         )

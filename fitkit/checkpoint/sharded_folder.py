@@ -24,6 +24,7 @@ import math
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -132,7 +133,7 @@ def save_folder(
         write_shards(
             os.fspath(path),
             place,
-            tensors if leads else {key: t for key, t in tensors.items() if is_spread(t)},
+            tensors if leads else spread_alone(tensors),
             collectives,
             lambda files: content.write_index(place / INDEX, tensors, files),
         )
@@ -141,6 +142,11 @@ def save_folder(
         for folder in made:
             folder.discard()
         raise
+
+
+def spread_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What other ranks than the first write: of what isn't spread, they have the same."""
+    return {key: tensor for key, tensor in tensors.items() if is_spread(tensor)}
 
 
 class Content:
@@ -182,6 +188,11 @@ class Content:
         self, path: Path, tensors: Mapping[str, torch.Tensor], files: dict[str, str]
     ) -> None:
         """Write the document, and the arrays that aren't in shards."""
+        document, arrays = self.index(tensors)
+        write_container(path, {**document, "files": files}, arrays)
+
+    def index(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[Any]]:
+        """The document without the files' digests, and the arrays that aren't in shards."""
         places = {
             name: self.ties[name]
             if name in self.ties
@@ -199,7 +210,7 @@ class Content:
                 **({"frozen": frozen.as_data()} if frozen.dtypes else {}),
             },
             "numbers": self._numbering.places,
-            "files": files,
+            "files": {},
             "shards": {
                 key: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
                 for key, tensor in tensors.items()
@@ -207,7 +218,7 @@ class Content:
         }
         if self._state is not None:
             content["state"] = self._state
-        write_container(path, content, self._numbering.arrays)
+        return content, self._numbering.arrays
 
 
 class FolderNumbering(Numbering):
@@ -274,6 +285,33 @@ def write_shards(
     Raises:
         FitkitError: a rank can't write; raised on all.
     """
+    rank = collectives.rank
+    shard = plan_shards(path, tensors, collectives)
+    found = collectives.gather(together(collectives, lambda: write_shard(path, place, shard, rank)))
+    digests = {file: digest for of_rank in found for file, digest in of_rank.items()}
+    together(
+        collectives,
+        lambda: _named(path, rank, lambda: finish(digests)) if rank == 0 else None,
+    )
+
+
+class Shard(NamedTuple):
+    """A rank's file: the chunks in it, which is none without any, and the texts in its header."""
+
+    file: str
+    tensors: dict[str, torch.Tensor]
+    texts: dict[str, str]
+
+
+def plan_shards(path: str, tensors: dict[str, torch.Tensor], collectives: Collectives) -> Shard:
+    """Agree on who writes what; the arguments are those of `write_shards`.
+
+    Ranks:
+        Collective.
+
+    Raises:
+        FitkitError: a rank can't; raised on all.
+    """
     # It imports much of torch.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -284,32 +322,40 @@ def write_shards(
         planner.set_up_planner(tensors, is_coordinator=rank == 0)
         return planner.create_local_plan()
 
-    def written() -> dict[str, str]:
+    def resolved() -> Shard:
         # Every rank comes to the same plan for all.
         everyones, _ = planner.create_global_plan(plans)
         file = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        digest = _write(place / file, planner.finish_plan(everyones[rank]), planner)
-        return {} if digest is None else {file: digest}
+        return Shard(file, *_chunks(planner.finish_plan(everyones[rank]), planner))
 
-    def done(work: Callable[[], Result]) -> Result:
-        try:
-            return work()
-        except FitkitError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{path} can't be written: rank {rank} failed ({type(error).__name__}: {error}). "
-                "Nothing was changed."
-            ) from error
-
-    plans = collectives.gather(together(collectives, lambda: done(planned)))
-    found = collectives.gather(together(collectives, lambda: done(written)))
-    digests = {file: digest for of_rank in found for file, digest in of_rank.items()}
-    together(collectives, lambda: done(lambda: finish(digests)) if rank == 0 else None)
+    plans = collectives.gather(together(collectives, lambda: _named(path, rank, planned)))
+    return together(collectives, lambda: _named(path, rank, resolved))
 
 
-def _write(path: Path, plan: SavePlan, planner: SavePlanner) -> str | None:
-    """Write a rank's chunks; empty ones are left out. The file's digest; None without a file."""
+def write_shard(path: str, place: Path, shard: Shard, rank: int) -> dict[str, str]:
+    """Write a rank's file; its digest by its name, and nothing where it has no chunks."""
+    if not shard.tensors:
+        return {}
+    weights = Weights(shard.tensors, {}, {})
+    write = partial(write_tensors, place / shard.file, weights, shard.texts)
+    return {shard.file: _named(path, rank, write)}
+
+
+def _named(path: str, rank: int, work: Callable[[], Result]) -> Result:
+    """What `work` gives; an error of any kind becomes one with the folder's name."""
+    try:
+        return work()
+    except FitkitError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} can't be written: rank {rank} failed ({type(error).__name__}: {error}). "
+            "Nothing was changed."
+        ) from error
+
+
+def _chunks(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """A rank's chunks, of which empty ones are left out, and the texts that say where they lie."""
     tensors: dict[str, torch.Tensor] = {}
     offsets: dict[str, list[int]] = {}
     known = Numbering()
@@ -328,11 +374,8 @@ def _write(path: Path, plan: SavePlan, planner: SavePlanner) -> str | None:
                 tensor = tensor.clone()  # one chunk under two names is refused when it is read
             tensors[key] = storable(tensor)
             offsets[key] = list(item.tensor_data.chunk.offsets)
-    if not tensors:
-        return None
     info = {key: {"saved_offsets": begin} for key, begin in offsets.items()}
-    texts = {SHARDING: json.dumps(info), "DCP_VERSION": "1.0"}
-    return write_tensors(path, Weights(tensors, {}, {}), texts)
+    return tensors, {SHARDING: json.dumps(info), "DCP_VERSION": "1.0"}
 
 
 # ---------------------------------------------------------------------- reading

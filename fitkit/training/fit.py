@@ -395,11 +395,12 @@ class Fit:
         if not isinstance(self.step, CompiledStep) or self.step.checked:
             return
         batch = self.stream.peek()
-        if batch is not None:
+        if all(there for there in self.collectives.gather(batch is not None)):
             drawn = random_state(self.stream.generators)
             with modes_restored(self.model), torch.no_grad():
                 self.model.eval()
-                self.step.run_first_checks(batch)
+                wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
+                self.step.run_first_checks(batch, wrapped)
             set_random_state(drawn, self.stream.generators)
 
     def _go_on_drawing(self) -> None:

@@ -184,10 +184,14 @@ class CompiledStep:
         opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
         return self.compute(self.forward, *opened)[1]
 
-    def run_first_checks(self, batch: Any) -> None:
-        """Make the first batch's checks with a batch that counts for nothing."""
+    def run_first_checks(self, batch: Any, wrapped: WrappedModel) -> None:
+        """Make the first batch's checks with a batch that counts for nothing.
+
+        Args:
+            wrapped: the model as evaluations call it: past DDP, but by what gathers spread weights.
+        """
         opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
-        self.compute(self.wrapped.net, *opened)
+        self.compute(forward_of(wrapped), *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
         """The loss of a batch inside a step of the model's own; not noted, but for the metrics.

@@ -106,8 +106,11 @@ def test_a_note_that_fitkit_never_writes_is_refused(tmp_path, model, note):
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".dcp"])
-def test_a_training_goes_on_from_it(tmp_path, suffix):
-    saves = ModelCheckpoint(tmp_path / f"{{epoch}}{suffix}", trainable_only=True)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_training_goes_on_from_it(tmp_path, suffix, asynchronous):
+    saves = ModelCheckpoint(
+        tmp_path / f"{{epoch}}{suffix}", trainable_only=True, asynchronous=asynchronous
+    )
     whole = trained(callbacks=saves)
     again = trained(resume_from=tmp_path / f"1{suffix}")
     assert equal(again, whole)

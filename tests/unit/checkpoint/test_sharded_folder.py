@@ -10,6 +10,7 @@ import torch
 
 import fitkit
 from fitkit.__main__ import main
+from fitkit.callbacks.checkpoint_writer import StateCopies
 from fitkit.checkpoint import (
     load_weights,
     open_checkpoint,
@@ -19,6 +20,7 @@ from fitkit.checkpoint import (
     sharded_folder,
 )
 from fitkit.checkpoint.container import read_container, write_container
+from fitkit.checkpoint.folder_by_threads import FolderByThreads
 from fitkit.checkpoint.formats import Weights
 from fitkit.checkpoint.safetensors_file import SafeTensors, write_tensors
 from fitkit.checkpoint.sharded_folder import ShardedFolder, write_shards
@@ -356,11 +358,42 @@ def test_inspect_checks_and_shows_a_folder(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "a.dcp")]) == 1
 
 
-def test_asynchronous_folders_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="asynchronous"):
-        fitkit.callbacks.ModelCheckpoint(tmp_path / "a.dcp", asynchronous=True)
-    with pytest.raises(ConfigurationError, match="asynchronous"):
-        fitkit.callbacks.BackupAndRestore(tmp_path, asynchronous=True, sharded=True)
+
+def test_a_folder_by_a_thread_has_the_bytes_of_one_at_once(tmp_path):
+    module = Net()
+    state = {"moments": torch.ones(4, 3), "step": torch.tensor(3.0), "text": "x"}
+    save_checkpoint(tmp_path / "once.dcp", module.state_dict(), state)
+    path, done = tmp_path / "thread.dcp", []
+    folder = FolderByThreads(str(path), module.state_dict(), state, Solo(), StateCopies().of)
+    with torch.no_grad():  # what comes after isn't in it
+        for tensor in (*module.parameters(), *module.buffers(), state["moments"]):
+            tensor.zero_()
+    assert not path.exists()
+    folder.write(lambda: done.append(path.is_dir()))
+    assert done == [True]
+    names = sorted(os.listdir(tmp_path / "once.dcp"))
+    assert names == sorted(os.listdir(path)) == ["index.h5", FILES[0]]
+    for name in names:
+        assert (tmp_path / "once.dcp" / name).read_bytes() == (path / name).read_bytes()
+
+
+@pytest.mark.parametrize("note", [None, b"{", b'["x"]', b'{"../x": "0"}'])
+def test_a_part_that_never_comes_or_a_foreign_note_ends_the_save(tmp_path, note):
+    class OfTwo(Solo):
+        """Rank 0 of two, of which the other plans no part."""
+
+        world_size = 2
+
+    path = tmp_path / "w.dcp"
+    folder = FolderByThreads(str(path), Net().state_dict(), None, OfTwo(), StateCopies().of)
+    if note is None:
+        folder.stop()
+    else:
+        (folder._place / ".rank-00001").write_bytes(note)
+    said = "the part of rank 1 never came" if note is None else "somebody has changed the note"
+    with pytest.raises(CheckpointError, match=said):
+        folder.write(lambda: pytest.fail("there is no folder"))
+    assert os.listdir(tmp_path) == []
 
 
 def test_callbacks_keep_delete_and_go_on_from_folders(tmp_path):
