@@ -117,7 +117,7 @@ def _weights(source: WeightSource) -> Iterator[RenderableType]:
     yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
     if source.frozen.dtypes:
         kept_out = f"without {len(source.frozen.dtypes)} frozen parameters, whose digest is "
-        yield Text(kept_out + _clean(source.frozen.digest))
+        yield Text(kept_out + clean(source.frozen.digest))
 
 
 def _grow(tree: Tree, encoded: object, stored: Arrays, level: int) -> None:

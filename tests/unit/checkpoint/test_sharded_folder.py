@@ -25,7 +25,7 @@ from fitkit.checkpoint.formats import Weights
 from fitkit.checkpoint.safetensors_file import SafeTensors, write_tensors
 from fitkit.checkpoint.sharded_folder import ShardedFolder, write_shards
 from fitkit.distributed.collectives import Solo
-from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.errors import CheckpointError
 from tests.nets import normed
 
 FILES = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
