@@ -70,10 +70,6 @@ class WeightSource(Protocol):
     def versions(self) -> Mapping[str, int]:
         """The version of each submodule's state, where the format has them."""
 
-    @property
-    def frozen(self) -> Frozen:
-        """The parameters that the file leaves out on purpose."""
-
     def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name."""
 

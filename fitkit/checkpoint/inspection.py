@@ -19,6 +19,7 @@ from fitkit.checkpoint.formats import (
     WeightSource,
     format_of,
 )
+from fitkit.checkpoint.frozen import frozen_in
 from fitkit.checkpoint.header import FORMAT_VERSION
 from fitkit.checkpoint.sharded_folder import is_folder_name
 from fitkit.errors import ConfigurationError
@@ -115,9 +116,10 @@ def _weights(source: WeightSource) -> Iterator[RenderableType]:
         table.add_row(Text(clean(name)), "", "extra state", Text(describe(value)))
     yield table
     yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
-    if source.frozen.dtypes:
-        kept_out = f"without {len(source.frozen.dtypes)} frozen parameters, whose digest is "
-        yield Text(kept_out + clean(source.frozen.digest))
+    frozen = frozen_in(source)
+    if frozen.dtypes:
+        left_out = f"without {len(frozen.dtypes)} frozen parameters, whose digest is "
+        yield Text(left_out + clean(frozen.digest))
 
 
 def _grow(tree: Tree, encoded: object, stored: Arrays, level: int) -> None:
@@ -234,4 +236,4 @@ def holds_checkpoints(path: str | os.PathLike[str]) -> bool:
 
 def _weights_to_convert(source: WeightSource) -> Weights:
     tensors = {name: source.read(name) for name in source.describe()}
-    return Weights(tensors, source.extra, source.versions, source.frozen)
+    return Weights(tensors, source.extra, source.versions, frozen_in(source))

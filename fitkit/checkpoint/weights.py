@@ -20,7 +20,7 @@ from fitkit.arguments import check_flag, describe
 from fitkit.checkpoint.arrays import Described, dtype_name, storable, takes_bytes
 from fitkit.checkpoint.container import check_plain_data
 from fitkit.checkpoint.formats import Weights, WeightSource, format_of
-from fitkit.checkpoint.frozen import Frozen, noted
+from fitkit.checkpoint.frozen import Frozen, frozen_in, noted
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 
@@ -121,7 +121,7 @@ def compare(source: WeightSource, expected: Mapping[str, Any]) -> Comparison:
         mismatched=mismatched,
         missing=missing,
         unexpected=tuple(name for name in (*found, *source.extra) if name not in expected),
-        lost=tuple(name for name in missing if name not in source.frozen.dtypes),
+        lost=tuple(name for name in missing if name not in frozen_in(source).dtypes),
     )
 
 
@@ -354,7 +354,8 @@ def fitting_weights(
         source = without_wrapper(source, expected, path)
     comparison = compare(source, expected)
     comparison.check(path, module, strict=strict, skip_mismatch=skip_mismatch)
-    if source.frozen.dtypes and (reason := source.frozen.differs(expected)):
+    frozen = frozen_in(source)
+    if frozen.dtypes and (reason := frozen.differs(expected)):
         problem = f"{path} was saved beside another base: {reason}."
         if same_base:
             raise CheckpointError(
@@ -509,7 +510,7 @@ def without_wrapper(source: WeightSource, expected: Mapping[str, Any], path: str
     Says so with a warning. Where the names fit as they are, or don't fit either way, `source`
     itself is returned.
     """
-    names = [*source.describe(), *source.extra, *source.frozen.dtypes]
+    names = [*source.describe(), *source.extra, *frozen_in(source).dtypes]
     if not names or set(names) & expected.keys():
         return source
     prefix = ""
@@ -537,7 +538,7 @@ class _Unwrapped:
         self._source = source
         self._prefix = prefix
         self.extra = self._renamed(source.extra)
-        self.frozen = Frozen(self._renamed(source.frozen.dtypes), source.frozen.digest)
+        self.frozen = Frozen(self._renamed(frozen_in(source).dtypes), frozen_in(source).digest)
         # A submodule's name has no dot at its end; the wrapper itself has no place here.
         versions = {f"{name}.": value for name, value in source.versions.items()}
         self.versions = {
