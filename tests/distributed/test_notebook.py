@@ -50,7 +50,7 @@ print(os.getpid(), subprocess.run(children, capture_output=True, text=True).stdo
 def test_ddp_trains_in_a_notebook_with_worker_processes_that_go_with_it(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    nbclient.NotebookClient(notebook, timeout=patience(90), kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=int(patience(90)), kernel_name="python3").execute()
     cells = [[output.get("text", "") for output in cell.outputs] for cell in notebook.cells]
     pids = [int(pid) for pid in "".join(cells.pop()).split()]
     said = [text for texts in cells for text in texts]

@@ -176,7 +176,7 @@ def test_the_notebook_runs_and_its_outputs_say_what_the_kept_ones_say(monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     kept = nbformat.read(ROOT / "examples" / "many_devices.ipynb", as_version=4)
     notebook = nbformat.from_dict(kept)
-    nbclient.NotebookClient(notebook, timeout=patience(200), kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=int(patience(200)), kernel_name="python3").execute()
     results = [printed_by(notebook), printed_by(kept)]
     assert results[0]["2 processes,"] == results[1]["2 processes,"] == "64 samples a batch"
     assert percentages(results[0]["held-out accuracy"])[0] > 90

@@ -303,7 +303,6 @@ def test_outputs_that_can_not_be_joined_are_told():
         ({"optimizer": torch.nn.Linear}, "no torch.optim.Optimizer"),
         ({"lr_scheduler": torch.optim.SGD}, "optimizer's class"),
         ({"lr_scheduler": "StepLR"}, r"needs step_size.*functools\.partial\(StepLR, step_size=…\)"),
-        ({"lr_scheduler": {"scheduler": "ReduceLROnPlateau", "interval": "step"}}, "an epoch"),
         ({"lr_scheduler": {"scheduler": "ReduceLROnPlateau", "monitor": 3}}, "monitor=3"),
         ({"jit_compile": {"mode": "nope"}}, "torch.compile takes"),
         ({"learning_rate": float("inf")}, "finite"),

@@ -92,7 +92,7 @@ def hvd(monkeypatch):
 
 
 def gradients_of(hvd, net, compression=None):
-    return HorovodGradients(hvd, torch.optim.SGD(net.parameters(), 0.1), compression)
+    return HorovodGradients(hvd, [torch.optim.SGD(net.parameters(), 0.1)], compression)
 
 
 def test_each_group_of_batches_is_exchanged_once_at_its_end_or_where_it_is_cut(hvd):
