@@ -784,11 +784,11 @@ class Model(Module):
 
     # ------------------------------------------------------------------ Keras's looks at weights
 
-    get_weights = GivesWay(model_names.get_weights)
-    set_weights = GivesWay(model_names.set_weights)
-    count_params = GivesWay(model_names.count_params)
-    layers = GivesWay(model_names.layers, is_property=True)
-    load_from_checkpoint = NotHere()
+    get_weights: GivesWay = GivesWay(model_names.get_weights)
+    set_weights: GivesWay = GivesWay(model_names.set_weights)
+    count_params: GivesWay = GivesWay(model_names.count_params)
+    layers: GivesWay = GivesWay(model_names.layers, is_property=True)
+    load_from_checkpoint: NotHere = NotHere()
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """As torch's, which refuses names that there are: a layer may have a name of Keras's."""

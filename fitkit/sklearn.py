@@ -70,7 +70,7 @@ class NetEstimator(BaseEstimator):
         fit_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.net = net
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self.loss = loss
         self.learning_rate = learning_rate
         self.metrics = metrics

@@ -71,7 +71,8 @@ class GradualUnfreezing(Callback):
         check_number("ratio_lr", ratio_lr, above=0)
         check_flag("train_bn", train_bn)
         check_flag("verbose", verbose)
-        self.stages = dict(sorted((_epoch(e), _rates(e, named)) for e, named in stages.items()))
+        read = ((_epoch(epoch), _rates(epoch, named)) for epoch, named in stages.items())
+        self.stages: dict[int, dict[str, float | None]] = dict(sorted(read))
         self.ratio_lr = ratio_lr
         self.train_bn = train_bn
         self.verbose = verbose

@@ -230,8 +230,8 @@ class Stream:
         self, source: Source, steps: int | None = None, first: int = 0, ranks: int = 1
     ) -> None:
         self.source = source
-        self.steps = source.steps if steps is None else steps
-        self.position = Position(first)
+        self.steps: int | None = source.steps if steps is None else steps
+        self.position: Position = Position(first)
         self._limit = steps
         self._ranks = ranks
         # No reference back to this stream: a ring would keep a loader's workers alive.

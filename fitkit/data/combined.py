@@ -131,7 +131,7 @@ class CombinedSource(Source):
     def __init__(self, combined: CombinedLoader, loaders: list[DataLoader[Any]]) -> None:
         self.combined = combined
         self.loaders = loaders
-        self.steps = combined.length(map(len, loaders))
+        self.steps: int | None = combined.length(map(len, loaders))
         # Kept from pass to pass, so that workers may live on.
         self._orders = [GivenOrder() for _ in loaders]
         self._ordered = [

@@ -61,7 +61,7 @@ class Transfer:
         labels: Iterable[str] = LABEL_KEYS,
     ) -> None:
         self.device = device
-        self.labels = tuple(labels)
+        self.labels: tuple[str, ...] = tuple(labels)
         self.memory_format = memory_format
         self.ready: Any = None
         self.pin: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -78,23 +78,25 @@ class Group:
         self, optimizer: Optimizer, group: dict[str, Any], places: dict[nn.Parameter, int]
     ) -> None:
         kind = class_of(optimizer)
-        self.function = functional(kind)
+        self.function: Callable[..., None] = functional(kind)
         self.given = group
         init: Any = kind._init_group  # type: ignore[attr-defined]
         names = list(inspect.signature(init).parameters)[2:]
         lists: dict[str, list[Any]] = {name: [] for name in names}
         init(optimizer, group, *lists.values())
         parameters, _, *states = lists.values()
-        self.places = [places[parameter] for parameter in parameters]
+        self.places: list[int] = [places[parameter] for parameter in parameters]
         self.parameters = parameters
         found = dict(zip(names[2:], states, strict=True))
         if "momentum_buffer_list" in found and group.get("momentum") and "dampening" in group:
             self._begin_momentum(optimizer, group, found["momentum_buffer_list"])
         # By position, as torch's functions want them; the order is another than that of above.
         taken = inspect.signature(self.function).parameters
-        self.states = [found[name] for name in taken if name in found]
+        self.states: list[list[Any]] = [found[name] for name in taken if name in found]
         kept = {n: v for n, v in group.items() if n not in ("params", "lr", *HOW)}
-        self.settings = {name: value for name, value in kept.items() if name in taken}
+        self.settings: dict[str, Any] = {
+            name: value for name, value in kept.items() if name in taken
+        }
         if "beta1" in taken:
             self.settings["beta1"], self.settings["beta2"] = group["betas"]
         # One tensor after the other, which the compiler joins itself.
@@ -103,11 +105,12 @@ class Group:
             self.settings["capturable"] = True
         self._names, self._values = list(kept), list(kept.values())
         rate = group["lr"]
-        self.last = [float(rate)] * UNROLLED
+        self.last: list[float] = [float(rate)] * UNROLLED
         device = parameters[0].device if parameters else torch.device("cpu")
         if device.type == "cuda" and "capturable" in taken:
             self.settings["capturable"] = True  # all numbers stay on the GPU
-        self.rates = torch.tensor(self.last, dtype=widest_dtype(device), device=device)
+        dtype = widest_dtype(device)
+        self.rates: torch.Tensor = torch.tensor(self.last, dtype=dtype, device=device)
 
     def _begin_momentum(
         self, optimizer: Optimizer, group: dict[str, Any], buffers: list[torch.Tensor | None]
@@ -194,7 +197,7 @@ class CompiledUpdate:
         self._options = {} if isinstance(options, bool) else options
         self._programs: dict[Any, Callable[..., Any]] = {}
         self.stopped: str | None = None
-        self.optimizes = True
+        self.optimizes: bool = True
         self.is_announced = False
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -179,7 +179,7 @@ class Fit:
             resumes=self.resumed is not None,
         )
         self.warm_up: WarmUp | None = self._warm_up(updates, factor)
-        self.at_epochs = [
+        self.at_epochs: list[tuple[PlannedScheduler, Callable[..., None]]] = [
             (plan, plan.stepper())
             for plan in self.schedulers
             if plan.interval == "epoch" and model.automatic_optimization

@@ -168,7 +168,7 @@ class StepContexts:
 
     def __init__(self) -> None:
         self.by_thread: dict[int, StepContext] = {}
-        self.placing = threading.RLock()
+        self.placing: Any = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepContexts, ()

@@ -86,14 +86,16 @@ class Trials:
     """
 
     def __init__(self, model: Model, batches: list[Any], devices: int, class_weight: Any) -> None:
-        self.model, self.devices, self.class_weight = model, devices, class_weight
+        self.model: Model = model
+        self.devices: int = devices
+        self.class_weight: Any = class_weight
         self.parts = 4 if samples_of(batches[0]) >= 16 else 2
         # A last batch may be too small to be cut as the others.
         large = [b for b in batches if samples_of(b) >= 2 * max(self.parts, devices)]
-        self.batches = large or batches[:1]
+        self.batches: list[Any] = large or batches[:1]
         self.accelerator = "cuda" if model.device.type == "cuda" else "cpu"  # MPS has no float64
         self.start = _numbers(model)
-        self.precision = "64-true"
+        self.precision: str = "64-true"
         self._known: dict[frozenset[str], Numbers] = {}
         self._repeats: bool | None = None
         try:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster, detect
 from fitkit.distributed.launchers.address_file import is_private, process_name
@@ -78,7 +80,7 @@ class ScriptLauncher(RankLauncher):
             return super().launch(function, *arguments)
         ranks = self._ranks
         try:
-            self.call_store = ranks.folder.next_store()
+            self.call_store: Store = ranks.folder.next_store()
             return super().launch(function, *arguments)
         except BaseException:
             ranks.failed = True

@@ -74,7 +74,7 @@ class Strategy:
     `"nodes"` is as `"here"`, and launchers may start one process on each node."""
     replicates = False
     """Whether a process can have several devices, with a replica of the module on each."""
-    ranks_per_batch = 1
+    ranks_per_batch: int = 1
     """How many neighbouring ranks compute each batch together; the others see other data."""
     has_engine = False
     """Whether a training may have an engine, which then decides how weights lie in memory."""

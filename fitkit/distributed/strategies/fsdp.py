@@ -110,7 +110,8 @@ class FSDP(DDP):
         self.reshard_after_forward = reshard_after_forward
         self.shard_size = shard_size
         self.activation_checkpointing = activation_checkpointing
-        self.tensor_parallel = self.ranks_per_batch = tensor_parallel
+        self.tensor_parallel: int = tensor_parallel
+        self.ranks_per_batch: int = tensor_parallel
         self.tensor_parallel_plan = tensor_parallel_plan
         self.cpu_offload = cpu_offload
         self.backup = backup
