@@ -149,9 +149,8 @@ class Fit:
             everyones = self.collectives.gather(self.stream.steps)
             self.epoch_steps = None if None in everyones else max(everyones)
             self.interval = arguments.batches_between_validations(self.epoch_steps)
-        updates = None  # in an epoch, where that is known
-        if self.stream.steps is not None:
-            updates = -(-self.stream.steps // self.accumulate)
+        steps = self.stream.steps  # of an epoch, where that is known
+        updates = None if steps is None else -(-steps // self.accumulate)
         # The optimizers are made here, after the module has its place.
         state = model._fitkit.fit_state
         self.optimizers: list[Optimizer] = state.optimizers_for(model)
@@ -179,7 +178,7 @@ class Fit:
             resumes=self.resumed is not None,
         )
         self.warm_up: WarmUp | None = self._warm_up(updates, factor)
-        self.at_epochs: list[tuple[PlannedScheduler, Callable[..., None]]] = [
+        self.at_epochs = [
             (plan, plan.stepper())
             for plan in self.schedulers
             if plan.interval == "epoch" and model.automatic_optimization
@@ -227,10 +226,11 @@ class Fit:
         """Say once where the training runs, unless that is a CPU alone, and what an update sees."""
         ranks, size = self.collectives.world_size, self.source.batch_size
         replicas, device = self.strategy.replicas, self.strategy.device
+        is_silent = chosen_verbose(self.arguments.verbose) == 0
         if (compiled := self.model._fitkit.compiled_update) is not None:
-            compiled.is_announced = chosen_verbose(self.arguments.verbose) != 0
+            compiled.is_announced = not is_silent
         alone = ranks * replicas == 1 and device.type == "cpu"
-        if alone or self.collectives.rank or chosen_verbose(self.arguments.verbose) == 0:
+        if alone or self.collectives.rank or is_silent:
             return
         what = f"{ranks} processes" if ranks > 1 else "1 process"
         what += f" of {replicas} replicas each" if replicas > 1 else ""
@@ -238,8 +238,7 @@ class Fit:
         if size:
             sizes = f"{parts} x {size} = {parts * size}" if parts > 1 else f"{size}"
             batch = f", batches of {sizes} samples"
-            every = self.accumulate
-            if every > 1:
+            if (every := self.accumulate) > 1:
                 batch += f", an update every {every} batches ({parts * size * every} samples)"
         where = device if ranks * replicas == 1 else device.type
         print(f"{what} on {where}{batch}", flush=True)
