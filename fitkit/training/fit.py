@@ -420,7 +420,6 @@ class Fit:
                 self.strategy.engine.rewrap()
 
     def _any_stops(self) -> bool:
-        """Whether some rank's callbacks ask to stop."""
         return any(self.collectives.gather(self.model.stop_training))
 
     def _asks_ranks(self) -> bool:
