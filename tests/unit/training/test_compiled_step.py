@@ -271,6 +271,7 @@ def test_what_is_compiled_is_said_with_its_seconds(capsys):
 
 
 @HAS_COMPILER
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_torchs_own_compiler_computes_the_whole_step():
     """Several steps in one call, a short last batch, dropout: the same bits from run to run."""
