@@ -15,7 +15,7 @@ import torch
 
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.collectives import SECRET
-from fitkit.distributed.devices import Machine, cpu_count, overload
+from fitkit.distributed.devices import Machine, overload, usable_cores
 from fitkit.distributed.free_devices import GPU, probe_gpus
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.errors import ConfigurationError
@@ -87,8 +87,8 @@ def _machine() -> dict[str, str]:
     busy = overload()
     built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "no GPU")
     return {
-        "cpu": f"{os.cpu_count()} cores, {cpu_count()} for this process, of which torch uses "
-        f"{torch.get_num_threads()}",
+        "cpu": f"{os.cpu_count()} cores, {usable_cores() or os.cpu_count()} for this "
+        f"process, of which torch uses {torch.get_num_threads()}",
         **({} if busy is None else {"load": busy}),
         "memory": _memory(),
         "cuda": f"{count} device{'' if count == 1 else 's'} (torch was built for {built})",

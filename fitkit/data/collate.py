@@ -12,9 +12,8 @@ from torch.utils.data import default_collate
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.outputs import IGNORED
 
-IGNORED = -100
-"""The label that torch's losses, and those of Hugging Face's models, leave out."""
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 FILLED_WITH_ZERO = (MASK, "token_type_ids", "position_ids", "special_tokens_mask")
 

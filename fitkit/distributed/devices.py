@@ -56,11 +56,9 @@ class Machine:
         }[kind]
 
 
-def cpu_count() -> int:
-    """How many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def usable_cores() -> int | None:
+    """How many cores this process may use; None where the system doesn't say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def overload(extra: float = 1.5) -> str | None:
@@ -70,7 +68,7 @@ def overload(extra: float = 1.5) -> str | None:
         extra: how many programs too many there are, over the last minute, before it is said.
     """
     try:
-        load, cores = os.getloadavg()[0], cpu_count()
+        load, cores = os.getloadavg()[0], usable_cores() or os.cpu_count() or 1
     except (AttributeError, OSError):  # Windows has no such average
         return None
     if load < cores + extra:

@@ -15,8 +15,13 @@ from fitkit.distributed.cluster import (
     check_one_process_a_node,
     detect,
 )
-from fitkit.distributed.devices import Machine, choose_kind, device_for, parse_devices
-from fitkit.distributed.launchers.process import usable_cores
+from fitkit.distributed.devices import (
+    Machine,
+    choose_kind,
+    device_for,
+    parse_devices,
+    usable_cores,
+)
 from fitkit.distributed.launchers.script import check_script_size, is_script_rank
 from fitkit.distributed.precision import resolve_precision
 from fitkit.distributed.strategies import STRATEGIES, Strategy

@@ -2,8 +2,8 @@
 
 In eager PyTorch a small net's step is bound by its hundreds of launches. Torch's compiler can take
 all of them at once: the net, the loss, `torch.autograd.grad` of it and torch's own functional
-optimizers. What it can't take is left out, and said once; at the least the net alone is compiled
-(`surroundings.compile_net`).
+optimizers. A part that it can't take is left out, with one warning. At the least the net alone is
+compiled (`surroundings.compile_net`).
 
 The compiled function reads everything anew from `CompiledUpdate`'s attributes, and torch guards
 what it read: another net, loss or setting is compiled anew, never computed as the one before.

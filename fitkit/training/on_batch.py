@@ -17,7 +17,7 @@ from fitkit.optimizers import members_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
 from fitkit.training.step import CompiledStep, PredictStep, forward_of
-from fitkit.training.surroundings import evaluating
+from fitkit.training.surroundings import evaluating, place
 from fitkit.training.update import updates_for
 
 
@@ -121,6 +121,15 @@ def _facts(model: Module, stage: str, batch: Any) -> tuple[list[Any], list[Any]]
     return facts, held
 
 
+def _values_of(step: Any) -> dict[str, Any]:
+    """The values of the one batch that a step has computed."""
+    step.undo_writes()
+    if step.logbook.meters:
+        step.logbook.meters.flush()  # no more come
+    values: dict[str, Any] = step.logbook.results()
+    return values
+
+
 def fit_batch(
     model: Module, batch: Any, class_weights: ClassWeights | None = None
 ) -> dict[str, Any]:
@@ -144,10 +153,7 @@ def fit_batch(
                 check_fused_state(optimizer)  # anybody may have set it since
             state.accumulate = 1
             kept.update(batch, 0)
-            step.undo_writes()
-            if step.logbook.meters:
-                step.logbook.meters.flush()  # no more come
-            values: dict[str, Any] = step.logbook.results()
+            values = _values_of(step)
         finally:
             step.logbook.logged.finish()
     model._fitkit.log_names = list(values)
@@ -161,16 +167,13 @@ def evaluate_batch(model: Module, batch: Any) -> dict[str, Any]:
     steps, stage = model._fitkit.kept_steps, evaluation_stage(model) or "test"
     kept = steps.take(model, stage, batch)
     if kept is None:
-        _place(model)
+        place(model)
         kept = KeptStep(*step_for(model, stage), None, [], [])
     step = kept.step
     with evaluating(model, kept.context), torch.no_grad():
         try:
             step(batch, 0)
-            step.undo_writes()
-            if step.logbook.meters:
-                step.logbook.meters.flush()  # no more come
-            values: dict[str, Any] = step.logbook.results()
+            values = _values_of(step)
         finally:
             step.logbook.logged.finish()
     steps.give(model, stage, batch, kept)
@@ -182,15 +185,9 @@ def predict_batch(model: Module, batch: Any) -> Any:
     steps = model._fitkit.kept_steps
     kept = steps.take(model, "predict", batch)
     if kept is None:
-        _place(model)
+        place(model)
         kept = KeptStep(*predict_step_for(model), None, [], [])
     with evaluating(model, kept.context), torch.no_grad():
         outputs = joined([on_host(kept.step(batch, 0))])
     steps.give(model, "predict", batch, kept)
     return outputs
-
-
-def _place(model: Module) -> None:
-    """Bring a model to its device, which one thread does at a time."""
-    with model._fitkit.contexts.placing:
-        model._fitkit.compilation.strategy.place(model)

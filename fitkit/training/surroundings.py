@@ -54,10 +54,15 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         if verb in LEARNING and compilation.jit_compile is not False:
             stack.enter_context(TRACED_GRADIENTS.held(True))
         if verb in ("evaluate", "predict"):  # the others do it where they build their steps
-            with model._fitkit.contexts.placing:
-                compilation.strategy.place(model)
+            place(model)
         stack.enter_context(net_prepared(model))
         yield
+
+
+def place(model: Module) -> None:
+    """Bring a model to its device, which one thread does at a time."""
+    with model._fitkit.contexts.placing:
+        model._fitkit.compilation.strategy.place(model)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def test_gpus_have_a_line_each_and_a_broken_one_its_reason(report, monkeypatch):
     ],
 )
 def test_a_busy_machine_has_a_line_that_says_what_helps(report, monkeypatch, load, policy, text):
-    monkeypatch.setattr(devices, "cpu_count", lambda: 2)
+    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     lines = lines_of(report(**({} if policy is None else {"OMP_WAIT_POLICY": policy})))

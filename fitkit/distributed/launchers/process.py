@@ -16,13 +16,9 @@ from typing import NoReturn
 
 import torch
 
+from fitkit.distributed.devices import usable_cores
 from fitkit.distributed.launchers.output import ShownOutput
 from fitkit.distributed.launchers.watch import Failure
-
-
-def usable_cores() -> int | None:
-    """How many cores this process may use; None where the system doesn't say."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def share_of_cores(ranks: int) -> int:
