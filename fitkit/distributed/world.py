@@ -62,8 +62,8 @@ _own_group: Any = None
 """The process group that `enter` made; any other is the script's own."""
 _connections: set[tuple[int, int]] = set()
 """That group's connections: file numbers and inodes."""
-_kept: Any = None
-"""That group's store, where it is Python's."""
+_kept: PromptStore | None = None
+"""That group's store."""
 _interface: str | None = None
 """What the variable was before the group was made; None where it was left alone."""
 _abandoned = False
@@ -105,26 +105,32 @@ def enter(
     # keep this one, and gloo's connections, for ever. DDP imports it.
     importlib.import_module("torch.distributed.nn")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    meeting, is_local = store, meets_by_files(store)
-    if store is not None and is_local:
-        meeting = _kept = PromptStore(store)
-    if meeting is not None:
-        meeting.set_timeout(timeout or default_pg_timeout)
-    agree_on_key(meeting, world.rank)
-    if chosen == "gloo":  # NCCL's threads ask their store at all times; Python's isn't for them.
-        store = meeting
+    is_local = meets_by_files(store)
+    meeting = None if store is None else PromptStore(store)
     if is_local or (world.num_nodes == 1 and not os.environ.get(INTERFACE)):
         _stay_on_this_machine()
     hook = sys.excepthook
     before = _open_connections()
-    dist.init_process_group(
-        chosen, store=store, rank=world.rank, world_size=world.size, timeout=timeout
-    )
-    _connections.clear()
-    _connections.update(_open_connections() - before)
+    try:
+        if meeting is not None:
+            _kept = meeting
+            meeting.set_timeout(timeout or default_pg_timeout)
+        agree_on_key(meeting, world.rank)
+        # NCCL's threads ask their store at all times, which Python's isn't for.
+        given = meeting if chosen == "gloo" else store
+        dist.init_process_group(
+            chosen, store=given, rank=world.rank, world_size=world.size, timeout=timeout
+        )
+        _connections.clear()
+        _connections.update(_open_connections() - before)
+        _own_group = dist.group.WORLD
+        if chosen == "gloo":  # Else a rank that fails at once cuts what others still connect.
+            dist.barrier()
+    except BaseException:
+        leave()
+        raise
     if getattr(hook, "__name__", "") == "_distributed_excepthook":
         sys.excepthook = hook  # Else each group adds another "[rank0]: " to each line of an error.
-    _own_group = dist.group.WORLD
     return ProcessGroup(device), True
 
 
@@ -133,6 +139,8 @@ def leave() -> None:
     global _own_group, _kept, _interface
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:  # A group that couldn't be made counts, and the next one's name must be new ranks', too.
+        dist.distributed_c10d._world.group_count = 0
     if _interface is not None:
         os.environ[INTERFACE] = _interface
         if not _interface:
@@ -158,6 +166,8 @@ def abandon() -> None:
 
 def abort() -> None:
     """Break off this process's exchanges; torch itself can do that with NCCL alone."""
+    if _kept is not None:
+        _kept.break_off()
     if in_own_group() and "nccl" in dist.get_backend():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()

@@ -387,6 +387,38 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs():
     assert "time.sleep(600)" in str(caught.value)
 
 
+class WithoutRankOne(fitkit.strategies.DDPStrategy):
+    """A strategy whose rank 1 fails before it enters the process group, where rank 0 waits."""
+
+    starts = "workers"
+
+    def init_dist_connection(self, store=None):
+        if self.world.rank == 1:
+            raise OSError("no card")
+        return super().init_dist_connection(store)
+
+
+def test_a_rank_that_fails_before_it_enters_the_group_is_told_and_the_next_call_works():
+    began = time.monotonic()
+    with pytest.raises(fitkit.WorkerError, match="Rank 1 failed: OSError: no card"):
+        compiled(strategy=WithoutRankOne()).fit(X, Y, verbose=0)
+    assert time.monotonic() - began < patience(20)
+    compiled().fit(X, Y, verbose=0)
+
+
+def test_a_group_that_one_rank_could_not_make_leaves_the_next_call_as_it_would_be(monkeypatch):
+    make = dist.distributed_c10d._new_process_group_helper
+
+    def break_off(*arguments, **settings):
+        monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", make)
+        raise dist.DistNetworkError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", break_off)
+    with pytest.raises(fitkit.WorkerError):
+        compiled().fit(X, Y, verbose=0)
+    compiled().fit(X, Y, verbose=0)
+
+
 def test_a_call_of_another_model_on_several_devices_inside_a_call_is_refused_at_once():
     other = compiled()
 

@@ -124,17 +124,23 @@ def meets_by_files(store: Store | None) -> bool:
 
 
 class PromptStore(Store):
-    """A file's store for gloo; torch's own looks for a missing key only each 10 ms.
+    """A store for gloo: it sees a key soon, and `break_off` ends its waits from another thread.
 
+    Torch's waits can't be ended, and its file store looks for a missing key only each 10 ms.
     Whoever makes it keeps it as long as the process group: torch doesn't.
 
     Args:
-        store: the file's.
+        store: where the ranks meet.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
+        self._broken_off = False
+
+    def break_off(self) -> None:
+        """End the wait that is under way, and those to come."""
+        self._broken_off = True
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]
@@ -159,6 +165,8 @@ class PromptStore(Store):
         seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         end, pause_s = time.monotonic() + seconds, SHORTEST_PAUSE_S
         while not self._store.check(keys):
+            if self._broken_off:
+                raise DistStoreError(f"the wait was broken off, keys: {', '.join(keys)}")
             if time.monotonic() > end:
                 raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
             time.sleep(pause_s)
