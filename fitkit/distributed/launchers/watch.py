@@ -32,8 +32,8 @@ PERIOD_S = 0.5
 """Between two looks while all is well."""
 SHORT_PERIOD_S = 0.05
 """Between two looks while the cause of a failure is sought."""
-REPORT_S = 3.0
-"""How long a rank tries to write down its failure before it leaves."""
+REPORT_S = 10.0
+"""How long a rank tries to write down its failure before it leaves; a busy machine may be slow."""
 SILENCE_S = 3.0
 """How long a rank waits for the word of one that failed."""
 ANSWER_S = 1.5
