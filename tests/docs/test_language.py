@@ -15,6 +15,7 @@ PAGES = [
     "docs/data.md",
     "docs/callbacks.md",
     "docs/many-devices.md",
+    "docs/own-steps.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
