@@ -16,6 +16,7 @@ PAGES = [
     "docs/callbacks.md",
     "docs/many-devices.md",
     "docs/own-steps.md",
+    "docs/losses-and-metrics.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
