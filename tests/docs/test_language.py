@@ -17,6 +17,7 @@ PAGES = [
     "docs/many-devices.md",
     "docs/own-steps.md",
     "docs/losses-and-metrics.md",
+    "docs/checkpoints.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
