@@ -18,6 +18,7 @@ PAGES = [
     "docs/own-steps.md",
     "docs/losses-and-metrics.md",
     "docs/checkpoints.md",
+    "docs/troubleshooting.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
