@@ -19,6 +19,7 @@ PAGES = [
     "docs/losses-and-metrics.md",
     "docs/checkpoints.md",
     "docs/troubleshooting.md",
+    "docs/sharded.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
