@@ -20,6 +20,7 @@ PAGES = [
     "docs/checkpoints.md",
     "docs/troubleshooting.md",
     "docs/sharded.md",
+    "docs/logging.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
