@@ -21,6 +21,7 @@ PAGES = [
     "docs/troubleshooting.md",
     "docs/sharded.md",
     "docs/logging.md",
+    "docs/precision.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
