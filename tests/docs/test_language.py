@@ -22,6 +22,7 @@ PAGES = [
     "docs/sharded.md",
     "docs/logging.md",
     "docs/precision.md",
+    "docs/lr-schedulers.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
