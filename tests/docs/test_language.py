@@ -23,6 +23,7 @@ PAGES = [
     "docs/logging.md",
     "docs/precision.md",
     "docs/lr-schedulers.md",
+    "docs/notebooks.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
