@@ -24,6 +24,7 @@ PAGES = [
     "docs/precision.md",
     "docs/lr-schedulers.md",
     "docs/notebooks.md",
+    "docs/many-machines.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
