@@ -25,6 +25,7 @@ PAGES = [
     "docs/lr-schedulers.md",
     "docs/notebooks.md",
     "docs/many-machines.md",
+    "docs/ecosystem.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
