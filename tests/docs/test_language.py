@@ -26,6 +26,7 @@ PAGES = [
     "docs/notebooks.md",
     "docs/many-machines.md",
     "docs/ecosystem.md",
+    "docs/examples.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
