@@ -27,6 +27,7 @@ PAGES = [
     "docs/many-machines.md",
     "docs/ecosystem.md",
     "docs/examples.md",
+    "docs/export.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
