@@ -28,6 +28,7 @@ PAGES = [
     "docs/ecosystem.md",
     "docs/examples.md",
     "docs/export.md",
+    "docs/serving.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
