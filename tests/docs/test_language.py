@@ -29,6 +29,7 @@ PAGES = [
     "docs/examples.md",
     "docs/export.md",
     "docs/serving.md",
+    "docs/language-models.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
