@@ -30,6 +30,7 @@ PAGES = [
     "docs/export.md",
     "docs/serving.md",
     "docs/language-models.md",
+    "docs/verify.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
