@@ -31,6 +31,7 @@ PAGES = [
     "docs/serving.md",
     "docs/language-models.md",
     "docs/verify.md",
+    "docs/own-strategies.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
