@@ -32,6 +32,7 @@ PAGES = [
     "docs/language-models.md",
     "docs/verify.md",
     "docs/own-strategies.md",
+    "docs/engines.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
