@@ -33,6 +33,7 @@ PAGES = [
     "docs/verify.md",
     "docs/own-strategies.md",
     "docs/engines.md",
+    "docs/bagua.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
