@@ -34,6 +34,7 @@ PAGES = [
     "docs/own-strategies.md",
     "docs/engines.md",
     "docs/bagua.md",
+    "docs/architecture.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
