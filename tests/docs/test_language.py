@@ -36,6 +36,7 @@ PAGES = [
     "docs/bagua.md",
     "docs/architecture.md",
     "docs/contributing.md",
+    "docs/checkpoint-format.md",
 ]
 """Those that have been rewritten; the others are to follow."""
 WORDS = 30
