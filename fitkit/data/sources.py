@@ -436,6 +436,8 @@ def check_data_type(x: Any, name: str = "x") -> None:
     Raises:
         ArgumentTypeError: None, a string, a number, a class.
     """
+    if isinstance(x, torch.Tensor):
+        return
     if hasattr(x, "toarray") and not is_array(x):
         raise ArgumentTypeError(f"{name} is a sparse matrix. Write {name}.toarray().")
     if isinstance(x, (list, tuple, dict)) and not x:

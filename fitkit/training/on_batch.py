@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fitkit import trees
-from fitkit.checkpoint import check_fused_state
 from fitkit.data.class_weights import ClassWeights
 from fitkit.hooks import evaluation_stage, has_own_steps, overridden
 from fitkit.modes import kept_in_evaluation, parameters_of, to_training
@@ -17,7 +16,7 @@ from fitkit.optimizers import members_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
 from fitkit.training.step import CompiledStep, PredictStep, forward_of
-from fitkit.training.surroundings import evaluating, place
+from fitkit.training.surroundings import evaluating, place, unchanged_on_error
 from fitkit.training.update import updates_for
 
 
@@ -104,14 +103,20 @@ def _facts(model: Module, stage: str, batch: Any) -> tuple[list[Any], list[Any]]
         return [], []
     held = [compilation, net]
     facts = [id(compilation), type(model), id(net), type(net), "forward" in vars(model)]
-    for parameter in parameters_of(model, *compilation.loss_modules()):
+    for parameter in parameters_of(model, *compilation.loss_modules):
         held.append(parameter)
         facts += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
     if stage == "training":
         for optimizer in (one for listed in state.optimizers for one in members_of(listed)):
             held += (optimizer, optimizer.state, optimizer.param_groups)
             facts += (id(optimizer), id(optimizer.state), id(optimizer.param_groups))
-            facts += (len(group["params"]) for group in optimizer.param_groups)
+            for group in optimizer.param_groups:
+                facts.append(len(group["params"]))
+                for parameter in group["params"] if group.get("fused") else ():
+                    # Kernels of one pass read these as the parameter's, which a new step checks.
+                    for value in (optimizer.state.get(parameter) or {}).values():
+                        held.append(value)
+                        facts += (id(value), getattr(value, "shape", None))
     for number, part in enumerate(batch):
         plain = isinstance(part, torch.Tensor)
         for path, leaf in [("", part)] if plain else trees.leaves_with_paths(part):
@@ -136,26 +141,25 @@ def fit_batch(
     """One update on one batch, here: its loss and metrics before it."""
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
     kept = None if class_weights is not None else steps.take(model, "training", batch)
-    if kept is None:
-        model._fitkit.compilation.strategy.place(model)
-        state.optimizers_for(model)  # how many there are decides on the step
-    to_training(model, kept_in_evaluation(model._weights_module()))
-    if kept is None:
-        context, step = step_for(model, "training", class_weights=class_weights)
-        kept = KeptStep(context, step, None, [], [])
-    context, step = kept.context, kept.step
-    with running(model, context), state.training():
-        try:
-            if kept.update is None:
-                # One batch is not worth what the first one costs where steps are compiled.
-                kept.update = updates_for(model, context, step, accumulate=1, compiles=False)
-            for optimizer in state.optimizers:
-                check_fused_state(optimizer)  # anybody may have set it since
-            state.accumulate = 1
-            kept.update(batch, 0)
-            values = _values_of(step)
-        finally:
-            step.logbook.logged.finish()
+    with unchanged_on_error(model, is_ready=kept is not None):
+        if kept is None:
+            model._fitkit.compilation.strategy.place(model)
+            state.optimizers_for(model)  # how many there are decides on the step
+        to_training(model, kept_in_evaluation(model._weights_module()))
+        if kept is None:
+            context, step = step_for(model, "training", class_weights=class_weights)
+            kept = KeptStep(context, step, None, [], [])
+        context, step = kept.context, kept.step
+        with running(model, context), state.training():
+            try:
+                if kept.update is None:
+                    # One batch is not worth what the first one costs where steps are compiled.
+                    kept.update = updates_for(model, context, step, accumulate=1, compiles=False)
+                state.accumulate = 1
+                kept.update(batch, 0)
+                values = _values_of(step)
+            finally:
+                step.logbook.logged.finish()
     model._fitkit.log_names = list(values)
     if class_weights is None:
         steps.give(model, "training", batch, kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fractions
+import functools
 import inspect
 import numbers
 from typing import Any
@@ -40,6 +41,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
+from fitkit.modes import parameters_of
 from fitkit.optimizers import OptimizerChoice, instances_in
 from fitkit.schedulers import SchedulerChoice
 from fitkit.training.resume import Progress
@@ -146,8 +148,9 @@ class Compilation:
 
     def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The parameters that may learn: the model's and the losses' own."""
-        return [*model.parameters(), *self.loss_parameters()]
+        return parameters_of(model, *self.loss_modules)
 
+    @functools.cached_property
     def loss_modules(self) -> list[torch.nn.Module]:
         """The losses that are modules of the user's own."""
         found = [loss for loss in trees.leaves(self.given["loss"]) if _is_own_module(loss)]
@@ -155,7 +158,7 @@ class Compilation:
 
     def loss_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of losses that are modules."""
-        return [parameter for loss in self.loss_modules() for parameter in loss.parameters()]
+        return [parameter for loss in self.loss_modules for parameter in loss.parameters()]
 
     @classmethod
     def _resolve(

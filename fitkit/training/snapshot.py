@@ -199,7 +199,7 @@ def training_state(
 
 def _losses_of(model: Module) -> list[dict[str, torch.Tensor]]:
     """The numbers of each loss that learns, in use, by their names."""
-    modules = model._fitkit.compilation.loss_modules()
+    modules = model._fitkit.compilation.loss_modules
     return [
         {
             name: value

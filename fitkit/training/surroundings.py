@@ -33,15 +33,15 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
     """Surround a verb's call on a rank, from its first line to its last.
 
     Torch's flags are as `compile` was given, and the net is compiled and laid out so; an error for
-    lack of memory says what took it. Where the verb learns and fails before its first update, the
-    model is as it was. A verb that only computes finds the model on its device.
+    lack of memory says what took it. Where `fit` fails before its first update, the model is as it
+    was. A verb that only computes finds the model on its device.
 
     Args:
         batch_size: samples in a batch; None where the data have their own.
     """
     compilation = model._fitkit.compilation
     with contextlib.ExitStack() as stack:
-        if verb in LEARNING:
+        if verb == "fit":  # a batch's update does so by itself
             stack.enter_context(unchanged_on_error(model))
         stack.enter_context(memory_explained(model, verb, batch_size))
         for flag, value in (
@@ -112,7 +112,7 @@ def evaluating(model: Module, context: StepContext) -> Iterator[None]:
     ):
         set_mode(model, training=False)
         if context.name != "predict":
-            for loss in model._fitkit.compilation.loss_modules():
+            for loss in model._fitkit.compilation.loss_modules:
                 losses.enter_context(in_use(loss, "evaluate", alone=False))
                 loss.eval()
         yield
@@ -139,16 +139,19 @@ def net_prepared(model: Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged_on_error(model: Module) -> Iterator[None]:
+def unchanged_on_error(model: Module, *, is_ready: bool = False) -> Iterator[None]:
     """Put a model back as it was where an error comes before its first update.
 
     The first forward already changes running statistics, and making a scheduler changes rates.
+
+    Args:
+        is_ready: whether the optimizers are made already and no scheduler takes part.
     """
     has_buffers = any(module._buffers for module in modules_of(model))
     named = model.named_buffers() if has_buffers else ()
     buffers = {name: buffer.detach().clone() for name, buffer in named}
     state, history = model._fitkit.fit_state, model.history
-    before, updates = state.snapshot(), state.updates
+    before, updates = None if is_ready else state.snapshot(), state.updates
     try:
         # Whoever calls fit under no_grad means their own code.
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
@@ -159,11 +162,12 @@ def unchanged_on_error(model: Module) -> Iterator[None]:
     except BaseException:
         if state.updates == updates:
             _put_back(model, buffers)
-            state.restore(before)
+            if before is not None:
+                state.restore(before)
             model.history = history
         raise
     finally:
-        for parameter in parameters_of(model, *model._fitkit.compilation.loss_modules()):
+        for parameter in parameters_of(model, *model._fitkit.compilation.loss_modules):
             parameter.grad = None
 
 

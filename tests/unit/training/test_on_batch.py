@@ -222,6 +222,21 @@ def test_a_checkpoint_brings_its_optimizers_state(tmp_path):
     assert [model.train_on_batch(X, LABELS) for _ in range(2)] == expected
 
 
+@pytest.mark.parametrize("way", ["another tensor", "the same tensor"])
+def test_a_state_that_no_longer_fits_is_refused_before_the_next_update(way):
+    model = compiled(optimizer="adam")
+    model.train_on_batch(X, LABELS)
+    before = copy.deepcopy(model.net.state_dict())
+    state = model.optimizer.state[model.net[0].weight]
+    if way == "another tensor":
+        state["exp_avg"] = torch.zeros(1)
+    else:
+        state["exp_avg"].data = torch.zeros(1)
+    with pytest.raises(ConfigurationError, match="exp_avg"):
+        model.train_on_batch(X, LABELS)
+    assert_same_weights(model.net.state_dict(), before)
+
+
 def test_accumulation_takes_no_part_after_a_fit_either():
     model, theirs = compiled(accumulate_grad_batches=2), net()
     optimizer = torch.optim.SGD(theirs.parameters(), 0.1)
