@@ -40,7 +40,7 @@ setup: $(STAMP)
 # on two cores at loads of 6 to 10 the demo took 101 s of them, so 39.
 demo test test-all test-with: export OMP_WAIT_POLICY ?= passive
 # Tests start hundreds of processes; without bytecode files each compiles fitkit anew, 0.4 s.
-demo test test-all test-with: unexport PYTHONDONTWRITEBYTECODE
+demo test test-all test-with: export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(DEMO)
 	@$(BIN)/python examples/digits.py $(ARGS)
