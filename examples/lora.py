@@ -125,11 +125,10 @@ def main() -> int:
         except fitkit.WorkerError as error:
             print(str(error).splitlines()[0])
         resumed = tuned(base, documents, backup)
-        learned = {n: p.detach() for n, p in resumed.net.named_parameters() if p.requires_grad}
-        file = Path(folder, "adapter.pt")
-        torch.save(learned, file)
+        file = Path(folder, "adapter.safetensors")
+        resumed.save_weights(file, trainable_only=True)
         fresh = fitkit.Model(with_adapters(base))
-        fresh.load_weights(file, strict=False)
+        fresh.load_weights(file)
         size, all_sizes = file.stat().st_size, sum(p.nbytes for p in whole.parameters())
 
     expected = whole.net.state_dict()
