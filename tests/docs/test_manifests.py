@@ -1,19 +1,55 @@
-"""The Kubernetes manifests in docs/many-machines.md have fields that the operators know."""
+"""What the pages give to clusters: options of sbatch and torchrun, fields of Kubernetes' operators."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 yaml = pytest.importorskip("yaml")
 
-PAGE = Path(__file__).parents[2] / "docs" / "many-machines.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "many-machines.md"
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+# Of sbatch's manual.
+SBATCH = {
+    "cpus-per-task", "gpus-per-node", "nodes", "ntasks-per-node", "open-mode", "requeue", "signal",
+    "time",
+}  # fmt: skip
 # Of kubeflow/trainer, pkg/apis/trainer/v1alpha1/trainjob_types.go.
 TRAINER = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
 # Of kubeflow/training-operator, pkg/apis/kubeflow.org/v1.
 REPLICAS = {"replicas", "template", "restartPolicy"}
+
+
+def lines(page):
+    """The commands and comments of a page's shell blocks, each on one line."""
+    return "".join(SHELL.findall(page.read_text())).replace("\\\n", "").splitlines()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_torchrun_takes_the_options_of_a_page(page):
+    for line in lines(page):
+        _, name, arguments = line.partition("torchrun ")
+        if name and not line.startswith("#"):
+            # A launcher's variables stand for numbers and addresses.
+            given = shlex.split(re.sub(r"\$\(.*?\)|\$\w+", "1", arguments))
+            parsed = get_args_parser().parse_args(given)
+            assert parsed.training_script.endswith(".py")
+
+
+@pytest.mark.parametrize("name", ["many-machines.md", "tasks/slurm.md"])
+def test_a_batch_script_asks_for_a_signal_to_all_ranks(name):
+    script = [line for line in lines(DOCS / name) if line.startswith("#SBATCH ")]
+    options = dict(word.partition("=")[::2] for line in script for word in line.split()[1:])
+    assert {option.removeprefix("--") for option in options} <= SBATCH
+    # With B: before it the shell alone would get it, and not the ranks.
+    assert re.fullmatch(r"SIGUSR1@\d+", options["--signal"])
+    (start,) = [line for line in lines(DOCS / name) if line.startswith("srun ")]
+    assert re.fullmatch(r"srun (--[\w=-]+ )*python train\.py", start)
 
 
 def manifests():
