@@ -1,4 +1,4 @@
-"""The README's table of figures, taken from docs/performance.md, so that each stands in one place.
+"""The README's table of figures, taken from docs/benchmarks.md, so that each stands in one place.
 
 python docs/readme_figures.py            # or: make pictures; writes it into the README
 python docs/readme_figures.py --check    # status 1 where the README has others
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = "Adam, accuracy, no display"
-BEGIN, END = "<!-- from docs/performance.md: make pictures -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- from docs/benchmarks.md: make pictures -->\n", "<!-- end -->\n"
 ROWS = ("**fitkit**", "Keras", "Lightning")
 """The README's contenders; the page has all of them."""
 
@@ -32,7 +32,7 @@ def table(page: str) -> str:
     lines = ["| a step by | CPU time ÷ a careful loop's | Python and C calls |", "|---|---|---|"]
     lines += [f"| {name} | {rows[name][0]} | {rows[name][1]} |" for name in order]
     measured = re.search(r"^Measured (\S+): .*?(\d+ cores, load \S+), .*(torch [\d.]+)", page, re.M)
-    assert measured, "docs/performance.md says nowhere when it was measured"
+    assert measured, "docs/benchmarks.md says nowhere when it was measured"
     return "\n".join(lines) + f"\n\nMeasured {measured[1]} on {measured[2]}, {measured[3]}.\n"
 
 
@@ -46,10 +46,10 @@ def main() -> int:
     text = path.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    wanted = before + BEGIN + table((ROOT / "docs" / "performance.md").read_text()) + END + after
+    wanted = before + BEGIN + table((ROOT / "docs" / "benchmarks.md").read_text()) + END + after
     if "--check" in sys.argv:
         if wanted != text:
-            print("README.md has other figures than docs/performance.md: make pictures")
+            print("README.md has other figures than docs/benchmarks.md: make pictures")
         return int(wanted != text)
     path.write_text(wanted)
     return 0

@@ -37,6 +37,8 @@ PAGES = [
     "docs/architecture.md",
     "docs/contributing.md",
     "docs/checkpoint-format.md",
+    "docs/performance.md",
+    "docs/benchmarks.md",
     *sorted(f"docs/tasks/{page.name}" for page in (ROOT / "docs" / "tasks").glob("*.md")),
 ]
 """Those that have been rewritten; the others are to follow."""

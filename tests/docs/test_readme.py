@@ -1,4 +1,4 @@
-"""The README is short, and its figures are those of the page on performance."""
+"""The README is short, and its figures are those of the page of benchmarks."""
 
 import importlib.util
 from pathlib import Path
@@ -14,8 +14,8 @@ def figures():
     return module
 
 
-def test_the_figures_are_those_of_the_page_on_performance():
-    wanted = figures().table((ROOT / "docs" / "performance.md").read_text())
+def test_the_figures_are_those_of_the_benchmarks_page():
+    wanted = figures().table((ROOT / "docs" / "benchmarks.md").read_text())
     assert wanted.count(" .. ") > 2
     assert wanted in (ROOT / "README.md").read_text(), "make pictures writes the new ones"
 
