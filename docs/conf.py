@@ -1,13 +1,16 @@
 """Sphinx's settings for the site: `make docs` builds it into build/docs."""
 
-import inspect
 import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import fitkit.typing
+import reference
+from sphinx.pycode import ModuleAnalyzer
+
+import fitkit
 
 project = "fitkit"
 author = "fitkit maintainers"
@@ -17,6 +20,7 @@ release = version = fitkit.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -35,36 +39,28 @@ myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-# Signatures name the types that have names: `OptimizerArgument` instead of all optimizers.
-autodoc_type_aliases = {
-    name: f"fitkit.typing.{name}"
-    for name in vars(fitkit.typing)
-    if name[0].isupper() and f"\n{name}: TypeAlias = " in inspect.getsource(fitkit.typing)
-}
-autodoc_type_aliases["Callbacks"] = "fitkit.callbacks.base.Callbacks"
+autodoc_type_aliases = reference.ALIASES
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+# One argument a line where they don't fit into one.
+python_maximum_signature_line_length = 88
+intersphinx_mapping = reference.inventories(Path(__file__).parents[1] / "build" / "inventories")
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Ranks", "Shapes"]
 # Docstrings write `name` for code, as Markdown does.
-default_role = "code"
+default_role = "fitkit-code"
 
 
 def setup(app):
     app.connect("source-read", offer_pages_outside)
-    app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-process-signature", reference.shorten)
+    ModuleAnalyzer.analyze = reference.one_signature(ModuleAnalyzer.analyze)
+    app.add_role("fitkit-code", reference.Code())
 
 
 def offer_pages_outside(app, page, source):
     """Links to pages outside docs, which the site doesn't have, give the file."""
     source[0] = re.sub(r"\]\(((?:\.\./)+(?:benchmarks/)?[A-Z_]+\.md)\)", r"](path:\1)", source[0])
-
-
-def shorten(app, what, name, obj, options, signature, returns):
-    """What a call leaves out shows as `...`, and a type by its name, in unions too."""
-    if signature is not None:
-        named = re.sub(r"TypeAliasForwardRef\('[\w.]*?(\w+)'\)", r"\1", signature)
-        return named.replace(" = UNSET", " = ..."), returns
-    return None
