@@ -84,12 +84,13 @@ def _unknown_argument(call: str, name: str, accepted: list[str]) -> ArgumentType
         return ArgumentTypeError(f"{call}() has no argument {name!r}. {theirs}")
     if name.partition("__")[0] in accepted:  # scikit-learn's way to name a parameter's own
         return ArgumentTypeError(
-            f"{call}() has no argument {name!r}. Write set_params({name}=…) after it."
+            f"{call}() has no argument {name!r}. Write set_params({name}=…) after it.", code="FK029"
         )
     close = nearest(name, accepted)
     suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
     return ArgumentTypeError(
-        f"{call}() has no argument {name!r}.{suggestion} It takes: {', '.join(accepted)}."
+        f"{call}() has no argument {name!r}.{suggestion} It takes: {', '.join(accepted)}.",
+        code="FK029",
     )
 
 
@@ -220,7 +221,8 @@ def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> Non
         raise ConfigurationError(
             f"{label} takes ({first}, {second}): the target first, as Keras and scikit-learn do. "
             f"fitkit calls a {kind} as torch does, with (prediction, target): swap the "
-            "parameters, or wrap it in a lambda that does."
+            "parameters, or wrap it in a lambda that does.",
+            code="FK016",
         )
 
 

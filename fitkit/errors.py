@@ -12,6 +12,9 @@ FitkitError
 └── MissingPackageError (ImportError)    an optional package isn't installed
 ```
 
+`docs/troubleshooting.md` explains many of them. Those end with a code (`FK012`) and a link to its
+section there; `error.code` has the code alone.
+
 Below them: how torch's own errors about shapes, number types and memory are known.
 """
 
@@ -25,9 +28,93 @@ from pathlib import Path
 
 import torch
 
+PAGE = "docs/troubleshooting.md"
+
+CODES = {
+    "FK001": "the net can't take the batch's shape",
+    "FK002": "the batch's number type",
+    "FK003": "forward has other arguments than the batch",
+    "FK004": "a batch that isn't (x, y) or (x, y, sample_weight)",
+    "FK005": "arrays of different lengths",
+    "FK006": "logits for a loss of probabilities",
+    "FK007": "one-hot targets for a loss of class indices",
+    "FK008": "class indices for a loss of one-hot targets",
+    "FK009": "labels that the net has no class for",
+    "FK010": "labels of a yes/no loss other than 0 and 1",
+    "FK011": "prediction and target of different shapes",
+    "FK012": "an index that an Embedding doesn't have",
+    "FK013": "one column for a loss of classes",
+    "FK014": "batch normalization of one sample",
+    "FK015": "no loss",
+    "FK016": "a loss or metric with the target first",
+    "FK017": "something that is no data",
+    "FK018": "a generator function that wasn't called",
+    "FK019": "labels that are strings",
+    "FK020": "a Hugging Face Dataset of Python lists",
+    "FK021": "an iterator for several epochs",
+    "FK022": "a loss that depends on no parameter that learns",
+    "FK023": "all parameters frozen",
+    "FK024": "an optimizer over another net",
+    "FK025": "training_step without a loss",
+    "FK026": "a method that looks like a hook",
+    "FK027": "Adam's eps in float16",
+    "FK028": "an unknown name",
+    "FK029": "an unknown argument",
+    "FK030": "a monitored value that isn't logged",
+    "FK031": "a monitored value without validation data",
+    "FK032": "a schedule without the training's length",
+    "FK033": "a package that isn't installed",
+    "FK034": "no such device visible",
+    "FK035": "a device index that isn't there",
+    "FK036": "device indices on a CPU",
+    "FK037": "GPUs that others use",
+    "FK038": "a precision that the device lacks",
+    "FK039": "tensors on several devices in the net",
+    "FK040": "memory ran out",
+    "FK041": "a rank that the system ended",
+    "FK042": "a rank that hangs",
+    "FK043": "ranks that make different calls",
+    "FK044": "ranks with different data",
+    "FK045": "parameters without a gradient under DDP",
+    "FK046": "an object that can't be sent to workers",
+    "FK047": "several nodes without a launcher",
+    "FK048": "other numbers of ranks started than asked for",
+    "FK049": "a part of torchrun's variables",
+    "FK050": "fewer samples than ranks",
+    "FK051": "rank 0 out of reach",
+    "FK052": "a damaged file",
+    "FK053": "weights of another net",
+    "FK054": "a file of weights where a checkpoint is needed",
+    "FK055": "a file whose model had objects",
+    "FK056": "a file of a model compiled otherwise",
+    "FK057": "an object that no file can hold",
+    "FK058": "a training cut within other data",
+    "FK059": "no folder for a file",
+}
+"""What each code stands for. A code is never used again for something else."""
+
+
+def with_code(message: str, code: str) -> str:
+    """A message that ends with its code, and with the section of the page that explains it.
+
+    Example:
+        >>> from fitkit.errors import with_code
+        >>> with_code("x is empty.", "FK005")
+        'x is empty. (FK005: docs/troubleshooting.md#fk005)'
+    """
+    assert code in CODES, code
+    return f"{message} ({code}: {PAGE}#{code.lower()})"
+
 
 class FitkitError(Exception):
     """Base of all errors that fitkit raises itself.
+
+    Args:
+        arguments: the message.
+        code: one of `CODES`, which the message shows at its end. Default None: it has no code.
+
+    Attributes:
+        code: the code, or None.
 
     Example:
         >>> import torch, fitkit
@@ -38,6 +125,12 @@ class FitkitError(Exception):
         ...     print(type(error).__name__)
         ConfigurationError
     """
+
+    def __init__(self, *arguments: object, code: str | None = None) -> None:
+        if code is not None:
+            arguments = (with_code(str(arguments[0]), code), *arguments[1:])
+        super().__init__(*arguments)
+        self.code = code
 
 
 class ConfigurationError(FitkitError, ValueError):
@@ -116,15 +209,22 @@ def missing_package(package: str, extra: str, purpose: str) -> MissingPackageErr
     """The error for an optional package that isn't there, naming the extra to install."""
     return MissingPackageError(
         f"{purpose} needs the package {package!r}, which isn't installed. "
-        f"Install it with: pip install 'fitkit[{extra}]'"
+        f"Install it with: pip install 'fitkit[{extra}]'",
+        code="FK033",
     )
 
 
 PACKAGE = str(Path(__file__).parent) + os.sep
 
 
-def warn(message: str) -> None:
-    """Warn, naming the nearest line outside fitkit and torch that led here."""
+def warn(message: str, code: str | None = None) -> None:
+    """Warn, naming the nearest line outside fitkit and torch that led here.
+
+    Args:
+        message: the warning.
+        code: one of `CODES`, as of errors.
+    """
+    message = message if code is None else with_code(message, code)
     frame, level = sys._getframe(1), 2
     torch_package = str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep
     while frame.f_back is not None and frame.f_code.co_filename.startswith(

@@ -81,9 +81,12 @@ def _check_class(kind: type) -> None:
             continue
         meant = _meant(name)
         if meant is not None and meant not in vars(base):
-            warn(f"{kind.__name__}.{name} is never called by fitkit. Did you mean {meant}?")
+            warn(
+                f"{kind.__name__}.{name} is never called by fitkit. Did you mean {meant}?",
+                code="FK026",
+            )
         elif name in INSTEAD:
-            warn(f"{kind.__name__}.{name} is never called by fitkit. {INSTEAD[name]}")
+            warn(f"{kind.__name__}.{name} is never called by fitkit. {INSTEAD[name]}", code="FK026")
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
@@ -107,7 +110,10 @@ def _check_callback(kind: type) -> None:
         if name in CALLBACK_INSTEAD:
             # A callback may have a setup of its own, which it calls itself.
             if name.startswith("on_") or _lightnings_arguments(getattr(kind, name)):
-                warn(f"{kind.__name__}.{name} is never called by fitkit. {CALLBACK_INSTEAD[name]}")
+                warn(
+                    f"{kind.__name__}.{name} is never called by fitkit. {CALLBACK_INSTEAD[name]}",
+                    code="FK026",
+                )
             continue
         if not name.startswith("on_"):
             continue
@@ -120,7 +126,7 @@ def _check_callback(kind: type) -> None:
             arguments = ", ".join(inspect.signature(getattr(Callback, meant)).parameters)
             advice = f"Write def {meant}({arguments})."
         if advice is not None:
-            warn(f"{kind.__name__}.{name} is never called by fitkit. {advice}")
+            warn(f"{kind.__name__}.{name} is never called by fitkit. {advice}", code="FK026")
 
 
 def _check_arguments(kind: type, name: str) -> None:

@@ -95,7 +95,8 @@ class OptimizerChoice:
             raise ConfigurationError(
                 f"The optimizer holds {len(foreign)} parameters that aren't this model's (of "
                 f"shape {shapes}{', …' if len(foreign) > 3 else ''}): it would train another "
-                "net. Make it over model.parameters(), or give its name or class."
+                "net. Make it over model.parameters(), or give its name or class.",
+                code="FK024",
             )
 
     def build(
@@ -351,7 +352,8 @@ def check_trainable(parameters: list[torch.nn.Parameter]) -> None:
     if not any(parameter.requires_grad for parameter in parameters):
         raise ConfigurationError(
             "No parameter of the net requires gradients (all are frozen), so there is nothing "
-            "to train. Set requires_grad = True on those that shall learn."
+            "to train. Set requires_grad = True on those that shall learn.",
+            code="FK023",
         )
 
 

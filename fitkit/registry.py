@@ -51,7 +51,7 @@ def unknown_name(
         listing = f"Known: {', '.join(repr(item) for item in known)}."
     ending = f" {hint}" if hint else ""
     return ConfigurationError(
-        f"{kind}={name!r} is not a known {kind}.{suggestion} {listing}{ending}"
+        f"{kind}={name!r} is not a known {kind}.{suggestion} {listing}{ending}", code="FK028"
     )
 
 

@@ -166,7 +166,8 @@ class SchedulerChoice:
         if length is None:
             raise ConfigurationError(
                 f"lr_scheduler={self.given!r} needs the training's length, but x has no length. "
-                "Give fit steps_per_epoch=…, or give the scheduler with its arguments."
+                "Give fit steps_per_epoch=…, or give the scheduler with its arguments.",
+                code="FK032",
             )
         options: dict[str, Any] = dict.fromkeys(_lengths_of(maker), length)
         if maker is lr_scheduler.OneCycleLR:

@@ -83,7 +83,8 @@ class Monitor:
             warn(
                 f"{self.callback} monitors {self.name!r}, but fit has no validation data. Give fit "
                 f"validation_data or validation_split, or write monitor={own!r}. Where no callback "
-                f"before it logs {self.name!r}, fit ends with an error after its first epoch."
+                f"before it logs {self.name!r}, fit ends with an error after its first epoch.",
+                code="FK031",
             )
 
     def better(self, value: float, than: float) -> bool:
@@ -122,7 +123,9 @@ class Monitor:
         suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ConfigurationError(
             f"{self.callback} monitors {self.name!r}, but the logs have {', '.join(there)}."
-            f"{suggestion} What another callback adds is there only for those after it in the list."
+            f"{suggestion} What another callback adds is there only for those after it in the "
+            "list.",
+            code="FK030",
         )
 
     def read_within(

@@ -69,7 +69,8 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
         if not target.parent.is_dir():
             raise CheckpointError(
                 f"{os.fspath(path)} can't be written: there is no folder {target.parent}. "
-                f"Create it first: os.makedirs({str(target.parent)!r}, exist_ok=True)."
+                f"Create it first: os.makedirs({str(target.parent)!r}, exist_ok=True).",
+                code="FK059",
             )
         with _opened_folder(target.parent) as folder:
             existing = _check_target(path, target, folder)

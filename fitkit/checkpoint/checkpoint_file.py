@@ -128,7 +128,8 @@ def checkpoint_in(name: str, stored: Arrays) -> Checkpoint:
     if kind == "weights":
         raise CheckpointError(
             f"{name} has weights only; use load_weights. Only save() writes the optimizer and "
-            "the progress that a checkpoint needs."
+            "the progress that a checkpoint needs.",
+            code="FK054",
         )
     state = _decode(name, stored, _CHECKPOINT)
     found = stored.document.get("software")

@@ -90,7 +90,8 @@ def encode_state(value: Any, numbering: Numbering, place: str = "state", depth: 
     raise ConfigurationError(
         f"{place}={describe(value)} can't be written to a file: only pickle could store a "
         f"{kind.__name__}, and pickles can run code when they are read. Use plain data "
-        "(None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets) and tensors."
+        "(None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets) and tensors.",
+        code="FK057",
     )
 
 

@@ -372,7 +372,8 @@ def _check_plain_data(value: object, place: str) -> None:
         raise ConfigurationError(
             f"{place}={describe(value)} can't be written to a file: only pickle could store a "
             f"{type(value).__name__}, and pickles can run code when they are read. Use None, "
-            "booleans, numbers, strings, and lists and dicts of these."
+            "booleans, numbers, strings, and lists and dicts of these.",
+            code="FK057",
         )
 
 

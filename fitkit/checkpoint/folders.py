@@ -131,7 +131,8 @@ def _check_target(path: str, target: Path) -> None:
     if not target.parent.is_dir():
         raise CheckpointError(
             f"{path} can't be written: there is no folder {target.parent}. Create it first: "
-            f"os.makedirs({str(target.parent)!r}, exist_ok=True)."
+            f"os.makedirs({str(target.parent)!r}, exist_ok=True).",
+            code="FK059",
         )
     if not os.path.lexists(target):
         return

@@ -155,7 +155,8 @@ def former(name: str) -> CheckpointError:
 def damaged(name: str, what: str) -> CheckpointError:
     """The error for a file of ours that isn't as it was written."""
     return CheckpointError(
-        f"{name} is damaged: {what}. Nothing was loaded; use another copy or an earlier file."
+        f"{name} is damaged: {what}. Nothing was loaded; use another copy or an earlier file.",
+        code="FK052",
     )
 
 

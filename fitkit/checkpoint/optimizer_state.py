@@ -95,7 +95,8 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: object) -> No
         raise CheckpointError(
             f"The stored optimizer state doesn't fit this {type(optimizer).__name__}; nothing was "
             f"loaded.{listing('what differs', problems)}\nBuild the optimizer as the one that was "
-            "saved, or load the weights alone with load_weights."
+            "saved, or load the weights alone with load_weights.",
+            code="FK053",
         )
 
 

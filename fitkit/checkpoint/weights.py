@@ -86,7 +86,8 @@ class Comparison:
                 f"{path} doesn't fit this {type(module).__name__}; nothing was loaded."
                 f"{''.join(problems)}\n"
                 f"{self._prefix_hint()}Load it into the module that it was saved from, or load its "
-                f"weights by load_weights with {' and '.join(remedies)}."
+                f"weights by load_weights with {' and '.join(remedies)}.",
+                code="FK053",
             )
 
     def _prefix_hint(self) -> str:

@@ -14,7 +14,7 @@ import xxhash
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.batches import Source
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError, with_code
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 META = "{name} is a meta tensor, which has a shape but no numbers. Give it on the CPU or a GPU."
@@ -219,11 +219,12 @@ def _strings(array: np.ndarray[Any, Any], name: str) -> str:
         array.astype("float32")
     except ValueError:
         text = ", ".join(repr(item) for item in dict.fromkeys(array.flat[:3].tolist()))
-        return (
+        return with_code(
             f"{name} has the dtype {array.dtype}, strings ({text}, …), and a net computes with "
             f"numbers. Number the classes: classes, {name} = numpy.unique({name}, "
             "return_inverse=True); class i is classes[i] then. fitkit.sklearn.Classifier takes "
-            "labels of strings as they are."
+            "labels of strings as they are.",
+            "FK019",
         )
     return (
         f"{name} has the dtype {array.dtype}, numbers written as strings ({array.flat[0]!r}, …). "
@@ -258,7 +259,8 @@ def check_lengths(parts: dict[str, Any]) -> int:
             elif length != first_length:
                 raise ConfigurationError(
                     f"{first_name} has {first_length} samples, but {name + path} has {length}. "
-                    "Give the same number of samples in each."
+                    "Give the same number of samples in each.",
+                    code="FK005",
                 )
     if first_length == 0:
         raise ConfigurationError(f"{first_name} is empty: there are 0 samples.")

@@ -136,7 +136,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
             return batch[0], None, None
         raise ConfigurationError(
             f"A batch is a {type(batch).__name__} of {count} entries. A batch is (x, y) or "
-            "(x, y, sample_weight); put several inputs into one tuple or dict: ((a, b), y)."
+            "(x, y, sample_weight); put several inputs into one tuple or dict: ((a, b), y).",
+            code="FK004",
         )
     return batch, None, None
 
@@ -369,5 +370,6 @@ def check_readable(source: Source, epochs: int, steps: int | None, name: str = "
         raise ConfigurationError(
             f"{name} is an iterator, which can be read once, but epochs={epochs} needs it "
             f"{epochs} times. Give {argument}=… to cut one long stream into epochs, or "
-            "something that can be read again (a list of batches, a DataLoader, a Dataset)."
+            "something that can be read again (a list of batches, a DataLoader, a Dataset).",
+            code="FK021",
         )

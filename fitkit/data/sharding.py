@@ -397,7 +397,8 @@ def check_same_on_all_ranks(source: Source, ranks: Collectives) -> None:
             f"The ranks have different data: {differ}. Every rank runs the script and must come to "
             "the same data, of which fitkit gives each its part: seed what makes, splits or "
             "shuffles them (fitkit.set_seed(0)). If each rank's data are its part already, give a "
-            "DataLoader and compile(replace_sampler=False)."
+            "DataLoader and compile(replace_sampler=False).",
+            code="FK044",
         )
 
 

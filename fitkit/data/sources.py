@@ -331,7 +331,8 @@ def _refuse_lists(x: Any, name: str) -> None:
         raise ConfigurationError(
             f"{name} is a Hugging Face Dataset whose columns {columns} give Python lists. Write "
             f"{name}.with_format('torch'), which gives tensors; where the lists differ in length, "
-            "a DataLoader with a collate_fn that pads them."
+            "a DataLoader with a collate_fn that pads them.",
+            code="FK020",
         )
 
 
@@ -447,10 +448,12 @@ def check_data_type(x: Any, name: str = "x") -> None:
         called = getattr(x, "__name__", "f")
         raise ArgumentTypeError(
             f"{name} is {makes} that hasn't been called. Write {called}() for one epoch; for "
-            "several give an object whose __iter__ begins anew, or a DataLoader."
+            "several give an object whose __iter__ begins anew, or a DataLoader.",
+            code="FK018",
         )
     if x is None or isinstance(x, (str, bytes, int, float, range, type)):
         raise ArgumentTypeError(
             f"{name}={describe(x)} is no data. Give a DataLoader, a Dataset, arrays or tensors "
-            "(or a tuple, list or dict of them), or an iterable of batches."
+            "(or a tuple, list or dict of them), or an iterable of batches.",
+            code="FK017",
         )

@@ -390,7 +390,8 @@ def _refuse_half_set(environment: Environment) -> None:
     raise ConfigurationError(
         f"RANK={environment['RANK']!r} and WORLD_SIZE={environment['WORLD_SIZE']!r} are set, but "
         f"not {' and '.join(missing)}. Start the processes with torchrun, which sets them all, or "
-        "unset RANK and WORLD_SIZE to train in one process."
+        "unset RANK and WORLD_SIZE to train in one process.",
+        code="FK049",
     )
 
 
@@ -600,7 +601,8 @@ def _no_launcher(devices: int | None, num_nodes: int) -> ConfigurationError:
         f"num_nodes={num_nodes}, but no launcher started this process, so there is 1 node. Start "
         f"the script on each node with torchrun --nnodes={num_nodes} --nproc-per-node={count} "
         "--rdzv-backend=c10d --rdzv-endpoint=HOST:29400, HOST being one node's name, or write "
-        "num_nodes=1."
+        "num_nodes=1.",
+        code="FK047",
     )
 
 
@@ -614,7 +616,8 @@ def _disagreement(cluster: Cluster, devices: int | None, nodes: int) -> Configur
     restart = RESTART[cluster.launcher].format(nodes=nodes, devices=wanted, world=wanted * nodes)
     return ConfigurationError(
         f"{_started(cluster)}, but {asked} and num_nodes={nodes} ask for "
-        f"{_count(wanted * nodes, 'process')}. Write {fitting}, or start {restart}."
+        f"{_count(wanted * nodes, 'process')}. Write {fitting}, or start {restart}.",
+        code="FK048",
     )
 
 

@@ -105,7 +105,8 @@ def choose_kind(accelerator: Any, machine: Machine) -> str:
             return kind
     raise ConfigurationError(
         f"accelerator={accelerator!r} asks for {' or '.join(wanted)}, but none is visible "
-        f"({_seen(machine)}). Write accelerator='cpu' or 'auto'."
+        f"({_seen(machine)}). Write accelerator='cpu' or 'auto'.",
+        code="FK034",
     )
 
 
@@ -187,7 +188,9 @@ def _check_indices(
     devices: Any, indices: tuple[int, ...], kind: str, visible: int
 ) -> tuple[int, ...]:
     if kind == "cpu":
-        raise _refused(devices, kind, visible, "is a list of indices, but a CPU has none")
+        raise _refused(
+            devices, kind, visible, "is a list of indices, but a CPU has none", code="FK036"
+        )
     if len(set(indices)) != len(indices):
         raise _refused(devices, kind, visible, "names a device twice")
     absent = [index for index in indices if not 0 <= index < visible]
@@ -197,20 +200,25 @@ def _check_indices(
             kind,
             visible,
             f"asks for {kind} device {', '.join(map(str, absent))}, which isn't there",
+            code="FK035",
         )
     return indices
 
 
-def _refused(devices: Any, kind: str, visible: int, reason: str) -> ConfigurationError:
+def _refused(
+    devices: Any, kind: str, visible: int, reason: str, code: str | None = None
+) -> ConfigurationError:
     shown = f"devices={devices!r} {reason}"
     if kind == "cpu":
         return ConfigurationError(
-            f"{shown}. On CPU write the number of processes, devices=1, or devices='auto'."
+            f"{shown}. On CPU write the number of processes, devices=1, or devices='auto'.",
+            code=code,
         )
     listing = f"0 to {visible - 1}" if visible > 1 else "only 0"
     return ConfigurationError(
         f"{shown}. Visible {kind} devices: {visible} (index {listing}). Write devices='auto', a "
-        "count like 1, or a list of indices like [0]."
+        "count like 1, or a list of indices like [0].",
+        code=code,
     )
 
 

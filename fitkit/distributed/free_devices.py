@@ -106,7 +106,8 @@ def select_free(k: int, gpus: Sequence[GPU]) -> list[int]:
         raise ConfigurationError(
             f"k={k} asks for CUDA devices, but none is visible (torch {torch.__version__}, "
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Write "
-            "accelerator='auto' or 'cpu' with devices='auto'."
+            "accelerator='auto' or 'cpu' with devices='auto'.",
+            code="FK034",
         )
     occupied = {gpu.index: reason for gpu in gpus if (reason := why_occupied(gpu))}
     free = [gpu for gpu in gpus if gpu.index not in occupied]
@@ -123,7 +124,8 @@ def select_free(k: int, gpus: Sequence[GPU]) -> list[int]:
         raise ConfigurationError(
             f"k={k} asks for {'all free GPUs' if k == -1 else f'{k} free GPUs'}, but "
             f"{len(free)} of {len(gpus)} {'is' if len(free) == 1 else 'are'} free: {listing}. "
-            f"{remedy}, or name them yourself: devices=[…]."
+            f"{remedy}, or name them yourself: devices=[…].",
+            code="FK037",
         )
     free.sort(key=lambda gpu: (-(gpu.free_bytes // GIB), gpu.load or 0.0, gpu.index))
     return [gpu.index for gpu in free[: len(free) if k == -1 else k]]

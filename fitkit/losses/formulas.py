@@ -115,7 +115,8 @@ def _different_shapes(prediction: torch.Tensor, target: torch.Tensor) -> Configu
     return ConfigurationError(
         f"The prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}: "
         "this loss compares value with value, so the shapes must agree (torch would broadcast "
-        "them where it can). Reshape the target, or give the net an output of its shape."
+        "them where it can). Reshape the target, or give the net an output of its shape.",
+        code="FK011",
     )
 
 

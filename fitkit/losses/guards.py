@@ -90,7 +90,8 @@ def _check_shapes(
         raise ConfigurationError(
             f"{label} needs a column for each class, but predictions of shape "
             f"{tuple(prediction.shape)} have one. For yes/no labels write loss={binary!r}; "
-            "for C classes let the net give C values."
+            "for C classes let the net give C values.",
+            code="FK013",
         )
     if definition.match is formulas.vectors and prediction.ndim < 2:
         raise ConfigurationError(
@@ -104,7 +105,8 @@ def _check_shapes(
     elif definition.match is formulas.last_axis_indices and target.shape == prediction.shape:
         raise ConfigurationError(
             f"{label} takes class indices, but targets of shape {tuple(target.shape)} look "
-            "one-hot. Write loss='categorical_crossentropy', or pass y.argmax(-1)."
+            "one-hot. Write loss='categorical_crossentropy', or pass y.argmax(-1).",
+            code="FK007",
         )
 
 
@@ -134,7 +136,8 @@ def _check_one_hot_shape(label: str, prediction: torch.Tensor, target: torch.Ten
         raise ConfigurationError(
             f"{label} takes one-hot targets of shape {tuple(prediction.shape)}, but y of shape "
             f"{tuple(target.shape)} looks like class indices. Write "
-            "loss='sparse_categorical_crossentropy', or pass one-hot labels."
+            "loss='sparse_categorical_crossentropy', or pass one-hot labels.",
+            code="FK008",
         )
 
 
@@ -146,7 +149,8 @@ def _check_probabilities(
     if low < -tolerance or high > 1.0 + tolerance:
         raise ConfigurationError(
             f"{label} takes probabilities, but the first batch's predictions reach from {low:.4g} "
-            f"to {high:.4g}. {_remedy(definition)}"
+            f"to {high:.4g}. {_remedy(definition)}",
+            code="FK006",
         )
     if definition.rows_sum_to_one:
         rows = definition.match(prediction.detach(), target)[0]  # classes last
@@ -209,7 +213,8 @@ def _check_yes_no(label: str, target: torch.Tensor) -> None:
         advice = f"Pass {REMEDIES_FOR_TWO_LABELS[low, high]}."
     raise ConfigurationError(
         f"{label} takes targets from 0 (no) to 1 (yes), but y reaches from {low:.4g} to "
-        f"{high:.4g}. {advice}"
+        f"{high:.4g}. {advice}",
+        code="FK010",
     )
 
 
@@ -273,7 +278,8 @@ def check_label_range(
     ignored = "" if ignore_index is None or low >= 0 else f" (or {ignore_index}, ignored)"
     raise ConfigurationError(
         f"{label} takes labels from 0 to {classes - 1}{ignored}, because the net gives {classes} "
-        f"classes, but y reaches from {low} to {high}.{shift}"
+        f"classes, but y reaches from {low} to {high}.{shift}",
+        code="FK009",
     )
 
 
@@ -390,7 +396,8 @@ def check_learns(label: str, loss: torch.Tensor) -> None:
             f"{label} doesn't depend on any parameter that learns, so there is nothing to train. "
             "Either every parameter that it depends on is frozen (requires_grad=False), or the "
             "net or the loss cuts the gradient off: .detach(), .item(), argmax, NumPy, "
-            "torch.no_grad()."
+            "torch.no_grad().",
+            code="FK022",
         )
 
 

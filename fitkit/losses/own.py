@@ -202,5 +202,6 @@ def _nothing_carried(prediction: Any) -> ConfigurationError:
         "none. Give compile a loss before fit: model.compile('adam', loss='cross_entropy'), say. "
         "Or let the net return an object with .loss (Hugging Face models do when the batch has "
         "labels) or a dict with 'loss'; or define training_step, validation_step and test_step in "
-        "a subclass."
+        "a subclass.",
+        code="FK015",
     )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from fitkit.arguments import describe
 from fitkit.distributed.precision import resolve_precision
-from fitkit.errors import CheckpointError, FitkitError
+from fitkit.errors import CheckpointError, FitkitError, with_code
 from fitkit.logging_options import REDUCTIONS, LogOptions
 from fitkit.losses.names import LOSSES
 from fitkit.module import Module
@@ -61,10 +61,11 @@ def differences(model: Module, path: str, compiled: object, training: dict[str, 
         return ""
     parts = [f"the file's {', '.join(kept)}"] if kept else []
     parts += [f"compile's {', '.join(anew)}"] if anew else []
-    return (
+    return with_code(
         f"{path} was saved by a model that was compiled otherwise. What holds from now on: "
         f"{'; '.join(parts)}. To go on exactly, compile as then; to take the weights alone, use "
-        "load_weights."
+        "load_weights.",
+        "FK056",
     )
 
 

@@ -18,6 +18,7 @@ from fitkit.errors import (
     ConfigurationError,
     FitkitError,
     raised_in_torch,
+    with_code,
 )
 from fitkit.module import Module
 
@@ -62,7 +63,8 @@ def explained(
     if isinstance(error, ValueError) and ONE_SAMPLE.search(text):
         return ConfigurationError(
             f"Batch normalisation can't train on one sample: {given}. Choose a batch_size that "
-            "leaves no last batch of 1, or give a DataLoader with drop_last=True."
+            "leaves no last batch of 1, or give a DataLoader with drop_last=True.",
+            code="FK014",
         )
     if (
         isinstance(error, (RuntimeError, ValueError))
@@ -80,20 +82,23 @@ def explained(
         )
         return ConfigurationError(
             f"The net can't take this batch{_layer(error, net)}: {given}. {_first_line(text)} "
-            f"{advice}"
+            f"{advice}",
+            code="FK001",
         )
     if isinstance(error, (RuntimeError, ValueError)) and DTYPE_ERRORS.search(text):
         return ConfigurationError(
             f"The numbers of this batch are of a type that the net or loss can't take: {given}"
             f"{'' if y is None else ', ' + shapes_of(y, 'y')}. {_first_line(text)} Convert the "
             "data: images and features to floats (x.astype('float32')), tokens and classes to "
-            "integers (x.astype('int64'))."
+            "integers (x.astype('int64')).",
+            code="FK002",
         )
     if isinstance(error, RuntimeError) and DEVICE_ERRORS.search(text):
         return ConfigurationError(
             f"Inside the net tensors of several devices meet. {_first_line(text)} Make tensors in "
             "forward on the input's device (torch.zeros(…, device=x.device)), and keep constants "
-            "with register_buffer."
+            "with register_buffer.",
+            code="FK039",
         )
     if isinstance(error, RuntimeError) and HALF_LSTM.search(text):
         return ConfigurationError(
@@ -103,7 +108,8 @@ def explained(
     if isinstance(error, IndexError) and INDEX_ERRORS.search(text):
         return ConfigurationError(
             f"An Embedding layer got an index that it doesn't have: {given}. Every index must be "
-            "from 0 to num_embeddings - 1."
+            "from 0 to num_embeddings - 1.",
+            code="FK012",
         )
     label = LABEL_ERRORS.search(text)
     if isinstance(error, IndexError) and label:
@@ -121,7 +127,8 @@ def explained(
     if isinstance(error, TypeError) and CALL_ERRORS.search(text):
         return ConfigurationError(
             f"The net's forward{_signature(net)} can't be called with this batch: {given}. "
-            f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword."
+            f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword.",
+            code="FK003",
         )
     return None
 
@@ -197,9 +204,10 @@ def explanation(model: Module, verb: str, batch_size: int | None, original: str)
     parts = [f"{name} {size(count)}" for name, count in held.items() if count]
     parts += on_device(strategy.device, sum(held.values()))
     advice = "; ".join(suggestions(model, verb, batch_size, sum(held.values())))
-    return (
+    return with_code(
         f"Memory ran out on {strategy.device} in {verb}{batches}. In use: {', '.join(parts)}. "
-        f"What needs less: {advice}. ({original})"
+        f"What needs less: {advice}. ({original})",
+        "FK040",
     )
 
 

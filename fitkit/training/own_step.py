@@ -273,7 +273,8 @@ class OwnStep:
         if self._needs_loss and self.context.seen and self.logbook.loss.last is None:
             warn(
                 "training_step returned None for every batch, so nothing was learned. Return the "
-                "loss."
+                "loss.",
+                code="FK025",
             )
         if compiled is not None and compiled.class_weights is not None and not compiled.checked:
             warn(

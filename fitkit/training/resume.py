@@ -138,7 +138,9 @@ def check_data(source: Any, progress: Progress) -> None:
     if then != now:
         raise ConfigurationError(
             f"The training was cut within the data, which had {_words(then)}, but now they have "
-            f"{_words(now)}. Give the data as before, or go on from a checkpoint of an epoch's end."
+            f"{_words(now)}. Give the data as before, or go on from a checkpoint of an epoch's "
+            "end.",
+            code="FK058",
         )
 
 

@@ -504,7 +504,8 @@ class FitArguments:
         if source.samples is not None and source.samples < ranks:
             raise ConfigurationError(
                 f"x has {source.samples} samples, but there are {ranks} ranks: each needs at "
-                "least one. Use fewer devices."
+                "least one. Use fewer devices.",
+                code="FK050",
             )
         self.source = source
         if validation is None:
@@ -538,7 +539,8 @@ class FitArguments:
             raise ConfigurationError(
                 f"{given} validates several times, but validation_data is an iterator, which can "
                 "be read once. Give validation_steps=… to take so many batches each time, or "
-                "something that can be read again (a list of batches, a DataLoader, a Dataset)."
+                "something that can be read again (a list of batches, a DataLoader, a Dataset).",
+                code="FK021",
             )
 
     def for_other_ranks(self) -> FitArguments:

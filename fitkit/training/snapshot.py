@@ -552,7 +552,8 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
         raise CheckpointError(
             f"{os.fspath(path)} was saved by a model whose {', '.join(map(str, objects))} "
             "weren't given by name, and no file holds objects. Write model = fitkit.Model(net); "
-            f"model.compile({', '.join(f'{name}=…' for name in objects)}); model.load(path)."
+            f"model.compile({', '.join(f'{name}=…' for name in objects)}); model.load(path).",
+            code="FK055",
         )
     try:
         model.compile(**named)

@@ -39,6 +39,7 @@ PAGES = [
     "docs/checkpoint-format.md",
     "docs/performance.md",
     "docs/benchmarks.md",
+    "docs/faq.md",
     *sorted(f"docs/tasks/{page.name}" for page in (ROOT / "docs" / "tasks").glob("*.md")),
 ]
 """Those that have been rewritten; the others are to follow."""

@@ -1,8 +1,11 @@
-"""The page on error messages quotes messages that fitkit has."""
+"""The page on error messages quotes messages that fitkit has, and explains each code."""
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
+
+from fitkit.errors import CODES, PAGE
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ("DataLoader worker (pid …) is killed by signal: Bus error",)
@@ -28,11 +31,31 @@ def strings():
                 yield spoken(node)
 
 
+def rows():
+    """The first column of the page's tables."""
+    for line in (ROOT / PAGE).read_text().splitlines():
+        if line.startswith("| `"):
+            yield line.split(" | ")[0]
+
+
 def quoted():
     """The messages that the page quotes: the code in the first column of its tables."""
-    for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines():
-        if line.startswith("| `"):
-            yield from re.findall(r"`([^`]+)`", line.split(" | ")[0])
+    for row in rows():
+        yield from re.findall(r"`([^`]+)`", row)
+
+
+def coded():
+    """The messages that end with a code: (code, message; "" where it is put together before)."""
+    for path in sorted((ROOT / "fitkit").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            codes = [k.value for k in node.keywords if k.arg == "code"] + node.args[1:2]
+            message = node.args[0] if node.args else None
+            text = spoken(message) if isinstance(message, (ast.JoinedStr, ast.Constant)) else ""
+            for code in codes:
+                if isinstance(code, ast.Constant) and code.value in CODES:
+                    yield code.value, text
 
 
 def pieces(message):
@@ -50,3 +73,22 @@ def test_each_message_on_the_page_is_one_that_fitkit_gives():
         if not any(all(piece in text for piece in pieces(message)) for text in known)
     ]
     assert not absent
+
+
+def test_each_code_has_one_section_and_each_section_is_of_a_code():
+    sections = Counter(re.findall(r'<a id="(\w+)"></a>', (ROOT / PAGE).read_text()))
+    assert sections == Counter(code.lower() for code in CODES)
+
+
+def test_each_code_ends_a_message_somewhere():
+    assert {code for code, _ in coded()} == CODES.keys()
+
+
+def test_the_section_of_a_code_quotes_its_message():
+    messages = list(coded())
+    for row in rows():
+        for code in re.findall(r'<a id="(\w+)"></a>', row):
+            texts = [text for found, text in messages if found == code.upper()]
+            parts = [pieces(quote) for quote in re.findall(r"`([^`]+)`", row)]
+            alike = any(all(p in text for p in part) for part in parts for text in texts)
+            assert alike or not any(texts), (row, texts)

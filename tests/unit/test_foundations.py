@@ -1,5 +1,7 @@
 """Names, trees, outputs, argument checks, seeds."""
 
+import copy
+import pickle
 import random
 from collections import namedtuple
 
@@ -9,7 +11,12 @@ import torch
 
 import fitkit
 from fitkit import arguments, outputs, trees
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    OutOfMemoryError,
+)
 from fitkit.registry import Registry
 
 Pair = namedtuple("Pair", "a b")
@@ -29,7 +36,7 @@ def test_an_unknown_name_gets_the_nearest_and_all_names():
         registry["adm"]
     message = str(caught.value)
     assert "'adm'" in message and "Did you mean 'Adam'?" in message and "'SGD'" in message
-    assert message.endswith("Or an instance.")
+    assert message.endswith("Or an instance. (FK028: docs/troubleshooting.md#fk028)")
 
 
 def test_map_leaves_keeps_containers():
@@ -120,6 +127,15 @@ def test_errors_are_what_python_users_expect_too():
     assert issubclass(fitkit.WorkerError, RuntimeError)
     for error in (fitkit.ConfigurationError, fitkit.CheckpointError, fitkit.WorkerError):
         assert issubclass(error, fitkit.FitkitError)
+
+
+def test_an_error_with_a_code_ends_with_it_and_keeps_it_on_its_way_to_another_process():
+    for kind in (ConfigurationError, ArgumentTypeError, CheckpointError, OutOfMemoryError):
+        error = kind("x is empty.", code="FK005")
+        assert str(error) == "x is empty. (FK005: docs/troubleshooting.md#fk005)"
+        for same in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert (type(same), str(same), same.code) == (kind, str(error), "FK005")
+        assert str(kind("x is empty.")) == "x is empty." and kind("x is empty.").code is None
 
 
 def test_dir_shows_what_is_public_and_nothing_else():

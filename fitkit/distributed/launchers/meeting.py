@@ -40,7 +40,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from fitkit.distributed.cluster import Cluster, Environment
 from fitkit.distributed.launchers.address_file import SharedAddress, shared_address
 from fitkit.distributed.launchers.watch import Failure, first_line
-from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.errors import ConfigurationError, WorkerError, with_code
 
 Result = TypeVar("Result")
 
@@ -130,7 +130,8 @@ class Meeting:
                 raise ConfigurationError(
                     f"This rank ({self._rank}) calls {self._verb}, but rank {rank} calls {verb}. "
                     "Every rank has to make the same calls in the same order: is one of them "
-                    "under `if model.is_global_zero:`?"
+                    "under `if model.is_global_zero:`?",
+                    code="FK043",
                 )
         return store
 
@@ -451,8 +452,10 @@ def _try(host: str, port: int, patience: Patience) -> tuple[TCPStore | None, str
 def _unreached(cluster: Cluster, reason: str, patience: Patience) -> WorkerError:
     address, port = cluster.master_address, cluster.master_port or DEFAULT_PORT
     where = f" at {address}:{port}" if address else ""
-    return WorkerError(
+    message = with_code(
         f"1 of {cluster.world_size} processes joined: rank {cluster.rank} couldn't reach rank 0"
         f"{where} within {patience.timeout_s:g} s ({reason}). Start rank 0 too, and see that its "
-        "address (MASTER_ADDR, MASTER_PORT) is right and no firewall is between."
+        "address (MASTER_ADDR, MASTER_PORT) is right and no firewall is between.",
+        "FK051",
     )
+    return WorkerError(message)

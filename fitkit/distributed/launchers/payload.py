@@ -182,7 +182,8 @@ def _unsendable(parts: Mapping[str, Any], error: Exception) -> ConfigurationErro
     return ConfigurationError(
         f"{path} is a {type(culprit).__name__}, which can't be sent to the worker processes "
         f"({type(error).__name__}: {error}). Make it where it is used, leave it out with "
-        "__getstate__, or use strategy='ddp', which sends nothing."
+        "__getstate__, or use strategy='ddp', which sends nothing.",
+        code="FK046",
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from fitkit.distributed.devices import usable_cores
 from fitkit.distributed.launchers.output import ShownOutput
 from fitkit.distributed.launchers.watch import Failure
+from fitkit.errors import with_code
 
 
 def share_of_cores(ranks: int) -> int:
@@ -161,12 +162,13 @@ class RankProcess:
         if code is None:
             return None
         self.end()
+        what = f"Rank {self.rank} left with status {code}."
         if code < 0:
             name = signal.Signals(-code).name
-            how = f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-        else:
-            how = f"left with status {code}"
-        return Failure(self.rank, f"Rank {self.rank} {how}.", self.words())
+            what = f"Rank {self.rank} was ended by {name}."
+            if name == "SIGKILL":
+                what = with_code(f"Rank {self.rank} was ended by {name} (out of memory?).", "FK041")
+        return Failure(self.rank, what, self.words())
 
     def words(self) -> str:
         """The end of what it wrote to its standard error."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from fitkit.errors import WorkerError
+from fitkit.errors import WorkerError, with_code
 
 PERIOD_S = 0.5
 """Between two looks while all is well."""
@@ -240,7 +240,7 @@ class Watch:
             )
         places = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
-        return Failure(ranks[0], what, places)
+        return Failure(ranks[0], with_code(what, "FK042"), places)
 
     def _end_call(self, failure: Failure) -> None:
         """Another rank has failed: this one must come out of the call."""

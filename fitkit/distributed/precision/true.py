@@ -79,7 +79,8 @@ class HalfPrecision(TruePrecision):
             raise ConfigurationError(
                 f"{kind}'s eps={eps:g} is 0 in float16, so precision='16-true' would divide by "
                 f"0 and train to NaN. Give compile functools.partial({kind}, eps=1e-4), "
-                "or write precision='16-mixed' or 'bf16-true'."
+                "or write precision='16-mixed' or 'bf16-true'.",
+                code="FK027",
             )
 
 

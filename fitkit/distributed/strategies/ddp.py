@@ -261,7 +261,8 @@ class DDPWrapper:
                 "Parameters of the net took no part in the last step's loss"
                 f"{_unused_names(self.wrapped.net, error)}. "
                 "Freeze them (requires_grad = False), use them, or write "
-                "strategy=DDPStrategy(find_unused_parameters=True)."
+                "strategy=DDPStrategy(find_unused_parameters=True).",
+                code="FK045",
             ) from error
 
     def accumulating(self) -> AbstractContextManager[Any]:

@@ -590,7 +590,7 @@ def test_lightnings_hooks_on_a_callback_bring_a_warning_with_the_right_name():
 
     with pytest.warns(UserWarning, match="never called") as caught:
         Direct().fit(X, Y, callbacks=[Lightnings(), OfBoth(), Lightnings()], **QUIET)
-    begin = "Lightnings.{} is never called by fitkit. {}"
+    begin = "Lightnings.{} is never called by fitkit. {} (FK026: docs/troubleshooting.md#fk026)"
     assert sorted(str(warning.message) for warning in caught) == [
         begin.format(name, advice) for name, advice in [
             ("on_after_backward", fitkit.hooks.INSTEAD["on_after_backward"]),

@@ -112,7 +112,10 @@ def started(code):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "Rank 1 was ended by SIGKILL (out of memory?)."),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "Rank 1 was ended by SIGKILL (out of memory?). (FK041: docs/troubleshooting.md#fk041)",
+        ),
         ("import sys; print('last', file=sys.stderr); sys.exit(3)", "Rank 1 left with status 3."),
     ],
 )
