@@ -96,9 +96,9 @@ FULL_NAMES = {
     name.rpartition(".")[2]: name
     for site in SITES
     for name, _, _ in lines(site)
-    if "." in name and name.rpartition(".")[2][0].isupper()
+    if "." in name and name.rpartition(".")[2][0].isupper() and not name.endswith(".Module")
 }
-"""Classes of other packages that docstrings name without their module."""
+"""Classes of other packages that docstrings name without their module; `Module` is fitkit's."""
 
 SHORT = {"nn": "torch.nn", "Tensor": "torch.Tensor", "(self\\.)?model|Model": "fitkit.Model"}
 """What docstrings call modules and classes, and their names."""
