@@ -426,8 +426,8 @@ ADVICE = {
     "the arrays themselves where they fit in memory; where they are there, take larger batches.",
     DEVICE: "give the DataLoader pin_memory=True, and x in the dtype that the net takes.",
     OPTIMIZER: "larger batches or accumulate_grad_batches make fewer updates.",
-    METRICS: "metrics by name (metrics=['accuracy']) cost less than objects; give metrics that only "
-    "the validation needs to evaluate().",
+    METRICS: "metrics by name (metrics=['accuracy']) cost less than objects; give metrics that "
+    "only the validation needs to evaluate().",
     RANKS: "some ranks have more work or slower data than others: see their columns; larger "
     "batches or accumulate_grad_batches make fewer exchanges.",
     VALIDATION: "validate less often (validation_freq=5), on fewer batches (validation_steps), or "

@@ -51,7 +51,7 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         ):
             if value is not None:
                 stack.enter_context(flag.held(value))
-        if verb in LEARNING and compilation.jit_compile is not False:
+        if verb in LEARNING and compilation.jit_compile is not False and traces_gradients():
             stack.enter_context(TRACED_GRADIENTS.held(True))
         if verb in ("evaluate", "predict"):  # the others do it where they build their steps
             place(model)
@@ -269,6 +269,11 @@ DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_kept)
 
 
 MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_kept)
+
+
+def traces_gradients() -> bool:
+    """Whether torch's compiler can take `torch.autograd.grad` into a graph: torch 2.10 can't."""
+    return hasattr(torch._dynamo.config, "trace_autograd_ops")
 
 
 def _set_traced_gradients(value: bool) -> None:
