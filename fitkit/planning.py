@@ -360,6 +360,7 @@ def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int)
     on_device = 0 if strategy.cpu_offload else 1 / within
     return dataclasses.replace(
         whole(sizes),
+        activations=sizes.activations / strategy.context_parallel,
         parameters=sizes.parameters * of_all * on_device,
         gradients=gradients * on_device,
         optimizer=sizes.optimizer * of_learning * on_device,

@@ -119,7 +119,7 @@ def evaluate_source(
             warn(f"{name} ended after {count} batches of the {wanted} that were asked for.")
         with torch.no_grad():
             step.finish()
-        values, everyones = reduced(logbook, data_ranks)
+        values, everyones = reduced(logbook, strategy.log_ranks)
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no batches with rows.")
         model._fitkit.log_names = list(values)

@@ -350,7 +350,7 @@ class Fit:
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()
-        values, _ = reduced(logbook, self.strategy.data_ranks, self.carried)
+        values, _ = reduced(logbook, self.strategy.log_ranks, self.carried)
         self.carried, self.steps_before = [], 0
         model._fitkit.log_names = list(values)
         if self.held_out is not None and self.arguments.validates_after(epoch):
@@ -647,7 +647,7 @@ class Fit:
         drawn = random_state(self.stream.generators)
         everyones = self.collectives.gather((place.began, drawn))
         # Ranks that see the same data have noted the same.
-        noted_by_all = self.strategy.data_ranks.gather(noted)
+        noted_by_all = self.strategy.log_ranks.gather(noted)
         new_pass = ended and self.arguments.steps_per_epoch is None
         epochs, values = list(self.history.epoch), copy_lists(self.history.history)
         validations = list(self.history.validations)

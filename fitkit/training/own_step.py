@@ -505,6 +505,7 @@ def step_for(
     """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
     compilation = model._fitkit.compilation
     strategy = compilation.strategy
+    _check_undivided(model, stage)
     known = None if source is None else [targets_of(source)]
     may_count = compilation.loss.may_count(known)
     if stage != "training":
@@ -534,9 +535,19 @@ def step_for(
 
 def predict_step_for(model: Module) -> tuple[StepContext, Any]:
     """The step of `predict`."""
+    _check_undivided(model, "predict")
     wrapped = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
     compiled = PredictStep(model, wrapped)
     context = StepContext("predict", predicting=compiled)
     if has_own_steps(model, "predict"):
         return context, OwnPredictStep(model, context, wrapped)
     return context, compiled
+
+
+def _check_undivided(model: Module, stage: str) -> None:
+    """Refuse steps of the model's own where ranks divide sequences: they would see parts."""
+    if model._fitkit.compilation.strategy.context_parallel > 1 and has_own_steps(model, stage):
+        raise ConfigurationError(
+            f"{stage}_step and its hooks would see only a rank's part of each sequence under "
+            "context_parallel. Give compile the loss and the metrics instead."
+        )

@@ -20,6 +20,7 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
+from fitkit.distributed.spread.context_parallel import SequenceParts
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import WrappedModel
@@ -75,6 +76,7 @@ class CompiledStep:
         strategy: Strategy = compilation.strategy
         self.wrapped = wrapped
         self.forward: Callable[..., Any] = forward_of(wrapped)
+        self._sequences = wrapped if isinstance(wrapped, SequenceParts) else None
         self.caller: Caller = caller_of(model)
         self.mover: Mover = mover_of(model)
         self._unpack = unpacker_of(model, name)
@@ -141,6 +143,8 @@ class CompiledStep:
         except Exception as error:
             self.explain(error, x, y)
             raise
+        if self._sequences is not None:
+            loss = self._mean_of_sequences(loss)
         self.note(prediction, loss, parts, (x, y, weight), rank_batch)
         return loss
 
@@ -172,6 +176,9 @@ class CompiledStep:
         if self.terms is not None:
             logbook.loss.last = loss.detach()
             logbook.add_terms(self.terms, samples)
+        elif self._sequences is not None:  # each rank notes the same
+            count = samples if self.count is None else self.count
+            logbook.loss.add(loss.detach(), count / self._sequences.size)
         else:
             logbook.loss.add(loss.detach(), samples if self.count is None else self.count)
         if parts:
@@ -227,6 +234,10 @@ class CompiledStep:
             y = labels_inside(x)
         if self.class_weights is not None:
             weight = self.class_weights(y, weight)
+        if self._sequences is not None:
+            if not self.checked:
+                self._check_sequences(self._sequences, x, y)
+            return self._sequences.divide(x, y, weight)
         return x, y, weight
 
     def compute(
@@ -243,7 +254,39 @@ class CompiledStep:
         except Exception as error:
             self.explain(error, x, y)
             raise
+        if self._sequences is not None:
+            loss = self._mean_of_sequences(loss)
         return prediction, loss, parts
+
+    def _mean_of_sequences(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of whole sequences, of that of this rank's part."""
+        assert self._sequences is not None
+        if self.loss.has_several:
+            raise ConfigurationError(
+                "context_parallel trains a net with one loss, but there are several. Add them up "
+                "in one function, or leave context_parallel out."
+            )
+        mean, self.count = self._sequences.mean(loss, self.count)
+        return mean
+
+    def _check_sequences(self, sequences: SequenceParts, x: Any, y: Any) -> None:
+        """Refuse a net or a loss that can't be computed of parts of sequences."""
+        if self.loss.own is not None:
+            raise ConfigurationError(
+                "A net that computes its own loss sees only a part of each sequence under "
+                "context_parallel. Give compile a loss, and fit (x, y) with the label of each "
+                "token in its place."
+            )
+        outputs = partial(_outputs_of, self)
+        whole, y, part, y_part = sequences.check(outputs, x, y)
+        if not self.loss.has_user_code:
+            return
+        with torch.no_grad():
+            fresh = self.loss.begin()
+            (term, *_) = fresh.terms(part, y_part, None, is_part=True)
+            sequences.check_loss(
+                fresh(whole, y)[0], term.scale * sequences.mean(term.value, term.count)[0]
+            )
 
     def _losses(
         self, prediction: Any, x: Any, y: Any, weight: Any
@@ -334,6 +377,12 @@ class CompiledStep:
         self._had_target = y is not None
 
 
+def _outputs_of(step: CompiledStep | PredictStep, forward: Callable[..., Any], x: Any) -> Any:
+    """What a way into the net makes of inputs, in the step's precision."""
+    with step._autocast(step._kind):
+        return step._widen(step.caller(forward, x))
+
+
 def number_of(count: Count) -> Count:
     """A count as a Python number, where nobody waits for that."""
     return count.item() if isinstance(count, torch.Tensor) and count.is_cpu else count
@@ -422,15 +471,23 @@ class PredictStep:
         self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
         self._kind = strategy.device.type
         self.checked: bool = False
+        self._sequences = wrapped if isinstance(wrapped, SequenceParts) else None
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
         """The net's outputs for the batch's inputs; targets and weights are not looked at."""
         x, _, _ = self._unpack(self.mover(batch))
         if not self.checked:
             check_batch(x, None, "x")
+        sequences = self._sequences
+        if sequences is not None:
+            if not self.checked:
+                sequences.check(partial(_outputs_of, self), x)
+            x, _, _ = sequences.divide(x)
         try:
             with self._autocast(self._kind):
                 outputs = self._widen(self.caller(self.forward, x))
+            if sequences is not None:
+                outputs = sequences.join(outputs)
         except Exception as error:
             raise_explained(error, self.wrapped.net, x, None)
             raise

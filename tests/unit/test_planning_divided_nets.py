@@ -46,3 +46,13 @@ def test_groups_that_the_ranks_cannot_make_are_refused_before_any_is_there(capsy
     for strategy in (parallel(), FSDPStrategy(shard_size=2)):
         with pytest.raises(fitkit.ConfigurationError, match="doesn't divide the 3 ranks"):
             fitkit.plan(made(), 3, strategy, BATCH)
+
+
+def test_ranks_that_share_sequences_share_their_activations(capsys):
+    model = fitkit.Model(torch.nn.Linear(8, 8))
+    model.compile("adam", "mse")
+    batch = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    costs = fitkit.plan(model, 4, ["fsdp", FSDPStrategy(context_parallel=2)], batch).costs
+    whole, part = costs["fsdp"], costs["fsdp (2)"]
+    assert part.activations == whole.activations / 2 > 0
+    assert (part.parameters, part.sent) == (whole.parameters, whole.sent)

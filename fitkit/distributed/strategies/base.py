@@ -47,8 +47,8 @@ class Strategy:
     for one device; a subclass overrides what it decides otherwise. The gradients and updates of a
     training are made by an `Engine`, which it may return from `engine_for`.
 
-    A class sets `name`, `starts`, `replicates`, `ranks_per_batch`, `has_engine` and `timeout`.
-    The rest is set on the object, as a run goes on.
+    A class sets `name`, `starts`, `replicates`, `ranks_per_batch`, `context_parallel`,
+    `has_engine` and `timeout`. The rest is set on the object, as a run goes on.
 
     Attributes:
         devices, device_ids, precision: set by `connect`: the devices of this node's ranks, in rank
@@ -76,6 +76,8 @@ class Strategy:
     """Whether a process can have several devices, with a replica of the module on each."""
     ranks_per_batch: int = 1
     """How many neighbouring ranks compute each batch together; the others see other data."""
+    context_parallel: int = 1
+    """Among how many of these ranks each sequence is divided."""
     has_engine = False
     """Whether a training may have an engine, which then decides how weights lie in memory."""
     timeout: timedelta | None = None
@@ -216,6 +218,12 @@ class Strategy:
 
     @final
     @property
+    def log_ranks(self) -> Collectives:
+        """By which logs and metrics are reduced: ranks that have computed something else."""
+        return self.collectives if self.context_parallel > 1 else self.data_ranks
+
+    @final
+    @property
     def data_rank_count(self) -> int:
         """How many shares the data are dealt into, outside of a run too."""
         return self.world.size // self.ranks_per_batch
@@ -224,7 +232,8 @@ class Strategy:
     @property
     def evaluates_in_step(self) -> bool:
         """Whether a rank's forward waits for the others' now, so that all make equally many."""
-        return self.engine is not None and self.engine.evaluates_in_step
+        shares = self.context_parallel > 1 and self.collectives.world_size > 1
+        return shares or (self.engine is not None and self.engine.evaluates_in_step)
 
 
 class SingleDevice(Strategy):

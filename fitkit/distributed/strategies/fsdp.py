@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +16,11 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.activation_checkpointing import check_blocks, matching
 from fitkit.arguments import check_count, check_flag
+from fitkit.distributed.collectives import RankGroup
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.spread.blocks import blocks_of, check_wrap
+from fitkit.distributed.spread.context_parallel import SequenceParts, context_group
 from fitkit.distributed.spread.in_place import whole_for_file
 from fitkit.distributed.spread.module import ShardedModule, check_trains
 from fitkit.distributed.spread.optimizer import SpreadOptimizer
@@ -58,6 +62,9 @@ class FSDP(DDP):
         tensor_parallel_plan: which submodules they divide among them, by name in the net, and
             how: `"colwise"` (a layer's outputs), `"rowwise"` (its inputs), or a `ParallelStyle` of
             `torch.distributed.tensor.parallel`. `*` stands for one part of a name.
+        context_parallel: how many ranks, side by side, divide each sequence of tokens among them
+            (a divisor of their number). Each computes its part; attention through
+            `scaled_dot_product_attention` sees the whole. Default 1.
         cpu_offload: whether parameters, gradients and optimizer state are kept in main memory,
             where updates are made too; devices have a block's parameters while it computes. For
             accelerators only.
@@ -88,6 +95,7 @@ class FSDP(DDP):
         activation_checkpointing: bool | type[nn.Module] | tuple[type[nn.Module], ...] = False,
         tensor_parallel: int = 1,
         tensor_parallel_plan: Mapping[str, Any] | None = None,
+        context_parallel: int = 1,
         cpu_offload: bool = False,
         backup: bool = True,
         process_group_backend: str | None = None,
@@ -104,6 +112,12 @@ class FSDP(DDP):
             raise ConfigurationError(
                 "shard_size and tensor_parallel each divide the ranks into groups. Give one."
             )
+        check_count("context_parallel", context_parallel)
+        if tensor_parallel > 1 and context_parallel > 1:
+            raise ConfigurationError(
+                "tensor_parallel and context_parallel each let neighbouring ranks compute a batch "
+                "together. Give one."
+            )
         check_flag("cpu_offload", cpu_offload)
         check_flag("backup", backup)
         self.wrap = wrap
@@ -111,19 +125,25 @@ class FSDP(DDP):
         self.shard_size = shard_size
         self.activation_checkpointing = activation_checkpointing
         self.tensor_parallel: int = tensor_parallel
-        self.ranks_per_batch: int = tensor_parallel
+        self.context_parallel: int = context_parallel
+        self.ranks_per_batch: int = tensor_parallel * context_parallel
         self.tensor_parallel_plan = tensor_parallel_plan
         self.cpu_offload = cpu_offload
         self.backup = backup
         self._unfilled: Unfilled | None = None  # between `place` and a training's end
+        self._context: RankGroup | None = None  # between `join` and `leave`
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_unfilled": None}
+        return {**super().__getstate__(), "_unfilled": None, "_context": None}
 
     def check_groups(self, ranks: int) -> None:
         """Refuse numbers of ranks that can't be divided as was asked."""
         copy = None if ranks == 1 else self.shard_size  # nothing is spread on one
-        groups = {"tensor_parallel": self.tensor_parallel, "shard_size": copy}
+        groups = {
+            "tensor_parallel": self.tensor_parallel,
+            "context_parallel": self.context_parallel,
+            "shard_size": copy,
+        }
         for name, size in groups.items():
             if size is not None and ranks % size:
                 raise ConfigurationError(
@@ -166,6 +186,20 @@ class FSDP(DDP):
             return enter(self.world, self.device, store, backend, self.timeout)
         return super().init_dist_connection(store)
 
+    def join(self, store: Store | None = None) -> None:
+        super().join(store)
+        ranks = self.collectives
+        if self.context_parallel > 1 and ranks.world_size > 1:
+            self._context = context_group(
+                self.context_parallel, ranks.world_size, ranks.rank, self.device, self.timeout
+            )
+
+    def leave(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.leave()
+        super().leave()
+
     # ------------------------------------------------------------------ the module
 
     def place(self, module: nn.Module, *, for_training: bool = False) -> None:
@@ -176,6 +210,30 @@ class FSDP(DDP):
             self._unfilled = Unfilled(module)
         else:
             super().place(module)
+
+    def wrap_for_training(
+        self, module: nn.Module, *, averages: bool = True, may_count: bool = False
+    ) -> WrappedModel:
+        whole = super().wrap_for_training(module, averages=averages, may_count=may_count)
+        parts = self._with_parts(whole)
+        if isinstance(parts, SequenceParts) and isinstance(self.engine, FSDPEngine):
+            self.engine.attending = parts.attending
+        return parts
+
+    def wrap_for_evaluation(self, module: nn.Module) -> WrappedModel:
+        return self._with_parts(super().wrap_for_evaluation(module))
+
+    def _with_parts(self, whole: WrappedModel) -> WrappedModel:
+        """A model as it is called where ranks divide sequences among them."""
+        if self._context is None or isinstance(whole, SequenceParts):
+            return whole
+        return SequenceParts(
+            whole,
+            self.context_parallel,
+            self.collectives.rank,
+            self._context,
+            self.precision.compute_dtype,
+        )
 
     def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
         if self.collectives.world_size == 1:
@@ -201,6 +259,7 @@ class FSDPEngine(Engine):
     """
 
     replaces_ddp = evaluates_in_step = True
+    attending: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def __init__(
         self,
@@ -215,6 +274,8 @@ class FSDPEngine(Engine):
         self._divided: TensorParallel | None = None
         self._checked = False  # whether torch sees the outputs' gradients
         rank, together = strategy.collectives.rank, strategy.tensor_parallel > 1
+        if strategy.context_parallel > 1:
+            self._draw_alike()
         blocks = blocks_of(module, strategy.wrap)
         self._root = RootRouter(WrappedModel(module))
         self._optimizers: list[SpreadOptimizer] = []
@@ -313,7 +374,7 @@ class FSDPEngine(Engine):
         """Let ranks that compute a batch together draw the same random numbers."""
         states = self._collectives.gather(random_state())
         rank = self._collectives.rank
-        set_random_state(states[rank - rank % self._strategy.tensor_parallel])
+        set_random_state(states[rank - rank % self._strategy.ranks_per_batch])
 
     def wrap(self, module: nn.Module) -> WrappedModel:
         return WrappedModel(module, self._call)
@@ -327,6 +388,10 @@ class FSDPEngine(Engine):
             _check_outputs(outputs)
             self._checked = True
         return outputs
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with self.attending():  # which blocks may compute again
+            super().backward(loss)
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> bool:
         return True  # Each backward averages, of an accumulated group too.
