@@ -50,7 +50,9 @@ from fitkit.tune import untouched
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}
 """Bytes a second that one device may send over usual links, at best."""
 
-ROWS = ("parameters", "gradients", "optimizer", "buffers", "activations", "exchange")
+ROWS = (
+    "parameters", "gradients", "optimizer", "buffers", "activations", "backward", "exchange",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +116,10 @@ def plan(
     counted, not estimated. A net on the `meta` device makes its forward only, without memory.
     The devices that are asked about need not be there.
 
-    Activations are those of `batch` and grow in proportion to its samples. Not in the figures:
-    what lives only within one operation, the device's own context and libraries (about half a
-    gigabyte on CUDA), and what the allocator can't fill (often a tenth).
+    Activations are those of `batch` and grow in proportion to its samples. In the row `backward`
+    is the gradient of the largest one. Not in the figures: what lives only within one operation,
+    the device's own context and libraries (about half a gigabyte on CUDA), and what the allocator
+    can't fill (often a tenth).
 
     Args:
         model: a compiled model.
@@ -195,6 +198,7 @@ class Sizes:
         optimizer: its state, once an update was made.
         buffers: running statistics and the like.
         activations: what forward keeps for backward, of the batch that one process reads.
+        backward: the gradient of the largest of these, which backward has beside them.
         numbers: how many numbers learn.
         element: bytes of one of these where they travel in half precision, else their own.
     """
@@ -204,6 +208,7 @@ class Sizes:
     optimizer: float
     buffers: float
     activations: float
+    backward: float
     numbers: int
     element: float = 4.0
 
@@ -213,7 +218,8 @@ class Costs:
     """What the fullest device holds, in bytes, and what a rank sends in a step.
 
     Attributes:
-        parameters, gradients, optimizer, buffers, activations: as in `Sizes`, of this device.
+        parameters, gradients, optimizer, buffers, activations, backward: as in `Sizes`, of this
+            device.
         exchange: buffers in which gradients or parameters travel.
         sent: bytes that a rank sends for each update.
     """
@@ -223,6 +229,7 @@ class Costs:
     optimizer: float
     buffers: float
     activations: float
+    backward: float = 0.0
     exchange: float = 0.0
     sent: float = 0.0
 
@@ -230,13 +237,18 @@ class Costs:
     def memory(self) -> float:
         """All that the device holds."""
         held = (self.parameters, self.gradients, self.optimizer, self.buffers)
-        return sum(held) + self.activations + self.exchange
+        return sum(held) + self.activations + self.backward + self.exchange
 
 
 def whole(sizes: Sizes) -> Costs:
     """The costs of a device that holds everything and sends nothing."""
     return Costs(
-        sizes.parameters, sizes.gradients, sizes.optimizer, sizes.buffers, sizes.activations
+        sizes.parameters,
+        sizes.gradients,
+        sizes.optimizer,
+        sizes.buffers,
+        sizes.activations,
+        sizes.backward,
     )
 
 
@@ -269,6 +281,7 @@ def _(strategy: DP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -
     return dataclasses.replace(
         whole(sizes),
         activations=sizes.activations / devices,
+        backward=sizes.backward / devices,
         sent=sizes.parameters * (devices - 1),
     )
 
@@ -287,7 +300,9 @@ def of_ddp(strategy: DDP, module: nn.Module, sizes: Sizes, devices: int, nodes: 
 
 @costs_of.register
 def _(strategy: DDP2, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-    within = dataclasses.replace(sizes, activations=sizes.activations / devices)
+    within = dataclasses.replace(
+        sizes, activations=sizes.activations / devices, backward=sizes.backward / devices
+    )
     return of_ddp(strategy, module, within, 1, nodes)
 
 
@@ -361,6 +376,7 @@ def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int)
     return dataclasses.replace(
         whole(sizes),
         activations=sizes.activations / strategy.context_parallel,
+        backward=sizes.backward / strategy.context_parallel,
         parameters=sizes.parameters * of_all * on_device,
         gradients=gradients * on_device,
         optimizer=sizes.optimizer * of_learning * on_device,
@@ -406,7 +422,7 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
             for optimizer in model._fitkit.fit_state.optimizers
             for own in optimizer.state.values()
         )
-        return _sizes(model, held, state, saved.peak), ()
+        return _sizes(model, held, state, saved.peak, saved.largest), ()
 
 
 def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
@@ -417,6 +433,7 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
         outputs = model(inputs)
     notes = ["The net is on the meta device: its loss, and half precision, aren't in activations."]
     activations = saved.peak + trees.tensor_bytes(outputs)
+    largest = max([saved.largest, *(tensor.nbytes for tensor in trees.tensors(outputs))])
     try:
         state = _state_on_meta(model, [p for p in net.parameters() if p.requires_grad])
     except Exception as error:
@@ -425,7 +442,7 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     # Graphs and optimizers that refer to parameters would keep them from getting memory later.
     del outputs
     gc.collect()
-    return _sizes(model, list(net.parameters()), state, activations), tuple(notes)
+    return _sizes(model, list(net.parameters()), state, activations, largest), tuple(notes)
 
 
 def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
@@ -444,7 +461,13 @@ def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
     return state
 
 
-def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activations: float) -> Sizes:
+def _sizes(
+    model: Model,
+    parameters: list[nn.Parameter],
+    state: float,
+    activations: float,
+    largest: float,
+) -> Sizes:
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in learning)
     precision = model._fitkit.compilation.strategy.precision
@@ -456,6 +479,7 @@ def _sizes(model: Model, parameters: list[nn.Parameter], state: float, activatio
         optimizer=state,
         buffers=trees.tensor_bytes(list(model.buffers())),
         activations=activations,
+        backward=largest,
         numbers=numbers,
         element=2.0 if mixed else gradients / max(numbers, 1),
     )
@@ -501,6 +525,7 @@ def _activations(net: nn.Module) -> Iterator[SavedTensors]:
             with SavedTensors(apart_from=[*held, *given]) as inside:
                 block.forward.plainly(*args, **kwargs)
             saved.peak = max(saved.peak, saved.bytes + inside.peak)
+            saved.largest = max(saved.largest, inside.largest)
 
     handles = [
         part.register_forward_hook(count, with_kwargs=True)
@@ -535,10 +560,12 @@ class SavedTensors:
     Attributes:
         bytes: how many are kept now.
         peak: the most that were kept at one time.
+        largest: of one tensor that may have a gradient.
     """
 
     def __init__(self, apart_from: Iterable[torch.Tensor] = ()) -> None:
         self.peak: int = 0
+        self.largest: int = 0
         self.bytes: int = 0
         self._holders: Counter[int] = Counter()
         self._apart = {_storage(tensor) for tensor in apart_from}
@@ -565,6 +592,8 @@ class SavedTensors:
             if self._holders[storage] == 1:
                 self.bytes += size
                 self.peak = max(self.peak, self.bytes)
+                if tensor.is_floating_point():  # others have no gradient
+                    self.largest = max(self.largest, tensor.nbytes)
             weakref.finalize(kept, self._released, storage, size).atexit = False
         return kept
 

@@ -29,11 +29,13 @@ def test_a_device_holds_what_hand_counts_say_and_the_model_is_as_before(capsys):
     ddp = plan.costs["ddp"]
     assert (ddp.parameters, ddp.gradients, ddp.optimizer) == (PARAMETERS, PARAMETERS, ADAM)
     assert ddp.activations == ACTIVATIONS and ddp.exchange == PARAMETERS
-    assert ddp.memory == 3 * PARAMETERS + ADAM + ACTIVATIONS
+    assert ddp.backward == 4 * 8 * 20
+    assert ddp.memory == 3 * PARAMETERS + ADAM + ACTIVATIONS + ddp.backward
     assert plan.costs["ddp_sharded"].optimizer == ADAM / 8
     fsdp = plan.costs["fsdp"]
     assert (fsdp.parameters, fsdp.gradients) == (PARAMETERS / 8, PARAMETERS / 8)
     assert plan.costs["dp"].activations == ACTIVATIONS / 4
+    assert plan.costs["dp"].backward == ddp.backward / 4
     assert_same_weights(model, before)
     assert model.history is None or not model.history.epoch
     shown = capsys.readouterr().out

@@ -55,4 +55,5 @@ def test_ranks_that_share_sequences_share_their_activations(capsys):
     costs = fitkit.plan(model, 4, ["fsdp", FSDPStrategy(context_parallel=2)], batch).costs
     whole, part = costs["fsdp"], costs["fsdp (2)"]
     assert part.activations == whole.activations / 2 > 0
+    assert part.backward == whole.backward / 2 > 0
     assert (part.parameters, part.sent) == (whole.parameters, whole.sent)
