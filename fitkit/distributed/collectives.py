@@ -228,6 +228,11 @@ class ProcessGroup:
     @torch.no_grad()
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
+            if hasattr(tensor, "__tensor_flatten__"):
+                # Quantized by torchao, which can't be exchanged but by what it is made of.
+                names = tensor.__tensor_flatten__()[0]
+                self.broadcast_tensors([getattr(tensor, name) for name in names])
+                continue
             # In place also where a tensor's memory isn't contiguous.
             dense = tensor.detach().contiguous()
             dist.broadcast(dense, src=0)

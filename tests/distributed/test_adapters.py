@@ -1,12 +1,15 @@
 """Adapters under each strategy: the weights of one process, their files, and resuming."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 import fitkit
 from fitkit.callbacks import ModelCheckpoint
 from fitkit.strategies import FSDPStrategy
-from tests.nets import regression, with_adapter
+from tests.nets import LoRA, regression, with_adapter
 from tests.reference import assert_same_weights
 
 STRATEGIES = {
@@ -90,3 +93,22 @@ def test_a_model_of_peft(tmp_path, strategy):
     assert_same_weights(twin.net, model.net, atol=0)
     merged = model.net.merge_and_unload()
     torch.testing.assert_close(merged(tokens).logits, twin.net(tokens).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "sharded", "fsdp"])
+def test_a_base_that_torchao_has_quantized(strategy):
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(40, 32), nn.Linear(32, 1))
+    quantization.quantize_(base, quantization.Int8WeightOnlyConfig())
+    net = nn.Sequential(LoRA(base[0]), nn.Tanh(), LoRA(base[1]))
+    if strategy == "fsdp":
+        with pytest.raises(fitkit.ConfigurationError, match="is quantized"):
+            trained(lambda: copy.deepcopy(net), X, Y, STRATEGIES[strategy])
+        return
+    reference = trained(lambda: copy.deepcopy(net), X, Y, None).net
+    model = trained(lambda: copy.deepcopy(net), X, Y, STRATEGIES[strategy])
+    for one, other in zip(model.net.parameters(), reference.parameters(), strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

@@ -224,6 +224,12 @@ def _check_parameters(module: nn.Module, optimizers: list[Optimizer], strategy: 
             "one. Cast the net, or write strategy='ddp_sharded'."
         )
     for name, parameter in named.items():
+        if hasattr(parameter, "__tensor_flatten__"):
+            raise ConfigurationError(
+                f"{name} is quantized ({type(parameter).__name__}): strategy={strategy!r} can't "
+                "give each rank a part of it. Write strategy='ddp' or 'ddp_sharded', which keep "
+                "the quantized base on every rank."
+            )
         if parameter.ndim == 0:
             raise ConfigurationError(
                 f"{name} is a parameter of shape (), of which strategy={strategy!r} can give no "

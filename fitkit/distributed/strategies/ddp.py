@@ -211,9 +211,12 @@ class DDP(Strategy):
         Args:
             module: the router whose `forward` leads to every step.
         """
-        placed = {} if self.device.type != "cuda" else {"device_ids": [self.device]}
+        placed: dict[str, Any] = {} if self.device.type != "cuda" else {"device_ids": [self.device]}
         options = {name: value for name, value in self.options.items() if value is not None}
-        wrapped = DistributedDataParallel(module, **placed, **options)  # type: ignore[arg-type]
+        if any(hasattr(parameter, "__tensor_flatten__") for parameter in module.parameters()):
+            # Quantized ones can't be exchanged as torch does it; `place` has done it.
+            placed["init_sync"] = False
+        wrapped = DistributedDataParallel(module, **placed, **options)
         if self.comm_hook is not None:
             wrapped.register_comm_hook(*resolve_hook(self.comm_hook, self.comm_hook_state))
         return wrapped
