@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fitkit
 from fitkit.callbacks import ModelCheckpoint
@@ -93,6 +94,56 @@ def test_a_model_of_peft(tmp_path, strategy):
     assert_same_weights(twin.net, model.net, atol=0)
     merged = model.net.merge_and_unload()
     torch.testing.assert_close(merged(tokens).logits, twin.net(tokens).logits)
+
+
+def in_half(adapters):
+    """A base in bfloat16, with adapters in another type."""
+    torch.manual_seed(0)
+    net = nn.Sequential(LoRA(nn.Linear(40, 64)), nn.Tanh(), LoRA(nn.Linear(64, 1))).bfloat16()
+    for layer in (net[0], net[2]):
+        layer.down.to(adapters)
+        layer.up.to(adapters)
+        layer.forward = lambda x, layer=layer: layer.base(x) + layer.up(
+            layer.down(x.to(adapters))).bfloat16()
+    return net
+
+
+def squares(prediction, target):
+    return F.mse_loss(prediction.float(), target.float())
+
+
+def learned_from_halves(adapters, ranks):
+    """A plain loop, whose gradients are means of those of so many parts of each batch."""
+    net = in_half(adapters)
+    learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(learning, 0.01)
+    for x, y in [*zip(X.split(16), Y.split(16), strict=True)] * 2:
+        parts = []
+        for some, theirs in zip(x.chunk(ranks), y.chunk(ranks), strict=True):
+            optimizer.zero_grad()
+            squares(net(some.bfloat16()), theirs).backward()
+            parts.append([parameter.grad.float() for parameter in learning])
+        for parameter, gradients in zip(learning, zip(*parts, strict=True), strict=True):
+            parameter.grad = torch.stack(gradients).mean(0).to(adapters)
+        optimizer.step()
+    return net
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
+def test_half_adapters_differ_by_what_rounding_half_a_batch_does(strategy, adapters):
+    def differs(one, other):
+        pairs = zip(one.parameters(), other.parameters(), strict=True)
+        return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+
+    model = trained(lambda: in_half(adapters), X.bfloat16(), Y, STRATEGIES[strategy], loss=squares)
+    halves, whole = learned_from_halves(adapters, 2), learned_from_halves(adapters, 1)
+    assert differs(model.net, halves) <= 1e-6
+    if adapters is torch.float32:
+        assert differs(model.net, whole) < 1e-6
+    else:
+        assert differs(halves, whole) > 1e-3  # whichever type they are averaged in
 
 
 @pytest.mark.slow
