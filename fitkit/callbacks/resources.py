@@ -283,6 +283,8 @@ class ThroughputMonitor(Callback):
         tokens = 0.0
         if self.tokens:
             tokens = sum(from_all_ranks(self.model, float(sum(self._tokens))))
+            # Ranks that compute a batch together have counted the same.
+            tokens /= self.model._fitkit.compilation.strategy.ranks_per_batch
         if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0]:
             return
         seconds = self._end_s - self._ends[0]

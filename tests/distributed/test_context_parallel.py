@@ -107,7 +107,11 @@ def test_two_ranks_learn_from_parts_what_one_learns_from_the_whole(is_causal):
                   metrics=["accuracy"], gradient_clip_val=0.5,
                   **on(2, activation_checkpointing=is_causal))
     history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0,
-                        validation_data=(x[:5], y[:5])).history
+                        validation_data=(x[:5], y[:5]), callbacks=[
+                            fitkit.callbacks.ThroughputMonitor(tokens=True)]).history
+    # Tokens of a batch that two ranks compute together count once.
+    rate = history["tokens_per_sec"][0] / history["samples_per_sec"][0]
+    assert rate == pytest.approx(LENGTH)
     losses = plainly(reference, torch.optim.Adam(reference.parameters(), 0.01), x, y, 4)
     assert_same_weights(model.net, reference, atol=1e-10)
     assert history["loss"] == pytest.approx(losses, abs=1e-10)
