@@ -2,5 +2,6 @@
 
 from fitkit.data.collate import BucketBatchSampler, pack, pad
 from fitkit.data.combined import CombinedLoader
+from fitkit.data.permutation import PermutationSampler
 
-__all__ = ["BucketBatchSampler", "CombinedLoader", "pack", "pad"]
+__all__ = ["BucketBatchSampler", "CombinedLoader", "PermutationSampler", "pack", "pad"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ import xxhash
 
 from fitkit import trees
 from fitkit.arguments import describe
+from fitkit.data import permutation
 from fitkit.data.batches import Source
+from fitkit.data.permutation import IndexBatches, Permutation
 from fitkit.errors import ArgumentTypeError, ConfigurationError, with_code
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -343,7 +345,8 @@ class ArraySource(Source):
         shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
 
     The order of pass `p` follows from one seed, drawn from torch's global generator at the
-    first shuffled pass, and `p`: nothing else draws from that generator.
+    first shuffled pass, and `p`: nothing else draws from that generator. Of `permutation.MANY`
+    samples or more it is computed, else kept in memory.
     """
 
     def __init__(
@@ -369,7 +372,7 @@ class ArraySource(Source):
             return self.read(self.index_batches(number)[skip:])
         return self._in_order(skip)
 
-    def read(self, chosen: Sequence[torch.Tensor]) -> Iterator[Any]:
+    def read(self, chosen: Iterable[torch.Tensor]) -> Iterator[Any]:
         """The batches of these samples."""
         return (self.take(indices) for indices in self._near(chosen))
 
@@ -384,13 +387,16 @@ class ArraySource(Source):
         starts = range(skip * size, samples, size)
         return (take(self.batch, start, start + size) for start in starts)
 
-    def _near(self, chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Batches' indices where the data are, sent there at once."""
-        first = self.batch[0]
-        if not chosen or not isinstance(first, torch.Tensor) or first.device.type == "cpu":
-            return chosen
-        whole = torch.cat(list(chosen)).to(first.device, non_blocking=True)
-        return whole.split([len(part) for part in chosen])
+    def _near(self, chosen: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Batches' indices where the data are, sent there at once; of very many some at a time."""
+        first, rest = self.batch[0], iter(chosen)
+        if not isinstance(first, torch.Tensor) or first.device.type == "cpu":
+            yield from rest
+            return
+        at_once = None if self.samples < permutation.MANY else VIEWS
+        while block := list(itertools.islice(rest, at_once)):
+            whole = torch.cat(block).to(first.device, non_blocking=True)
+            yield from whole.split([len(part) for part in block])
 
     def take(self, chosen: torch.Tensor) -> Any:
         """The batch of the chosen samples, (B,) int64."""
@@ -400,12 +406,15 @@ class ArraySource(Source):
             lambda leaf: None if leaf is None else select_rows(leaf, chosen), self.batch
         )
 
-    def index_batches(self, number: int) -> tuple[torch.Tensor, ...]:
+    def index_batches(self, number: int) -> Sequence[torch.Tensor]:
         """The indices of each batch of pass `number`."""
         samples, size = self.samples or 0, self.batch_size or 1
+        is_large = samples >= permutation.MANY
         if not self.shuffle:
-            return torch.arange(samples).split(size)
+            return IndexBatches(samples, size) if is_large else torch.arange(samples).split(size)
         seed = self.draw_seed() if self.seed is None else self.seed
+        if is_large and self.shuffle != "batch":
+            return IndexBatches(samples, size, Permutation(samples, (seed + number) % 2**63))
         generator = torch.Generator().manual_seed((seed + number) % 2**63)
         if self.shuffle != "batch":
             return torch.randperm(samples, generator=generator).split(size)

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from fitkit.data.arrays import select_rows
+from fitkit.data.permutation import IndexBatches, PermutationSampler
 from fitkit.random_states import random_state, set_random_state
 
 
@@ -150,10 +151,26 @@ def index_batches(loader: DataLoader[Any]) -> Iterator[Any]:
         if type(sampler) is RandomSampler and not sampler.replacement:
             return _cut(_permutations(sampler), batches.batch_size, batches.drop_last)
         if type(sampler) is SequentialSampler:
-            whole = torch.arange(len(sampler))
-            return _cut(iter([whole]), batches.batch_size, batches.drop_last)
+            size, drop_last = batches.batch_size, batches.drop_last
+            return iter(IndexBatches(len(sampler), size, drop_last=drop_last))
     assert batches is not None
     return iter(batches)
+
+
+def computed_batches(loader: DataLoader[Any]) -> IndexBatches | None:
+    """The indices of each batch of a new pass, where each can be computed without the others.
+
+    None where the samplers aren't torch's own, or the order isn't that of the data set or a
+    `PermutationSampler`, which draws the pass's order here.
+    """
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or type(batches.batch_size) is not int:
+        return None
+    sampler: Any = batches.sampler
+    if type(sampler) not in (SequentialSampler, PermutationSampler):
+        return None
+    order = sampler.draw() if type(sampler) is PermutationSampler else None
+    return IndexBatches(len(sampler), batches.batch_size, order, drop_last=batches.drop_last)
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:

@@ -13,8 +13,9 @@ prediction nothing is exchanged, so rank r simply takes every n-th batch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from fitkit.data.combined import CombinedSource
 from fitkit.data.loaders import (
     GivenOrder,
     batches_by_index,
+    computed_batches,
     draw_as_iterating_does,
     reads_by_index,
     sampler_name,
     tell_epoch,
     with_sampler,
 )
+from fitkit.data.permutation import IndexBatches
 from fitkit.data.sources import IterableSource, LoaderSource, length_of
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
@@ -192,9 +195,11 @@ class _DealtByIndex(_Shard):
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         groups = self._order(number)[skip:]
         if self.training and self._by_sample:
-            dealt = list(deal(groups, self.ranks, drop_last=self._drop_last))
-            return rank_batches(dealt, self._read([chosen for chosen, _, _ in dealt]))
-        batches = self._read(list(self._own(iter(groups))))
+            dealt, read = itertools.tee(deal(groups, self.ranks, drop_last=self._drop_last))
+            chosen = (indices for indices, _, _ in read)
+            return rank_batches(dealt, self._read(chosen, isinstance(groups, IndexBatches)))
+        own = groups[self.ranks.rank :: self.size]
+        batches = self._read(own, isinstance(groups, IndexBatches))
         return self._together(batches) if self.training else batches
 
     def _order(self, number: int) -> Any:
@@ -209,19 +214,26 @@ class _DealtByIndex(_Shard):
             tell_epoch(source.loader, number)
             indices = iter(getattr(source.loader, sampler_name(source.loader)))
             draw_as_iterating_does(source.loader)
-            drawn = list(indices)
+            computed = computed_batches(source.loader)  # a seed, in place of all indices
+            drawn = list(indices) if computed is None else computed
         return self.ranks.broadcast(drawn)
 
-    def _read(self, chosen: list[Any]) -> Iterator[Any]:
-        """The batches of these indices, without a draw of random numbers more."""
+    def _read(self, chosen: Iterable[Any], is_computed: bool) -> Iterator[Any]:
+        """The batches of these indices, without a draw of random numbers more.
+
+        Args:
+            is_computed: whether they are tensors, where a sampler gives lists.
+        """
         source = self.source
         if isinstance(source, ArraySource):
             return source.read(chosen)
         if reads_by_index(source.loader):
             return batches_by_index(source.loader, chosen)
-        if not chosen:
+        indices = map(torch.Tensor.tolist, chosen) if is_computed else iter(chosen)
+        first = list(itertools.islice(indices, 1))
+        if not first:
             return iter(())
-        self._mine.items = chosen
+        self._mine.items = itertools.chain(first, indices)
         generator = source.loader.generator or torch.default_generator
         state = generator.get_state()
         batches = iter(self._loader)
@@ -323,7 +335,7 @@ def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         )
 
 
-def rank_batches(dealt: list[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
+def rank_batches(dealt: Iterable[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
     """A loader's batches as a rank's parts of the steps that their indices were dealt for."""
     for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
         yield RankBatch(batch, count if has_rows else 0, total) if total else NoRows
@@ -337,8 +349,13 @@ def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[
         drop_last: whether a last step that isn't full is left out.
     """
     size, rank = ranks.world_size, ranks.rank
-    for start in range(0, len(groups), size):
-        step = groups[start : start + size]
+    full = 0
+    if isinstance(groups, IndexBatches):  # of full steps a rank computes its own batches alone
+        full = groups.full // size * size
+        for mine in groups[rank:full:size]:
+            yield mine, len(mine), size * len(mine)
+    for start in range(full, len(groups), size):
+        step = list(groups[start : start + size])
         total = sum(len(batch) for batch in step)
         is_last = start + size >= len(groups)
         if len(step) == size and not (is_last and _uneven(step)):

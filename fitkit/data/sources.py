@@ -13,6 +13,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -20,6 +21,7 @@ from torch.utils.data import (
 
 from fitkit import trees
 from fitkit.arguments import describe
+from fitkit.data import permutation
 from fitkit.data.arrays import (
     ArraySource,
     as_tensors,
@@ -35,6 +37,7 @@ from fitkit.data.combined import CombinedLoader, combined_source
 from fitkit.data.loaders import (
     GivenOrder,
     batches_by_index,
+    computed_batches,
     draw_as_iterating_does,
     index_batches,
     iterate,
@@ -45,6 +48,7 @@ from fitkit.data.loaders import (
     tell_epoch,
     with_sampler,
 )
+from fitkit.data.permutation import PermutationSampler
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 
 DEFAULT_BATCH_SIZE = 32
@@ -77,7 +81,9 @@ class LoaderSource(Source):
         if reads_by_index(self.loader):
             chosen = index_batches(self.loader)
             draw_as_iterating_does(self.loader)
-            return batches_by_index(self.loader, without_first(chosen, skip))
+            computed = computed_batches(self.loader) if skip else None
+            rest = without_first(chosen, skip) if computed is None else computed[skip:]
+            return batches_by_index(self.loader, rest)
         return marked(self._read(skip))
 
     def _read(self, skip: int) -> Iterator[Any]:
@@ -92,7 +98,9 @@ class LoaderSource(Source):
         draw_as_iterating_does(self.loader)
         if self.loader.num_workers:
             drawn = iter(sampler)  # as torch does where it starts workers
-        return iter(with_sampler(self.loader, GivenOrder(without_first(drawn, skip))))
+        computed = computed_batches(self.loader)
+        rest = without_first(drawn, skip) if computed is None else computed[skip:].lists()
+        return iter(with_sampler(self.loader, GivenOrder(rest)))
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -284,6 +292,7 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
     """The source for what makes batches, or samples, itself."""
     if isinstance(x, DataLoader):
         _warn_unused_batch_size(name, x, batch_size, x.batch_size)
+        _warn_of_list_of_indices(name, x.sampler)
         return LoaderSource(x)
     if isinstance(x, IterableDataset):
         return LoaderSource(DataLoader(x, batch_size=batch_size))
@@ -301,7 +310,9 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
                 f"shuffle='batch' is for arrays; {name} is a {type(x).__name__}. Write True or "
                 "False, or give a DataLoader with a sampler of your own."
             )
-        return LoaderSource(DataLoader(x, batch_size=batch_size, shuffle=bool(shuffle)))
+        sampler = PermutationSampler(x) if shuffle and len(x) >= permutation.MANY else None
+        by_torch = bool(shuffle) and sampler is None
+        return LoaderSource(DataLoader(x, batch_size, shuffle=by_torch, sampler=sampler))
     _warn_unused_batch_size(name, x, batch_size, None)
     combined = combined_source(x, _without_masks) if isinstance(x, CombinedLoader) else None
     return IterableSource(x) if combined is None else combined
@@ -349,6 +360,17 @@ def _warn_unused_batch_size(name: str, x: Any, asked: int, own: int | None) -> N
         warn(
             f"batch_size={asked} is not used: {name} is a {type(x).__name__}, which makes its "
             "own batches."
+        )
+
+
+def _warn_of_list_of_indices(name: str, sampler: Any) -> None:
+    samples = length_of(sampler)
+    if type(sampler) is RandomSampler and samples is not None and samples >= permutation.MANY:
+        warn(
+            f"{name} is a DataLoader with shuffle=True over {samples:,} samples: torch's "
+            f"RandomSampler puts all indices into memory, some {samples * 40 / 1e9:.1f} GB on each "
+            "rank. Write DataLoader(dataset, sampler=fitkit.data.PermutationSampler(dataset), …), "
+            "which computes each index when it is needed."
         )
 
 
