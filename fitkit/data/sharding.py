@@ -150,15 +150,16 @@ class _Shard(Source):
             batch = next(batches, None)
             last = self._seen if last is None else last  # another rank's fills a place as well
             count = count_of(batch)
-            gathered = self.ranks.gather((count, batch is None, not count and last is None))
-            total = sum(count for count, _, _ in gathered)
+            has_nothing = not count and last is None
+            # Sums alone: what a step takes must not grow with the number of ranks.
+            facts = (count, batch is not None, has_nothing, has_nothing and batch is None)
+            total, reading, lacking, ended = map(int, self.ranks.sums([float(f) for f in facts]))
             if total == 0:
-                if all(has_ended for _, has_ended, _ in gathered):
+                if not reading:
                     return
                 yield NoRows
                 continue
-            lacking = [has_ended for _, has_ended, has_nothing in gathered if has_nothing]
-            if any(lacking):
+            if ended:
                 if self.ranks.rank == 0:
                     warn(
                         f"x ended on some ranks before their first batch; {total} samples of the "
@@ -349,11 +350,10 @@ def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[
         drop_last: whether a last step that isn't full is left out.
     """
     size, rank = ranks.world_size, ranks.rank
-    full = 0
-    if isinstance(groups, IndexBatches):  # of full steps a rank computes its own batches alone
-        full = groups.full // size * size
-        for mine in groups[rank:full:size]:
-            yield mine, len(mine), size * len(mine)
+    # Of full steps a rank looks at its own batch alone, however many ranks there are.
+    full = _count_of_equal(groups) // size * size
+    for mine in groups[rank:full:size]:
+        yield mine, len(mine), size * len(mine)
     for start in range(full, len(groups), size):
         step = list(groups[start : start + size])
         total = sum(len(batch) for batch in step)
@@ -364,6 +364,15 @@ def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[
             mine = _part(step, rank, size, total)
             # Nothing left for this rank: one sample fills the place.
             yield (mine if len(mine) else step[0][:1]), len(mine), total
+
+
+def _count_of_equal(groups: Any) -> int:
+    """How many first batches are known to have the same number of samples."""
+    if isinstance(groups, IndexBatches):
+        return groups.full
+    if isinstance(groups, tuple):  # a tensor that was split: the last part may be shorter
+        return len(groups) - (len(groups[-1]) != len(groups[0])) if groups else 0
+    return 0
 
 
 def _uneven(step: Any) -> bool:

@@ -106,7 +106,7 @@ def enter(
     importlib.import_module("torch.distributed.nn")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     is_local = meets_by_files(store)
-    meeting = None if store is None else PromptStore(store)
+    meeting = None if store is None else PromptStore(store, world.size)
     if is_local or (world.num_nodes == 1 and not os.environ.get(INTERFACE)):
         _stay_on_this_machine()
     hook = sys.excepthook

@@ -420,7 +420,7 @@ class Fit:
                 self.strategy.engine.rewrap()
 
     def _any_stops(self) -> bool:
-        return any(self.collectives.gather(self.model.stop_training))
+        return self.collectives.sums([float(bool(self.model.stop_training))])[0] > 0
 
     def _asks_ranks(self) -> bool:
         """Whether ranks ask each other after each batch if one wants to stop.

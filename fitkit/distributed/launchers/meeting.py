@@ -39,7 +39,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import Cluster, Environment
 from fitkit.distributed.launchers.address_file import SharedAddress, shared_address
-from fitkit.distributed.launchers.watch import Failure, first_line
+from fitkit.distributed.launchers.watch import Failure, first_line, longest_pause
 from fitkit.errors import ConfigurationError, WorkerError, with_code
 
 Result = TypeVar("Result")
@@ -87,7 +87,8 @@ class Meeting:
         self._rank = rank
         self._size = size
         self._verb = verb
-        self.patience: Patience = Patience(timeout)
+        # Rank 0 alone keeps its pauses, for all others wait for it.
+        self.patience: Patience = Patience(timeout, size if rank else 1)
         self.where = where
 
     def at(self, store: Store, lost: Callable[[], Failure | None]) -> Store:
@@ -105,8 +106,9 @@ class Meeting:
         """
         here = [f"here/{rank}" for rank in range(self._size)]
         store.set(here[self._rank], self._verb)
+        store.add("arrived", 1)
         awaited = ["all are here"] if self._rank else here
-        self.patience.pause_s = SHORTEST_PAUSE_S
+        self.patience.begin()
         try:
             while not store.check(awaited):
                 if (failure := Failure.first(store)) is not None:
@@ -150,6 +152,7 @@ class Meeting:
                 return self._open_part(store, common)
             question = uuid.uuid4().hex
             common.set(f"question/{self._rank}", question)
+            common.add("asked", 1)
             while not common.check([f"answer/{question}"]):
                 failure, late = _ended(common, 0), not self.patience.remains()
                 if failure is not None or late:
@@ -169,7 +172,13 @@ class Meeting:
         absent = list(range(1, self._size))
         answered: dict[int, str] = {}
 
+        seen: list[int] = []
+
         def answer() -> Failure | None:
+            counts = [part.add("arrived", 0), common.add("asked", 0), common.add("ended", 0)]
+            if counts == seen:
+                return None  # Else each look would take requests for each rank.
+            seen[:] = counts
             for other in [rank for rank in absent if part.check([f"here/{rank}"])]:
                 absent.remove(other)
             for other in absent:
@@ -296,7 +305,9 @@ def _announce(cluster: Cluster, environment: Environment, owner: int) -> None:
         store, _ = _try(cluster.master_address, port, patience)
     try:
         if store is not None:
-            PrefixStore(COMMON, store).set(f"ended/{cluster.rank}", "")
+            common = PrefixStore(COMMON, store)
+            common.set(f"ended/{cluster.rank}", "")
+            common.add("ended", 1)
     except DistError:
         pass  # The process that serves has ended before.
 
@@ -307,16 +318,27 @@ def _agent_serves(environment: Environment) -> bool:
 
 
 class Patience:
-    """How long a wait may last, on the monotonic clock."""
+    """How long a wait may last, on the monotonic clock.
 
-    def __init__(self, timeout: timedelta) -> None:
+    Args:
+        timeout: that long.
+        ranks: that wait so at the same store.
+    """
+
+    def __init__(self, timeout: timedelta, ranks: int = 1) -> None:
         self.timeout_s: float = timeout.total_seconds()
+        self._shortest_pause_s = longest_pause(ranks, 3, SHORTEST_PAUSE_S * 10) / 10
+        self._longest_pause_s = longest_pause(ranks, 3, LONGEST_PAUSE_S)
         self._end = time.monotonic() + self.timeout_s
         self.pause_s: float = 0.002
 
+    def begin(self) -> None:
+        """Something that may come at once is awaited: short pauses first."""
+        self.pause_s = self._shortest_pause_s
+
     def remains(self) -> bool:
         """Pause a little, longer each time; whether there is time for another look."""
-        self.pause_s = min(self.pause_s * 1.2, LONGEST_PAUSE_S)
+        self.pause_s = min(self.pause_s * 1.2, self._longest_pause_s)
         time.sleep(self.pause_s)
         return time.monotonic() < self._end
 

@@ -24,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fitkit.distributed.launchers.address_file import private_folder, process_name
+from fitkit.distributed.launchers.watch import longest_pause
 from fitkit.errors import ConfigurationError, WorkerError
 
 if sys.platform != "win32":
@@ -34,7 +35,7 @@ NEW_S = 60.0
 LOST_S = 30.0
 """How long torch looks for a store's file where that has been removed."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
-"""Between two looks for a key."""
+"""Between two looks for a key; many ranks pause longer."""
 
 
 class MeetingFolder:
@@ -126,17 +127,22 @@ def meets_by_files(store: Store | None) -> bool:
 class PromptStore(Store):
     """A store for gloo: it sees a key soon, and `break_off` ends its waits from another thread.
 
-    Torch's waits can't be ended, and its file store looks for a missing key only each 10 ms.
-    Whoever makes it keeps it as long as the process group: torch doesn't.
+    Torch's waits can't be ended (and warn on the terminal where they end in vain), and its file
+    store looks for a missing key only each 10 ms. Whoever makes it keeps it as long as the process
+    group: torch doesn't.
 
     Args:
         store: where the ranks meet.
+        ranks: that wait there.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, ranks: int) -> None:
         super().__init__()
         self._store = store
+        self._shortest_pause_s = longest_pause(ranks, 1, SHORTEST_PAUSE_S * 10) / 10
+        self._longest_pause_s = longest_pause(ranks, 1, LONGEST_PAUSE_S)
         self._broken_off = False
+        self._seen: set[str] = set()
 
     def break_off(self) -> None:
         """End the wait that is under way, and those to come."""
@@ -146,7 +152,8 @@ class PromptStore(Store):
         self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
+        if key not in self._seen:  # gloo waits for a key, and then gets it: one look is enough
+            self.wait([key])
         return self._store.get(key)
 
     def add(self, key: str, number: int) -> int:
@@ -159,15 +166,17 @@ class PromptStore(Store):
         return self._store.compare_set(key, expected, value)
 
     def delete_key(self, key: str) -> bool:
+        self._seen.discard(key)
         return self._store.delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        end, pause_s = time.monotonic() + seconds, SHORTEST_PAUSE_S
+        end, pause_s = time.monotonic() + seconds, self._shortest_pause_s
         while not self._store.check(keys):
             if self._broken_off:
                 raise DistStoreError(f"the wait was broken off, keys: {', '.join(keys)}")
             if time.monotonic() > end:
                 raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
             time.sleep(pause_s)
-            pause_s = min(pause_s * 1.3, LONGEST_PAUSE_S)
+            pause_s = min(pause_s * 1.3, self._longest_pause_s)
+        self._seen.update(keys)

@@ -19,7 +19,13 @@ from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.launchers.meeting import Meeting, announce_exit, meet_launched
-from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
+from fitkit.distributed.launchers.watch import (
+    Failure,
+    Watch,
+    broke_off,
+    broken_exchange,
+    longest_pause,
+)
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -164,7 +170,8 @@ class RankLauncher:
                 if (failure := self.lost()) is not None and not store.check([key]):
                     return failure.what
                 time.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+                most_s = longest_pause(self.strategy.world.size, 1, LONGEST_PAUSE_S)
+                pause_s = min(pause_s * 1.5, most_s)
             return store.get(key).decode()
         except (DistError, OSError):
             return ""  # rank 0, which served the store, has ended after its work

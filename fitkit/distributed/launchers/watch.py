@@ -44,6 +44,23 @@ LAST_RESORT_S = 30.0
 """How long after another's failure a rank may stay in the call before its process is ended."""
 
 
+REQUESTS_PER_S = 10_000
+"""So often all ranks together ask a store while they wait: a fifth of what a core can answer."""
+SHOWN = 8
+"""Of so many ranks at most it is said where they were."""
+
+
+def longest_pause(ranks: int, requests: int, least_s: float) -> float:
+    """How long to pause between two looks at a store which all ranks look at, in seconds.
+
+    Args:
+        ranks: that look.
+        requests: of each look.
+        least_s: what few ranks pause.
+    """
+    return max(least_s, requests * ranks / REQUESTS_PER_S)
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """What happened to a rank.
@@ -106,7 +123,7 @@ class Watch:
         broken_off: whether this process's exchanges have been ended.
         began: when, on the monotonic clock.
         elsewhere: of the other ranks' exchanges that broke off too, where `cause` found no failure:
-            what broke them off, and where, by rank.
+            what broke them off, and where, by rank; of the first one and of a few others.
     """
 
     def __init__(
@@ -172,7 +189,9 @@ class Watch:
 
     def _run(self) -> None:
         while not self._over.is_set():
-            self._wake.wait(SHORT_PERIOD_S if self._error or self._local else PERIOD_S)
+            seeks = bool(self._error or self._local)
+            least_s, requests = SHORT_PERIOD_S if seeks else PERIOD_S, 2
+            self._wake.wait(longest_pause(len(self._others) + 1, requests, least_s))
             self._wake.clear()
             try:
                 self._check_store()
@@ -212,26 +231,41 @@ class Watch:
         if not self._error_at:
             self._error_at = now
             self._store.set(f"broke/{self._rank}", json.dumps([self._error, self._place]))
+            self._store.compare_set("broke first", "", str(self._rank))
         elif not self._asked and now - self._error_at > SILENCE_S:
             self._store.set("where", "")
             self._asked = True
         elif self._asked and now - self._error_at > SILENCE_S + ANSWER_S:
-            missing = [r for r in self._others if not self._store.check([f"broke/{r}"])]
+            missing = self._silent(self._others)
             if missing:
                 self._found(self._missing(missing))
-            for rank in set(self._others).difference(missing):
+            first = int(self._store.get("broke first"))
+            others = sorted(set(self._others).difference(missing), key=lambda r: (r != first, r))
+            for rank in others[:SHOWN]:
                 error, place = json.loads(self._store.get(f"broke/{rank}"))
                 self.elsewhere[rank] = error, place
             self._explained.set()
+
+    def _silent(self, ranks: list[int]) -> list[int]:
+        """Those of the ranks that haven't said that an exchange broke off there.
+
+        All ranks ask this at once: few requests find a few among many.
+        """
+        if not ranks or self._store.check([f"broke/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return ranks
+        middle = len(ranks) // 2
+        return [*self._silent(ranks[:middle]), *self._silent(ranks[middle:])]
 
     def _missing(self, ranks: list[int]) -> Failure:
         """The failure of ranks that neither failed nor saw an exchange fail."""
         stacks = {
             rank: self._store.get(f"stack/{rank}").decode()
-            for rank in ranks
+            for rank in ranks[:SHOWN]
             if self._store.check([f"stack/{rank}"])
         }
-        silent = [rank for rank in ranks if rank not in stacks]
+        silent = [rank for rank in ranks[:SHOWN] if rank not in stacks]
         if silent:
             return Failure(
                 silent[0],

@@ -191,9 +191,7 @@ def test_ranks_deal_out_a_billion_samples_in_flat_memory(training, shuffle):
 
     def read(exchange):
         source = make_source(data := Numbers(BILLION), batch_size=8, shuffle=shuffle)
-        shard = sharded(
-            source, exchange, training=training, replace_sampler=True, scatter=False
-        )
+        shard = sharded(source, exchange, training=training, replace_sampler=True, scatter=False)
         batches = itertools.islice(shard.batches(0, middle * size), 4)
         counts = [(b.count, b.total) for b in batches] if training else list(batches)
         return data.read, counts
