@@ -20,6 +20,7 @@ from fitkit.callbacks.rates import (
     LearningRateScheduler,
     ReduceLROnPlateau,
 )
+from fitkit.callbacks.ray_train import RayTrainReport
 from fitkit.callbacks.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
 from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.callbacks.watches import (
@@ -59,6 +60,7 @@ __all__ = [
     "Profiler",
     "ProgbarLogger",
     "ProgressBar",
+    "RayTrainReport",
     "ReduceLROnPlateau",
     "StochasticWeightAveraging",
     "SwapEMAWeights",

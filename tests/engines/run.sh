@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the tests of the engines of other projects, each in a virtual environment of its own.
 #
-#   tests/engines/run.sh FOLDER PYTHON [deepspeed] [horovod] [xla] [pytest's arguments]
+#   tests/engines/run.sh FOLDER PYTHON [deepspeed] [horovod] [xla] [ray] [pytest's arguments]
 #
 # FOLDER keeps the environments. Horovod is built from its sources with C++17, which torch 2 needs,
 # and without optimisation, which its tests don't: a quarter to half of an hour.
@@ -11,7 +11,7 @@ shift 2
 engines=
 while :; do
     case $1 in
-    deepspeed | horovod | xla) engines="$engines $1" ;;
+    deepspeed | horovod | xla | ray) engines="$engines $1" ;;
     *) break ;;
     esac
     shift
@@ -54,8 +54,13 @@ install_xla() {
     "$bin/python" -m pip install -qq -c "$constraints" torch_tpu==0.2.0
 }
 
+install_ray() {
+    "$bin/python" -c 'import ray' 2>/dev/null && return
+    "$bin/python" -m pip install -qq -c "$constraints" 'ray[train]'
+}
+
 failed=0
-for engine in ${engines:-deepspeed horovod xla}; do
+for engine in ${engines:-deepspeed horovod xla ray}; do
     echo "[engines] $engine"
     environment "$engine"
     "install_$engine"
