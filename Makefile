@@ -4,12 +4,13 @@
 #   make test        the test suite                 make test ARGS="tests/unit -k packaging"
 #   make test-all    with the slow tests, which take some ten minutes more
 #   make test-with   the fast tests with another Python or torch, all else the newest: PYTHON=python3.12 TORCH=2.10
-#   make test-engines   DeepSpeed, Horovod and torch_tpu for real, each in an environment of its own (Horovod is compiled: half an hour)
+#   make test-engines   DeepSpeed, Horovod, torch_tpu and Ray for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
 #   make lint        ruff: rules and formatting     make typecheck   mypy, and pyright on what users write
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
+#   make soak        ranks killed at random moments, resources over many calls: ARGS="--kills 50 --share 1"
 #   make docs        the site, in build/docs        make pictures    what the README shows, made anew
 #   make release     sdist and wheel in dist/, checked
 #   make setup       only the virtual environment   make clean       remove it and all that was built
@@ -29,7 +30,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-with test-cluster test-engines test-gpu lint typecheck bench bench-peers docs pictures release clean
+.PHONY: help setup demo test test-all test-with test-cluster test-engines test-gpu lint typecheck bench bench-peers soak docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -86,6 +87,9 @@ bench-peers: $(STAMP)
 	@test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
 	@$(PEERS)/bin/python -m pip install -qq -c requirements/constraints.txt -r requirements/peers.txt
 	@echo "[bench-peers] done; make bench finds them in $(PEERS)"
+
+soak: $(STAMP)
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs $(ARGS)

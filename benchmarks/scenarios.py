@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
-from benchmarks import checkpoints, ddp, footprint
+from benchmarks import checkpoints, ddp, footprint, ranks
 from benchmarks.contest import OURS, Side, against, contest, in_one_process, peers_there
 from benchmarks.measuring import Row
 from benchmarks.tasks import Task
@@ -151,7 +151,7 @@ def compiled(length: Length) -> Iterator[Row]:
 
 
 def scaling(length: Length) -> Iterator[Row]:
-    """A step's cost against layers, batch size, metrics, callbacks and epochs."""
+    """A step's cost against layers, batch size, metrics, callbacks, epochs; costs against ranks."""
     base = Task("", samples=length.of(3200), optimizer="sgd", metrics=())
     tasks = [
         *(dataclasses.replace(base, name=f"{n} layers", net=f"deep {n}") for n in (2, 10, 50, 200)),
@@ -171,6 +171,7 @@ def scaling(length: Length) -> Iterator[Row]:
     ]
     for task in tasks:
         yield from contest("scaling", task, ("fitkit",), "tuned", length.many, with_itself=False)
+    yield from ranks.rows()
 
 
 SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
