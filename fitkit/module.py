@@ -100,7 +100,7 @@ class Module(nn.Module):
             has it as `"loss"`. With `automatic_optimization = False` anything. None leaves the
             batch out.
         """
-        return self._fitkit.contexts.current.compiled_loss(self, _batch_of(arguments, named))
+        return self._compiled_loss(_batch_of(arguments, named))
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `fit`'s validation data, in evaluation mode and without gradients.
@@ -109,17 +109,20 @@ class Module(nn.Module):
             Anything; a loss (or a dict with `"loss"`) becomes the pass's `loss`, its mean over
             samples.
         """
-        return self._fitkit.contexts.current.compiled_loss(self, _batch_of(arguments, named))
+        return self._compiled_loss(_batch_of(arguments, named))
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `evaluate`, as `validation_step`, which stands in where it isn't there."""
-        return self._fitkit.contexts.current.compiled_loss(self, _batch_of(arguments, named))
+        return self._compiled_loss(_batch_of(arguments, named))
 
     def predict_step(self, *arguments: Any, **named: Any) -> Any:
         """One batch of `predict`: its outputs."""
         return self._fitkit.contexts.current.compiled_outputs(self, _batch_of(arguments, named))
 
     # ------------------------------------------------------------------ after the replicas
+
+    def _compiled_loss(self, batch: Any) -> Any:
+        return self._fitkit.contexts.current.compiled_loss(self, batch)
 
     def training_step_end(self, outputs: Any) -> Any:
         """What the step returned, whole; the place for losses over all samples of a batch.

@@ -91,6 +91,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                 state.progress = run.progress()
                 run.end_engine()
         except BaseException as error:
+            run.update.flush()  # a batch that came before it is learned from, as one by one
             report_error(error, callbacks)
             raise
         finally:
@@ -228,7 +229,7 @@ class Fit:
         replicas, device = self.strategy.replicas, self.strategy.device
         is_silent = chosen_verbose(self.arguments.verbose) == 0
         if (compiled := self.model._fitkit.compiled_update) is not None:
-            compiled.is_announced = not is_silent
+            compiled.announces(not is_silent)
         alone = ranks * replicas == 1 and device.type == "cpu"
         if alone or self.collectives.rank or is_silent:
             return
@@ -240,8 +241,7 @@ class Fit:
             batch = f", batches of {sizes} samples"
             if (every := self.accumulate) > 1:
                 batch += f", an update every {every} batches ({parts * size * every} samples)"
-        where = device if ranks * replicas == 1 else device.type
-        print(f"{what} on {where}{batch}", flush=True)
+        print(f"{what} on {device if ranks * replicas == 1 else device.type}{batch}", flush=True)
 
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:

@@ -64,6 +64,17 @@ class RunningMean:
         if len(self._values) >= FOLD_EVERY:
             self._fold()
 
+    def add_each(self, values: torch.Tensor, count: int) -> None:
+        """Take several batches' means (k,), each over as many samples."""
+        if not is_at_hand(values):
+            for value in values.unbind():
+                self.add(value, count)
+            return
+        self.last = values[-1]
+        for number in values.tolist():
+            self._read += number * count
+            self._count += count
+
     def _fold(self) -> None:
         if not self._values:
             return

@@ -13,6 +13,7 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import describe
+from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Source, samples_of
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
@@ -305,17 +306,9 @@ class OwnStep:
             self.synchronization.counts = not is_padding
         if context.waiting and counts:
             context.take_waiting()  # before the ranks exchange the step's values
-        values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
-        arguments = [values[name] for name in self._arguments]
         with _metrics_kept(self.model) if context.is_padding else contextlib.nullcontext():
-            with self._autocast():
-                outputs = self._enter(
-                    batch if self._moves else self.mover.transfer(batch), *arguments
-                )
-                if self._has_end:
-                    outputs = self._end(outputs)
-                elif self.wrapped.weights is not None:
-                    outputs = with_mean_loss(outputs, self.wrapped.weights)
+            moved = batch if self._moves else self.mover.transfer(batch)
+            outputs = self.called(moved, self.arguments(index, optimizer_idx))
             if self._is_first:
                 self.mover.transfer.note_writes()
             loss = self._loss(outputs)
@@ -326,15 +319,53 @@ class OwnStep:
             self.count = None if self.count is None else 0
             self.logbook.padding += 1
         else:
-            context.seen += self.samples
-            if loss is not None:
-                weight = self.samples if self.count is None else self.count
-                self.logbook.loss.add(loss.detach(), weight)
-            if self.outputs is not None:
-                self.outputs.append(_kept(outputs, training=context.name == "training"))
+            self.note(loss, outputs)
         if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
             context.logged.exchange(self._ranks, is_padding=is_padding)
         return loss
+
+    def take(self, batch: Any, count: Any, *, is_compiled_loss: bool) -> None:
+        """Take a batch whose step was computed elsewhere: it counts from now on.
+
+        Args:
+            count: what the step said that its loss is the mean over; None where it didn't.
+            is_compiled_loss: whether the step returned what `super().training_step` gave.
+        """
+        context = self.context
+        self.samples = self.total = context.samples = samples_of(batch)
+        context.is_padding = False
+        if context.waiting:
+            context.take_waiting()
+        self.count = self.terms = None
+        if count is not None:
+            self.count = checked_count(count, f"{self._method} returned 'count'")
+        elif is_compiled_loss and context.compiled is not None:
+            self.count, self.terms = context.compiled.count, context.compiled.terms
+
+    def note(self, loss: torch.Tensor | None, outputs: Any) -> None:
+        """Take a batch's loss, and what its step returned, into the pass's values."""
+        context = self.context
+        context.seen += self.samples
+        if loss is not None:
+            weight = self.samples if self.count is None else self.count
+            self.logbook.loss.add(loss.detach(), weight)
+        if self.outputs is not None:
+            self.outputs.append(_kept(outputs, training=context.name == "training"))
+
+    def arguments(self, index: int, optimizer_idx: int = 0) -> list[int]:
+        """What the model's step wants to know beside the batch."""
+        values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
+        return [values[name] for name in self._arguments]
+
+    def called(self, batch: Any, arguments: list[int]) -> Any:
+        """What the model's step returns for a batch that is on the device."""
+        with self._autocast():
+            outputs = self._enter(batch, *arguments)
+            if self._has_end:
+                outputs = self._end(outputs)
+            elif self.wrapped.weights is not None:
+                outputs = with_mean_loss(outputs, self.wrapped.weights)
+        return outputs
 
     def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
@@ -347,8 +378,7 @@ class OwnStep:
         self.mover.transfer.undo_writes()
 
     def _loss(self, outputs: Any) -> torch.Tensor | None:
-        found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        found = getattr(found, "loss", found)  # an object with .loss, as Hugging Face's
+        found = loss_in(outputs)
         loss = None
         self.count = self._count(outputs, found)
         if isinstance(found, torch.Tensor) and found.numel() == 1:
@@ -392,6 +422,12 @@ class OwnStep:
                 f"The loss that {hooks} returned has no gradient, so nothing can learn from it. "
                 "Compute it from the net's output, without .item(), .detach() or no_grad."
             )
+
+
+def loss_in(outputs: Any) -> Any:
+    """What a step's outputs have as the loss."""
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return getattr(found, "loss", found)  # an object with .loss, as Hugging Face's
 
 
 def with_mean_loss(outputs: Any, weights: list[int]) -> Any:
@@ -524,6 +560,7 @@ def step_for(
         name=name,
         ranks=strategy.data_ranks if stage == "training" else None,
         may_count=may_count,
+        keeps_batches=source is not None and isinstance(source.whole, ArraySource),
     )
     context = StepContext(stage, compiled.logbook.logged, compiled)
     by_turns = stage == "training" and not model._updates_all

@@ -50,12 +50,14 @@ class CompiledStep:
         name: how the user called the data, for messages.
         ranks: those that train together, in training; None elsewhere.
         may_count: whether losses may be means over something else than samples.
+        keeps_batches: whether batches are rows of arrays, not a generator's.
 
     Attributes:
         samples: of the last batch on this rank; 0 where it was padding.
         total: of the last batches on all ranks.
         count: what the last batch's loss was the mean over; None for its samples.
         may_count: as given.
+        keeps_batches: whether batches' memory stays as it is while others are read.
         terms: the last batch's losses, where several outputs may count differently.
         is_part: whether the next batch is only a part of what an update sees.
         synchronization: what synchronised batch normalisations go by; None where there are none.
@@ -71,6 +73,7 @@ class CompiledStep:
         name: str = "x",
         ranks: Collectives | None = None,
         may_count: bool = True,
+        keeps_batches: bool = False,
     ) -> None:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
@@ -97,6 +100,7 @@ class CompiledStep:
         self.samples: int = 0
         self.total: int = 0
         self.may_count = may_count
+        self.keeps_batches = keeps_batches
         if (own := self.loss.own) is not None:
             wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
         self.count: Count = None
@@ -155,15 +159,12 @@ class CompiledStep:
         parts: dict[str, torch.Tensor],
         batch: tuple[Any, Any, Any],
         rank_batch: RankBatch | None = None,
-        *,
-        measures: bool = True,
     ) -> None:
         """Take what a batch's step gave into the pass's values.
 
         Args:
             batch: its inputs, targets and weights.
             rank_batch: how many of its samples count; None where all do.
-            measures: whether the metrics count it, too.
         """
         x, y, weight = batch
         self.samples = self.total = samples_in(x, y)
@@ -183,7 +184,7 @@ class CompiledStep:
             logbook.loss.add(loss.detach(), samples if self.count is None else self.count)
         if parts:
             logbook.add_parts(parts, samples)
-        if measures and self.meters is not None:
+        if self.meters is not None:
             self.meters.update(prediction, y, weight)
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
@@ -208,7 +209,7 @@ class CompiledStep:
             batch: on the device already.
             counts: whether the metrics count it.
         """
-        x, y, weight = self._parts(batch)
+        x, y, weight = self.parts(batch)
         with self._replicas:  # the first batch's checks, and the metrics' sums
             if not self.checked:
                 prediction, loss, parts = self.compute(model, x, y, weight)
@@ -226,9 +227,10 @@ class CompiledStep:
 
     def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
         """The batch's inputs, targets and weights, on the device."""
-        return self._parts(self._move(batch))
+        return self.parts(self._move(batch))
 
-    def _parts(self, batch: Any) -> tuple[Any, Any, Any]:
+    def parts(self, batch: Any) -> tuple[Any, Any, Any]:
+        """The inputs, targets and weights of a batch that is on the device."""
         x, y, weight = self._unpack(batch)
         if y is None:
             y = labels_inside(x)
@@ -475,7 +477,7 @@ class PredictStep:
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
         """The net's outputs for the batch's inputs; targets and weights are not looked at."""
-        x, _, _ = self._unpack(self.mover(batch))
+        x, _, _ = self.moved_parts(batch)
         if not self.checked:
             check_batch(x, None, "x")
         sequences = self._sequences
@@ -496,6 +498,10 @@ class PredictStep:
             self.mover.transfer.undo_writes()
             self.checked = True
         return outputs
+
+    def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
+        """The batch's inputs on the device, without what isn't looked at."""
+        return self._unpack(self.mover(batch))[0], None, None
 
     def inside(self, model: Callable[..., Any], batch: Any) -> Any:
         """The outputs of a batch that is on the device, inside a `predict_step`."""

@@ -311,6 +311,21 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
     target._compiled_call_impl = compiled
 
 
+@contextlib.contextmanager
+def as_written(model: Module) -> Iterator[None]:
+    """Have calls of a model and its net run their own code meanwhile, not the compiled one."""
+    modules = [model] if model.net is None else [model, model.net]
+    compiled = [module._compiled_call_impl for module in modules]
+    for module in modules:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in zip(modules, compiled, strict=True):
+            if call is not None:  # else another thread does the same, and puts it back
+                module._compiled_call_impl = call
+
+
 def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
     """Compile the net where it came from another process: modules travel uncompiled."""
     if options is not False and _target(model)._compiled_call_impl is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -34,7 +34,7 @@ from fitkit.optimizers import (
     needs_closure,
     unfuse_if_unreadable,
 )
-from fitkit.training.compiled_step import CompiledUpdate, compiles_steps
+from fitkit.training.compiled_step import CompiledUpdate
 from fitkit.training.manual import (
     Manual,
     check_manual,
@@ -43,9 +43,9 @@ from fitkit.training.manual import (
     nothing_if,
 )
 from fitkit.training.optimizing import FitState, configures_its_own
-from fitkit.training.own_step import Step, StepContext
-from fitkit.training.step import CompiledStep
-from fitkit.training.surroundings import match_strides
+from fitkit.training.own_step import OwnStep, Step, StepContext
+from fitkit.training.programs import compiles_steps
+from fitkit.training.surroundings import as_written, match_strides
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -240,20 +240,25 @@ class Update:
     def _compiled_for(self, model: Module) -> CompiledUpdate | None:
         """What computes an update as one compiled function, where `compile` asks for that.
 
-        One rank's updates by one optimizer alone are, of the step that `compile` describes.
+        One rank's updates by one optimizer alone are: of the step that `compile` describes, or of
+        the model's own `training_step`.
         """
         options = model._fitkit.compilation.jit_compile
         alone = self._is_alone and not self._exchanges and self._engine is None
         special = self._scaling is not None or self._takes_closure
         step = self._step
-        if not alone or special or not isinstance(step, CompiledStep) or not step.wrapped.is_bare:
+        if not alone or special or not step.wrapped.is_bare or not model.automatic_optimization:
+            return None
+        if isinstance(step, OwnStep) and not step.mover.is_ours:
             return None
         if not compiles_steps(options):
             return None
         if model._fitkit.compiled_update is None:
             model._fitkit.compiled_update = CompiledUpdate(options)
         found: CompiledUpdate = model._fitkit.compiled_update
-        found.begin(model, step, self.optimizer, self._parameters, self._count_update)
+        found.begin(
+            model, step, self.optimizer, self._parameters, self._count_update, self._learn_by
+        )
         return found
 
     def _regroup(self) -> None:
@@ -297,8 +302,20 @@ class Update:
                 self._carrier.grad = None
         # Whether a batch is only a part of what an update sees.
         step.is_part = self._ranks > 1 or self._accumulate > 1
-        if self._compiled is not None and self._learn_compiled(self._compiled, batch):
+        compiled = self._compiled
+        if compiled is not None and compiled.stopped is None:
+            if self._learn_compiled(compiled, batch, index):
+                return
+            # Where the batch itself is wrong, that is said as without compiling.
+            with as_written(cast(Module, step.wrapped.net)):
+                self._learn_step_by_step(batch, index)
+            if compiled.waits:
+                compiled.look_back()
             return
+        self._learn_step_by_step(batch, index, **optimizer)
+
+    def _learn_step_by_step(self, batch: Any, index: int, **optimizer: Any) -> None:
+        step = self._step
         if self._accumulate > 1:
             with self._around_step():
                 self._learn(step(batch, index, **optimizer))
@@ -311,18 +328,21 @@ class Update:
         else:
             self._learn(step(batch, index, **optimizer))
 
-    def _learn_compiled(self, compiled: CompiledUpdate, batch: Any) -> bool:
+    def _learn_compiled(self, compiled: CompiledUpdate, batch: Any, index: int) -> bool:
         """Learn from a batch by what is compiled; whether that could be done."""
-        if not compiled(batch):
+        if not compiled(batch, index):
             return False
-        if (loss := compiled.loss) is None:
-            return True
-        backward, self.backward = self.backward, compiled.backward
+        if compiled.loss is not None:
+            self._learn_by(compiled.loss, compiled.backward)
+        return True
+
+    def _learn_by(self, loss: torch.Tensor, backward: Callable[..., Any]) -> None:
+        """Take a batch's loss, of which `backward` computes the gradients."""
+        before, self.backward = self.backward, backward
         try:
             self._learn(loss)
         finally:
-            self.backward = backward
-        return True
+            self.backward = before
 
     def _around_step(self) -> AbstractContextManager[Any]:
         """Surround a step: within a group gradients aren't exchanged before its last batch."""

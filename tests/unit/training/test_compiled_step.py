@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import fitkit
+from fitkit.training.programs import reason_of
 
 # Traced and differentiated as for torch's own compiler, but computed operation by operation.
 TRACED = {"backend": "aot_eager"}
@@ -221,6 +222,63 @@ def test_batches_that_wait_are_copies_and_callbacks_hear_of_whole_groups():
         assert torch.allclose(state[name], value, rtol=0, atol=1e-12)
 
 
+def failing_after(batches):
+    """So many batches of eight, then an error in reading the next one."""
+    for start in range(0, 8 * batches, 8):
+        yield X[start : start + 8], Y[start : start + 8]
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("batches", [5, 6])
+def test_batches_that_wait_have_been_learned_when_the_next_one_cannot_be_read(batches):
+    class Noting(fitkit.callbacks.Callback):
+        def on_exception(self, error):
+            self.updates = self.model.global_step
+
+    def run(**more):
+        torch.manual_seed(1)
+        model, noting = fitkit.Model(perceptron()), Noting()
+        model.compile(accelerator="cpu", **ADAM, steps_per_execution=12, **more)
+        with pytest.raises(OSError, match="the disk is gone"):
+            model.fit(failing_after(batches), verbose=0, callbacks=[noting])
+        return model.state_dict(), noting.updates
+
+    (state, updates), (expected, wanted) = run(jit_compile=TRACED), run()
+    assert updates == wanted == batches
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+def test_a_batch_that_does_not_fit_within_a_group_finds_those_before_it_learned():
+    def run(**more):
+        torch.manual_seed(1)
+        model = fitkit.Model(perceptron())
+        model.compile(accelerator="cpu", **ADAM, steps_per_execution=12, **more)
+        data = [(X[:8], Y[:8])] * 5 + [(X[:8, :4], Y[:8])]
+        with pytest.raises(fitkit.ConfigurationError, match="4"):
+            model.fit(iter(data), verbose=0)
+        return model.state_dict()
+
+    with pytest.warns(UserWarning, match="jit_compile"):
+        state = run(jit_compile=TRACED)
+    for name, value in run().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++ x",
+         "backend='inductor' raised: CppCompileError: C++ compile error"),
+        ("Unsupported: a branch.\n\nfrom user code:\n   File \"a.py\", line 3, in forward\n    x",
+         'Unsupported: a branch (File "a.py", line 3, in forward)'),
+        ("", "RuntimeError"),
+    ],
+)  # fmt: skip
+def test_a_reason_has_what_the_backend_raised_and_the_line(text, reason):
+    assert reason_of(RuntimeError(text)) == reason
+
+
 def test_a_state_that_is_loaded_within_a_training_is_the_one_that_learns():
     class Load(fitkit.callbacks.Callback):
         def on_train_batch_end(self, batch, logs):
@@ -268,6 +326,46 @@ def test_what_is_compiled_is_said_with_its_seconds(capsys):
     model.compile(accelerator="cpu", **ADAM, jit_compile=TRACED)
     model.fit(X[:48], Y[:48], batch_size=8, verbose=2)
     assert capsys.readouterr().out.count("compiling the step …") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-mixed", "steps_per_execution": 4, "gradient_clip_val": 0.05},
+        {"precision": "bf16-true"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "steps_per_execution": 4},
+    ],
+)
+def test_half_precision_accumulation_and_clipping_go_together(options):
+    def run(**more):
+        torch.manual_seed(1)
+        model = fitkit.Model(perceptron().float())
+        model.compile(accelerator="cpu", **ADAM, **options, **more)
+        torch.manual_seed(2)
+        history = model.fit(X.float()[:48], Y[:48], batch_size=8, epochs=3, verbose=0).history
+        return model, [history]
+
+    compiled = run(jit_compile=TRACED)
+    assert compiled[0]._fitkit.compiled_update.stopped is None
+    assert_same(compiled, run(), 2e-2 if options.get("precision") == "bf16-true" else 1e-5)
+
+
+def test_with_dynamic_shapes_a_last_batch_of_another_length_shares_the_program():
+    case = {"net": lambda: nn.Linear(6, 3), "optimizer": "sgd", "rows": 53}
+    compiled = trained(case, jit_compile={**TRACED, "dynamic": True})
+    assert len(compiled[0]._fitkit.compiled_update._programs._compiled) == 1
+    assert_same(compiled, trained(case))
+
+
+@HAS_COMPILER
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.timeout(240)
+def test_a_mode_of_torchs_compiler_computes_the_same(mode):
+    case = {"net": lambda: nn.Linear(6, 3), "optimizer": "sgd"}
+    compiled = trained(case, jit_compile={"mode": mode})
+    assert compiled[0]._fitkit.compiled_update.stopped is None
+    assert_same(compiled, trained(case))
 
 
 @HAS_COMPILER

@@ -1,0 +1,268 @@
+"""A batch's step without any notes, as torch's compiler traces it; what it gave is noted after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from fitkit import trees
+from fitkit.data.batches import samples_in
+from fitkit.distributed.strategies import Strategy
+from fitkit.losses import Term
+from fitkit.losses.compiled import total_of
+from fitkit.module import Module
+from fitkit.training.own_step import OwnStep, loss_in
+from fitkit.training.programs import Batch, UncompiledError, copied
+from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper, number_of
+
+
+class TracedStep:
+    """The step that `compile` describes: the net's output, and the loss.
+
+    Args:
+        model: whose net it is.
+        step: computes the same step by step.
+    """
+
+    def __init__(self, model: Module, step: CompiledStep | PredictStep) -> None:
+        strategy: Strategy = model._fitkit.compilation.strategy
+        is_hooked = model._forward_hooks or model._forward_pre_hooks
+        self.net: Any = model.net if is_plain_wrapper(model) and not is_hooked else model
+        self.device: str = strategy.device.type
+        self._step, self._caller = step, step.caller
+        self._precision, self._is_plain = strategy.precision, strategy.precision.is_plain
+        if isinstance(step, CompiledStep):
+            self._loss, self._counts = step.loss, step.may_count
+            self._keeps_prediction = step.meters is not None
+            self._may_join = False
+
+    def moved(self, batch: Any, index: int) -> Batch:
+        """A batch's inputs, targets and weights, on the device."""
+        return self._step.moved_parts(batch)
+
+    def as_written(self, batch: Batch) -> torch.Tensor:
+        """A batch's loss as torch computes it without compiling; the first batch is checked."""
+        assert isinstance(self._step, CompiledStep)
+        loss: torch.Tensor = self._step.compute(self.net, *batch)[1]
+        own = self._step.loss.own
+        if own is not None and not own.is_decided:
+            raise UncompiledError("what the net's own loss is the mean over isn't known")
+        return loss
+
+    def entered(self, batch: Batch) -> tuple[Any, ...]:
+        """What `predicted` and `computed` get for a batch: the net's arguments, and the rest."""
+        x, y, weight = batch
+        if isinstance(x, torch.Tensor):
+            return (x,), {}, y, weight
+        return *self._caller.arguments(x), y, weight
+
+    def predicted(self, given: Any, named: Any) -> Any:
+        """The net's output; traced."""
+        if self._is_plain:
+            return self.net(*given, **named)
+        with self._precision.autocast(self.device):
+            prediction = self.net(*given, **named)
+        return self._precision.widen(prediction)
+
+    def computed(
+        self, given: Any, named: Any, y: Any, weight: Any, *, is_part: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss, and what `note` wants of a step beside it; traced.
+
+        Args:
+            is_part: whether the batch is only a part of what an update sees.
+        """
+        prediction = self.predicted(given, named)
+        loss, parts, counted = self._losses(prediction, y, weight, is_part)
+        kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
+        return loss, (kept, parts, counted)
+
+    def _losses(self, prediction: Any, y: Any, weight: Any, is_part: bool) -> Any:
+        if not self._counts:
+            return *self._loss(prediction, y, weight), None
+        if not self._loss.part_names:
+            loss, count = self._loss.counted(prediction, y, weight, is_part=is_part)
+            return loss, {}, count
+        terms = self._loss.terms(prediction, y, weight, is_part=is_part)
+        found = [(term.name, term.scale, term.value.detach(), term.count) for term in terms]
+        if all(term.count is None for term in terms):
+            return total_of(terms), {name: value for name, _, value, _ in found}, None
+        return total_of(terms), {}, found
+
+    def note(self, loss: torch.Tensor, kept: Any, batch: Batch) -> None:
+        """Take what a traced step gave into the pass's values."""
+        if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
+            loss, kept = trees.map_leaves(copied, (loss, kept))
+        prediction, parts, counted = kept
+        self._step_counted(counted).note(prediction, loss, parts, batch)
+
+    def note_inside(self, kept: Any, batch: Batch) -> None:
+        """Take what a traced `super().training_step` gave: its loss isn't noted, but metrics are.
+
+        Args:
+            kept: as `computed` gives it.
+        """
+        (prediction, parts, counted), (x, y, weight) = kept, batch
+        step = self._step_counted(counted)
+        with torch.no_grad():
+            if parts:
+                step.logbook.add_parts(parts, samples_in(x, y))
+            if step.meters is not None:
+                step.meters.update(prediction, y, weight)
+
+    def _step_counted(self, counted: Any) -> CompiledStep:
+        """The step, which has what the last batch's loss was the mean over."""
+        step = self._step
+        assert isinstance(step, CompiledStep)
+        step.count = step.terms = None
+        if isinstance(counted, list):
+            step.terms = [Term(name, s, value, number_of(c)) for name, s, value, c in counted]
+        elif counted is not None:
+            step.count = number_of(counted)
+        return step
+
+    def running(self) -> AbstractContextManager[None]:
+        """Surround a traced call."""
+        return nullcontext()
+
+    def look_at_metrics(self) -> None:
+        """Decide, once there are metrics, whether they may take several batches as one."""
+        assert isinstance(self._step, CompiledStep)
+        meters = self._step.meters
+        self._may_join = meters is None or not meters.has_user_code
+
+    def joined(self, found: Sequence[tuple[torch.Tensor, Any]], entered: Sequence[Any]) -> Any:
+        """What several steps gave, as one where losses and metrics can be noted so; traced.
+
+        Args:
+            found: each step's, as `computed` gives it.
+            entered: their batches, as `entered` gives them.
+
+        Returns:
+            The losses (k,), and one batch's outputs and targets for the metrics; `found` itself
+            where they can't be joined.
+        """
+        _, _, y, weight = entered[0]
+        prediction, parts, counted = found[0][1]
+        if not self._may_join or weight is not None or parts or counted is not None:
+            return found
+        losses = torch.stack([loss for loss, _ in found])
+        if prediction is None:
+            return losses, None, None
+        if not isinstance(prediction, torch.Tensor) or not isinstance(y, torch.Tensor):
+            return found
+        predictions = torch.cat([kept[0] for _, kept in found])
+        return losses, predictions, torch.cat([batch[2] for batch in entered])
+
+    def note_together(self, found: Any, batches: Sequence[Batch]) -> None:
+        """Take what several steps gave, as `joined` gives it, into the pass's values."""
+        if isinstance(found, list):
+            for (loss, kept), batch in zip(found, batches, strict=True):
+                self.note(loss, kept, batch)
+            return
+        if self.device != "cpu":
+            found = trees.map_leaves(copied, found)
+        step, (losses, predictions, targets) = self._step_counted(None), found
+        x, y, _ = batches[-1]
+        step.samples = step.total = samples_in(x, y)
+        step.logbook.loss.add_each(losses, step.samples)
+        if step.meters is not None:
+            step.meters.update(predictions, targets)
+
+
+class TracedOwnStep:
+    """A model's own `training_step`.
+
+    Its calls of `self.log` are made after the compiled call, and so are the metrics' updates of
+    `super().training_step`.
+
+    Args:
+        model: has the step.
+        step: computes the same step by step.
+    """
+
+    def __init__(self, model: Module, step: OwnStep) -> None:
+        self.device: str = model._fitkit.compilation.strategy.device.type
+        self._model, self._step = model, step
+        assert step.context.compiled is not None
+        self._inside = TracedStep(model, step.context.compiled)
+        self._parts = step.context.compiled.parts
+        self._logged: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._last: torch.Tensor | None = None  # the loss that it gave
+        self._computed: list[tuple[Any, Batch]] = []  # what super().training_step gave
+        # What stands for the model's methods in a traced step.
+        self._stand_ins: dict[str, Any] = {
+            "log": self._take_log, "_compiled_loss": self._compiled_loss
+        }  # fmt: skip
+
+    def moved(self, batch: Any, index: int) -> Batch:
+        """A batch on the device, and its number."""
+        return self._step.mover.transfer(batch), None, index
+
+    def entered(self, batch: Batch) -> tuple[Any, ...]:
+        """What `computed` gets for a batch."""
+        whole, _, index = batch
+        return whole, self._step.arguments(index)
+
+    def computed(
+        self, batch: Any, arguments: list[int], *, is_part: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss, and what `note` wants of a step beside it; traced."""
+        step = self._step
+        self._logged, self._computed, self._last = [], [], None
+        outputs = step.called(batch, arguments)
+        loss = loss_in(outputs)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise UncompiledError(NO_LOSS)
+        count = outputs.get("count") if isinstance(outputs, Mapping) else None
+        kept = None if step.outputs is None else trees.map_leaves(_detached, outputs)
+        is_compiled_loss, self._last = loss is self._last, None  # it can't leave with its graph
+        return loss.reshape(()), (kept, count, is_compiled_loss)
+
+    def _take_log(self, name: str, value: Any, *given: Any, **options: Any) -> None:
+        self._logged.append((name, _detached(value), given, options))
+
+    def _compiled_loss(self, batch: Any) -> torch.Tensor:
+        parts = self._parts(batch)
+        loss, kept = self._inside.computed(*self._inside.entered(parts))
+        self._computed.append((kept, parts))
+        self._last = loss
+        return loss
+
+    def running(self) -> AbstractContextManager[None]:
+        """Surround a traced call."""
+        return self._logs_kept()
+
+    @contextmanager
+    def _logs_kept(self) -> Iterator[None]:
+        own = vars(self._model)
+        before = {name: own[name] for name in self._stand_ins if name in own}
+        own.update(self._stand_ins)
+        try:
+            yield
+        finally:
+            for name in self._stand_ins:
+                del own[name]
+            own.update(before)
+
+    def note(self, loss: torch.Tensor, kept: Any, batch: Batch) -> None:
+        """Take what a traced step gave into the pass's values, and log what it logged."""
+        step, (outputs, count, is_compiled_loss) = self._step, kept
+        if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
+            loss, outputs = trees.map_leaves(copied, (loss, outputs))
+        for computed, parts in self._computed:
+            self._inside.note_inside(computed, parts)
+        step.take(batch[0], count, is_compiled_loss=is_compiled_loss)
+        for name, value, given, options in self._logged:
+            self._model.log(name, copied(value), *given, **options)
+        step.note(loss, outputs)
+
+
+NO_LOSS = "training_step returns no loss of one number for some batch"
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
