@@ -76,6 +76,7 @@ class Record:
         log_names: of the values that the last pass gave; None before.
         hidden_names: logged with `prog_bar=False`, which the progress bar leaves out.
         compiled_update: what `jit_compile` has compiled of the training's steps; None before.
+        compiled_passes: the same of evaluations and predictions.
     """
 
     compilation: Compilation
@@ -86,6 +87,7 @@ class Record:
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)
     compiled_update: Any = None
+    compiled_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Model(Module):
@@ -259,7 +261,8 @@ class Model(Module):
             deterministic: True, False or `"warn"`: torch's deterministic algorithms, for the
                 length of each call; None (default) leaves them.
             jit_compile: True for `torch.compile` of the whole step (forward, loss, gradients,
-                update), as far as that can be compiled, or a dict of its options.
+                update), also of your own `training_step`, and of the net and loss in `evaluate` and
+                `predict`, as far as that can be compiled; or a dict of its options.
             matmul_precision: `"highest"` (float32 throughout), `"high"` (TF32 on CUDA) or
                 `"medium"` (bfloat16 where the device has kernels for it): of float32 matrix
                 products, as `torch.set_float32_matmul_precision` means it, for the length of each
@@ -299,6 +302,7 @@ class Model(Module):
         if jit_compile is not UNSET:
             compile_net(self, jit_compile)
         self._fitkit.compilation, self._fitkit.compiled_update = compilation, None
+        self._fitkit.compiled_passes = {}
         if optimizer is not UNSET:
             self._fitkit.fit_state.drop_optimizers()
         if lr_scheduler is not UNSET:

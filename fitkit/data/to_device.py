@@ -271,6 +271,11 @@ class Mover:
         """The batch on the device."""
         return self.move(batch)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether fitkit moves batches, and not a hook of the model's."""
+        return self._own is None
+
     def leaves(self, batch: Any) -> bool:
         """Whether nothing is done to a batch, nor to others of the same tensors."""
         return self._own is None and self.transfer(batch) is batch

@@ -106,6 +106,11 @@ class OutputGroup:
         self._loss = self._joined["loss"] = Mean(as_given, values)
         self._loss.to(device)
 
+    @property
+    def joins_losses(self) -> bool:
+        """Whether losses are computed here: `join_loss` was called in this pass."""
+        return self._loss is not None
+
     def loss_sums(self) -> tuple[float, float]:
         """The sum of the losses that were joined, and their number."""
         if self._loss is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,12 +25,14 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage, overridden
 from fitkit.losses import Count
 from fitkit.module import Module
+from fitkit.training.compiled_pass import HELD, compiled_pass
 from fitkit.training.explain import raise_explained
 from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
 from fitkit.training.surroundings import (
+    as_written,
     close_bars,
     evaluating,
     rank_source,
@@ -86,7 +89,7 @@ def evaluate_source(
         index, empty = -1, 0
         try:
             with plan:
-                advance: Callable[..., Any] = step
+                advance = plan.first_step
                 together = InStep(_first(source, steps, data_ranks), strategy)
                 batches = plan.batches(step.mover.bring_each(iter(together)))
                 for group in in_groups(batches, group_size):
@@ -105,11 +108,13 @@ def evaluate_source(
                             advance = plan.step_after_first(batch)
                         has_rows = True
                     if end and has_rows:
+                        plan.flush_group()
                         logs = LazyLogs(logbook.results)
                         for hook in end:
                             hook(index, logs)
                     if model.stop_evaluating and together.ends_here():
                         break
+                plan.flush()
         except BaseException:
             logbook.logged.finish()
             raise
@@ -153,30 +158,34 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                 callbacks.call("on_predict_begin", {})
                 begin = callbacks.hooks("on_predict_batch_begin")
                 end = callbacks.hooks("on_predict_batch_end")
-                plan = EvaluationPlan(model, step, callbacks, "predict", source)
+                plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
                 index, empty = -1, 0
                 with plan:
-                    advance: Callable[..., Any] = step
+                    advance = plan.first_step
                     batches = plan.batches(step.mover.bring_each(iter(together)))
                     for group in in_groups(batches, group_size):
                         has_rows = False
                         for index, batch in group:
                             if batch is NoRows:
                                 empty += 1
+                                plan.flush()
                                 copies.add(batch)
                                 continue
                             if begin and not has_rows:
                                 context.call_before_batch(begin, index, {})
-                            copies.add(advance(batch, index))
+                            if (outputs := advance(batch, index)) is not HELD:
+                                copies.add(outputs)
                             if index == empty:
                                 advance = plan.step_after_first(batch)
                             has_rows = True
                         if end and has_rows:
+                            plan.flush_group()
                             logs = LazyLogs(partial(_outputs, copies, index, group_size))
                             for hook in end:
                                 hook(index, logs)
                         if model.stop_predicting and together.ends_here():
                             break
+                    plan.flush()
                 copies.wait()
                 callbacks.call("on_predict_end", {})
         finally:
@@ -321,6 +330,8 @@ class EvaluationPlan:
       of the same tensors.
     - Losses that are means of each sample's are computed of many batches at once, as metrics are.
 
+    - Where `jit_compile` asks for it, net and loss are compiled (`CompiledPass`).
+
     The first batch, which has everything checked, is an ordinary step under `no_grad`.
 
     Args:
@@ -328,14 +339,31 @@ class EvaluationPlan:
         callbacks: of the pass.
         stage: as its callbacks' hooks call it, `"test"` or `"predict"`.
         source: gives the batches.
+        take: takes the outputs of `predict` that don't come with their batch's step.
+
+    Attributes:
+        first_step: makes the first step.
     """
 
     def __init__(
-        self, model: Module, step: Any, callbacks: CallbackList, stage: str, source: Source
+        self,
+        model: Module,
+        step: Any,
+        callbacks: CallbackList,
+        stage: str,
+        source: Source,
+        take: Callable[[Any], None] | None = None,
     ) -> None:
         self._model = model
         self._step = step
-        self._may_infer = sees_only_torchs(model, step, callbacks, stage)
+        self._sees_only_torchs = partial(sees_only_torchs, model, step, callbacks, stage)
+        self._may_infer = self._sees_only_torchs()
+        shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
+        self._compiled = compiled_pass(model, step, take, is_announced=shows)
+        self.first_step: Callable[..., Any] = step
+        if self._compiled is not None:
+            self.first_step = self._compiled.first
+        self._users_look = users_look(callbacks, stage)
         # Batches that are views or rows of tensors. Others are made outside of inference mode,
         # since whoever makes them may keep them. Ranks in step may repeat a batch, marked as one
         # that doesn't count.
@@ -344,6 +372,7 @@ class EvaluationPlan:
         self._is_plain = model._fitkit.compilation.strategy.precision.is_plain
         self._mode: torch.inference_mode | None = None
         self._no_grad = torch.no_grad()
+        self._as_written = contextlib.ExitStack()
 
     def __enter__(self) -> EvaluationPlan:
         self._no_grad.__enter__()
@@ -351,6 +380,7 @@ class EvaluationPlan:
 
     def __exit__(self, *error: object) -> None:
         self._leave()
+        self._as_written.close()
         self._no_grad.__exit__(None, None, None)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -368,6 +398,17 @@ class EvaluationPlan:
         Args:
             first: the first batch, whose step is done.
         """
+        compiled = self._compiled
+        if compiled is not None and not compiled.gains:
+            self._compiled = compiled = None
+            self._as_written.enter_context(as_written(self._model))
+            self._may_infer = self._sees_only_torchs()
+        plain = self._plain_after(first)
+        if compiled is None:
+            return plain
+        return compiled.after_first(first, plain, keeps=self._in_memory)
+
+    def _plain_after(self, first: Any) -> Callable[..., Any]:
         step = self._step
         if isinstance(step, CompiledStep):
             # Whether the user has no code that a step calls, but the net's.
@@ -385,6 +426,16 @@ class EvaluationPlan:
         if isinstance(step, PredictStep):
             return _short_prediction(step, forward, first)
         return _short_evaluation(step, forward, first)
+
+    def flush_group(self) -> None:
+        """Compute the batches that wait at a group's end, where somebody may look."""
+        if self._users_look:
+            self.flush()
+
+    def flush(self) -> None:
+        """Compute the batches that wait to be computed in one call."""
+        if self._compiled is not None:
+            self._compiled.flush()
 
     def _inside(self, batch: Any, index: int) -> Any:
         self._enter()
@@ -412,12 +463,17 @@ def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList, stage: s
         return False
     if not is_plain_wrapper(model) or overridden(model, "transfer_batch_to_device"):
         return False
-    hooks = (*callbacks.hooks(f"on_{stage}_batch_begin"), *callbacks.hooks(f"on_{stage}_batch_end"))
-    if not all(type(getattr(hook, "__self__", None)) is ProgressBar for hook in hooks):
+    if users_look(callbacks, stage):
         return False
     layers = (module for module in model.modules() if module is not model)
     has_hooks = bool(model._forward_hooks or model._forward_pre_hooks or _has_any_global_hook())
     return not has_hooks and all(map(is_torchs, layers))
+
+
+def users_look(callbacks: CallbackList, stage: str) -> bool:
+    """Whether a callback beside the progress bar acts at batches of a pass."""
+    hooks = (*callbacks.hooks(f"on_{stage}_batch_begin"), *callbacks.hooks(f"on_{stage}_batch_end"))
+    return any(type(getattr(hook, "__self__", None)) is not ProgressBar for hook in hooks)
 
 
 def _short_evaluation(

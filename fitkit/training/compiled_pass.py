@@ -1,0 +1,251 @@
+"""`jit_compile` in evaluations and predictions: net and loss of a pass's batches compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fitkit import trees
+from fitkit.errors import warn
+from fitkit.module import Module
+from fitkit.training.programs import (
+    UNROLLED,
+    Batch,
+    Programs,
+    UncompiledError,
+    compiles_steps,
+    copied,
+    shapes_of,
+)
+from fitkit.training.step import CompiledStep, PredictStep
+from fitkit.training.surroundings import as_written
+from fitkit.training.traced_step import TracedStep
+
+FEWEST_FUSED = 24
+"""A net of fewer operations that the compiler joins takes longer in a compiled call of its own than
+as written: the call alone takes as long as some twenty of them (20 linear layers: 1.4 of it)."""
+
+MOST_OPERATIONS = 256
+"""So many at most are compiled into one call of several batches, which bounds the time that takes
+(32-64-10: 16 batches in some 10 s)."""
+
+MOST_TOGETHER = 16
+"""Batches in one call at most: the call's own time is a twentieth of its batches' by then."""
+
+HELD = object()
+"""What a batch's step gives where its outputs are taken elsewhere, or come later."""
+
+
+class CompiledPass:
+    """A pass's batches from the second on, by compiled functions.
+
+    Batches of the first one's shapes are compiled: one a call, or several where
+    `steps_per_execution` lets them be computed together. What is left of a pass then, and a last
+    batch of another length, is computed as without compiling: that takes less than to compile it.
+    Where batches of several lengths come, they share one program for any length. A net of few
+    operations isn't compiled, one batch a call.
+
+    The programs stay with the model, so that a second pass compiles nothing.
+
+    Args:
+        model: what is evaluated.
+        step: makes ordinary steps.
+        take: takes the outputs of `predict`, in the batches' order.
+        is_announced: whether to print that something is being compiled.
+    """
+
+    def __init__(
+        self, model: Module, step: CompiledStep | PredictStep, take: Any, *, is_announced: bool
+    ) -> None:
+        compilation = model._fitkit.compilation
+        self._model, self._step, self._traced = model, step, TracedStep(model, step)
+        self._take = take
+        self._predicts = isinstance(step, PredictStep)
+        self._programs = programs_of(model, "prediction" if self._predicts else "evaluation")
+        self._programs.is_announced = is_announced
+        self._most = compilation.steps_per_execution
+        self._together = 1
+        self._function: Callable[..., Any] = self._computed
+        self._plain: Callable[..., Any] = step
+        self._joins = self._may_join = self._keeps = self._leaves = False
+        self._shapes: Any = None
+        self._others = 0
+        self._held: list[Any] = []
+        self._parts: list[Batch] = []
+        self.stopped = False
+
+    def first(self, batch: Any, index: int) -> Any:
+        """A pass's first step, in which everything is checked: an ordinary one."""
+        step, forward, seen = self._step, self._step.forward, _Operations()
+
+        def counted(*given: Any, **named: Any) -> Any:
+            with seen:
+                return forward(*given, **named)
+
+        with as_written(self._model):
+            if self._programs.operations is not None:
+                return step(batch, index)
+            step.forward = counted
+            try:
+                found = step(batch, index)
+            finally:
+                step.forward = forward
+        self._programs.operations = seen.count, seen.fused
+        return found
+
+    @property
+    def gains(self) -> bool:
+        """Whether the batches from the second on are compiled; asked after the first."""
+        operations, fused = self._programs.operations or (1, 0)
+        most = min(self._most, MOST_TOGETHER, MOST_OPERATIONS // max(operations, 1))
+        self._together = 1 if self._most < UNROLLED or most < 2 else 1 << (most.bit_length() - 1)
+        return self._together > 1 or fused >= FEWEST_FUSED
+
+    def after_first(
+        self, first: Any, plain: Callable[..., Any], *, keeps: bool
+    ) -> Callable[..., Any]:
+        """What makes the steps from the second on.
+
+        Args:
+            first: the first batch.
+            plain: what makes them without compiling.
+            keeps: whether batches' memory stays as it is until the pass ends.
+        """
+        self._plain, self._keeps = plain, keeps
+        step = self._step
+        if isinstance(step, PredictStep):
+            self._function = self._predicted
+        else:
+            self._traced.look_at_metrics()
+            meters = step.meters
+            if meters is not None and meters.only is not None and meters.only.joins_losses:
+                self._joins, self._may_join = True, not meters.has_user_code
+            self._function = self._measured if self._joins else self._computed
+        # Of pairs of tensors in memory to which nothing is done, all others are as the first.
+        self._leaves = keeps and type(first) is tuple and len(first) == 2
+        self._leaves = self._leaves and step.mover.leaves(first)
+        self._shapes = shapes_of((*first, None) if self._leaves else step.moved_parts(first))
+        return self
+
+    def __call__(self, batch: Any, index: int = 0) -> Any:
+        """Compute a batch, or hold it until there are as many as are computed in one call."""
+        if self.stopped:
+            return self._plain(batch, index)
+        parts = (*batch, None) if self._leaves else self._step.moved_parts(batch)
+        if shapes_of(parts) != self._shapes:
+            self.flush()
+            self._others += 1
+            if self._others == 1:
+                self._run_plainly(batch)
+            else:
+                self._run([batch], [parts], None)
+            return HELD
+        if self._together > 1 and not self._keeps:  # a generator may fill its arrays anew
+            parts = batch = trees.map_leaves(copied, parts)
+        self._held.append(batch)
+        self._parts.append(parts)
+        if len(self._held) == self._together:
+            held, ready, self._held, self._parts = self._held, self._parts, [], []
+            self._run(held, ready, self._shapes)
+        return HELD
+
+    def flush(self) -> None:
+        """Compute the batches that wait."""
+        held, self._held, self._parts = self._held, [], []
+        for batch in held:
+            self._run_plainly(batch)
+
+    def _run(self, held: list[Any], batches: list[Batch], shapes: Any) -> None:
+        """Compute some batches in one call.
+
+        Args:
+            held: as they came.
+            batches: their inputs, targets and weights.
+        """
+        traced, step = self._traced, self._step
+        given = [traced.entered(batch) for batch in batches]
+        try:
+            found = self._programs.run(self._function, given, shapes, traced.device)
+        except UncompiledError as error:
+            for batch in held:
+                self._run_plainly(batch)  # an error that is a batch's own is raised here
+            self.stopped = True
+            warn(f"jit_compile compiles the net alone in {self._programs.what}: {error}")
+            return
+        if isinstance(step, PredictStep):
+            for outputs in found if traced.device == "cpu" else trees.map_leaves(copied, found):
+                self._take(outputs)
+        elif self._joins:
+            assert step.meters is not None
+            step.samples = step.total = batches[-1][1].shape[0]
+            for prediction, target in found:
+                step.meters.update(prediction, target)
+        else:
+            traced.note_together(found, batches)
+
+    def _run_plainly(self, batch: Any) -> None:
+        with contextlib.nullcontext() if self.stopped else as_written(self._model):
+            outputs = self._plain(batch, 0)
+        if self._predicts:
+            self._take(outputs)
+
+    def _predicted(self, entered: Any) -> Any:
+        """Batches' outputs; traced."""
+        return [self._traced.predicted(given, named) for given, named, _, _ in entered]
+
+    def _measured(self, entered: Any) -> Any:
+        """Batches' outputs and targets, where possible as one; traced."""
+        predictions, targets = self._predicted(entered), [batch[2] for batch in entered]
+        if len(entered) > 1 and self._may_join:
+            return [(torch.cat(predictions), torch.cat(targets))]
+        return list(zip(predictions, targets, strict=True))
+
+    def _computed(self, entered: Any) -> Any:
+        """Batches' losses, and what is noted beside them; traced."""
+        found = [self._traced.computed(*batch) for batch in entered]
+        return self._traced.joined(found, entered) if len(found) > 1 else found
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations meanwhile, and those of them that its compiler joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.fused = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        self.fused += torch.Tag.pointwise in function.tags or "norm" in function.__name__
+        return function(*args, **(kwargs or {}))
+
+
+def compiled_pass(
+    model: Module, step: Any, take: Callable[[Any], None] | None, *, is_announced: bool
+) -> CompiledPass | None:
+    """What computes a pass's batches as compiled functions, where `compile` asks for that.
+
+    None for steps of the model's own, where something stands before the net (replicas, shards),
+    and where the model moves batches itself.
+    """
+    compilation = model._fitkit.compilation
+    if not compiles_steps(compilation.jit_compile):
+        return None
+    if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
+        return None
+    if compilation.strategy.evaluates_in_step or not step.mover.is_ours:
+        return None
+    return CompiledPass(model, step, take, is_announced=is_announced)
+
+
+def programs_of(model: Module, what: str) -> Programs:
+    """What a model keeps of its passes of a kind."""
+    kept: dict[str, Programs] = model._fitkit.compiled_passes
+    if kept.get(what) is None:  # a model's copy has none either
+        kept[what] = Programs(model._fitkit.compilation.jit_compile, f"the {what}")
+    return kept[what]
