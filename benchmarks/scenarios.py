@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import Any
 
 from benchmarks import checkpoints, ddp, footprint, ranks
 from benchmarks.contest import OURS, Side, against, contest, in_one_process, peers_there
@@ -122,15 +123,9 @@ def options(length: Length) -> Iterator[Row]:
     image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
     linear = Task("20 linear layers of width 32", net="deep 20", samples=length.of(6400))
     blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
-    for task, name, given in (
-        (image, "memory_format='channels_last'", {"memory_format": "channels_last"}),
-        (image, "jit_compile=True", {"jit_compile": True}),
-        (linear, "jit_compile=True", {"jit_compile": True}),
-        (blocks, "jit_compile=True", {"jit_compile": True}),
-    ):
-        changed = dataclasses.replace(task, name=f"{task.name}, {name}", options=given)
-        with closing(Side("fitkit", task)) as base, closing(Side("fitkit", changed)) as side:
-            yield against("options", base, side, length.pairs)
+    yield beside_itself("options", image, {"memory_format": "channels_last"}, length.pairs)
+    for task in (image, linear, blocks):
+        yield beside_itself("options", task, {"jit_compile": True}, length.pairs)
 
 
 def compiled(length: Length) -> Iterator[Row]:
@@ -148,6 +143,25 @@ def compiled(length: Length) -> Iterator[Row]:
             yield from contest(
                 "compiled", changed, ("fitkit",), "tuned", length.pairs, with_itself=False
             )
+    image = Task("CNN, batches of 64", net="cnn", samples=length.of(1280), batch=64)
+    tokens = Task("transformer, 4 layers", net="transformer 4 128", samples=length.of(1280))
+    blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
+    for task in (image, tokens):
+        yield beside_itself("compiled", task, {"jit_compile": True}, length.pairs)
+    for task in (dataclasses.replace(tiny, name="32-64-10"), blocks, image, tokens):
+        passes = dataclasses.replace(
+            task, name=f"evaluate, {task.name}", verb="evaluate", source="arrays"
+        )
+        for given in ({"jit_compile": True}, {"jit_compile": True, "steps_per_execution": 32}):
+            yield beside_itself("compiled", passes, given, length.pairs)
+
+
+def beside_itself(scenario: str, task: Task, given: dict[str, Any], pairs: int) -> Row:
+    """fitkit's figures with options of `compile` beside those without."""
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    changed = dataclasses.replace(task, name=f"{task.name}, {words}", options=given)
+    with closing(Side("fitkit", task)) as base, closing(Side("fitkit", changed)) as side:
+        return against(scenario, base, side, pairs)
 
 
 def scaling(length: Length) -> Iterator[Row]:

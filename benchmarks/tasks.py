@@ -20,7 +20,8 @@ class Task:
         name: in tables.
         verb: `"train"`, `"evaluate"` or `"predict"`: one pass over the data a run.
         net: `"mlp 32 64 10"` (widths), `"deep 50"` (linear layers of width 32), `"blocks 6"` (of a
-            linear layer of width 64, a normalisation and an activation written out) or `"cnn"`.
+            linear layer of width 64, a normalisation and an activation written out), `"cnn"`, or
+            `"transformer 4 128"` (layers, width) of 64 tokens with 16 numbers each.
         samples, batch: of the data.
         source: `"loader"` (a shuffling `DataLoader` of a plain `TensorDataset`) or `"arrays"`
             (NumPy arrays, for whoever takes them), or `"batches"`: one's own loop over arrays'
@@ -65,6 +66,17 @@ class WrittenOut(nn.Module):
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))
 
 
+TOKENS, TOKEN_WIDTH = 64, 16
+
+
+class Pooled(nn.Module):
+    """The mean over the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, tokens, width) → (N, width)."""
+        return x.mean(1)
+
+
 def net_of(task: Task) -> nn.Sequential:
     """The task's net, the same weights each time."""
     torch.manual_seed(0)
@@ -84,6 +96,15 @@ def net_of(task: Task) -> nn.Sequential:
             for layer in (nn.Linear(64, 64), nn.LayerNorm(64), WrittenOut())
         ]
         return nn.Sequential(*blocks, nn.Linear(64, 10))
+    if kind == "transformer":
+        count, width = map(int, numbers)
+        encoders = [
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(count)
+        ]
+        return nn.Sequential(
+            nn.Linear(TOKEN_WIDTH, width), *encoders, Pooled(), nn.Linear(width, 10)
+        )
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
@@ -95,10 +116,14 @@ def data_of(task: Task) -> tuple[Tensor, Tensor]:
     """Seeded data that can be learned: the class is the largest of ten random projections."""
     kind, *numbers = task.net.split()
     width = int(numbers[0]) if kind == "mlp" else 0
-    features = {"mlp": width, "deep": 32, "blocks": 64, "cnn": 3 * 32 * 32}[kind]
+    features = {
+        "mlp": width, "deep": 32, "blocks": 64, "cnn": 3 * 32 * 32, "transformer": TOKEN_WIDTH
+    }[kind]  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(task.samples, features, generator=generator)
     y = (x @ torch.randn(features, 10, generator=generator)).argmax(1)
+    if kind == "transformer":  # tokens whose mean says the class
+        x = x[:, None] + torch.randn(task.samples, TOKENS, TOKEN_WIDTH, generator=generator)
     return (x.reshape(-1, 3, 32, 32) if kind == "cnn" else x), y
 
 
