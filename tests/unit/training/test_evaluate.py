@@ -110,7 +110,6 @@ NOTICED = {
     "loss with a hook": {"loss": hooked_loss()},
     "loss called otherwise": {"loss": OwnLoss()},
     "metric": {"metrics": [lambda prediction, target: prediction.mean()]},
-    "compiled": {"jit_compile": {"backend": "eager"}},
 }
 
 
