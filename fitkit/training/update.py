@@ -20,7 +20,7 @@ from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.strategies.engine import clip_gradients, norm_of, scale_gradients
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Term
 from fitkit.losses.compiled import total_of
@@ -45,7 +45,7 @@ from fitkit.training.manual import (
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import OwnStep, Step, StepContext
 from fitkit.training.programs import compiles_steps
-from fitkit.training.surroundings import as_written, match_strides
+from fitkit.training.surroundings import as_written, match_strides, traces_gradients
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -252,6 +252,12 @@ class Update:
         if isinstance(step, OwnStep) and not step.mover.is_ours:
             return None
         if not compiles_steps(options):
+            return None
+        if not traces_gradients():
+            warn(
+                f"jit_compile compiles the net alone: PyTorch {torch.__version__} can't compile "
+                "gradients. PyTorch 2.13 compiles the whole step."
+            )
             return None
         if model._fitkit.compiled_update is None:
             model._fitkit.compiled_update = CompiledUpdate(options)

@@ -10,7 +10,9 @@ from torch import nn, optim
 
 import fitkit
 from fitkit.training.programs import reason_of
+from fitkit.training.surroundings import traces_gradients
 
+pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
 # Traced and differentiated as for torch's own compiler, but computed operation by operation.
 TRACED = {"backend": "aot_eager"}
 HAS_COMPILER = pytest.mark.skipif(
