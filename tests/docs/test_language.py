@@ -12,6 +12,7 @@ PAGES = [
     "docs/quickstart.md",
     "docs/from-keras.md",
     "docs/from-lightning.md",
+    "docs/from-pytorch.md",
     "docs/data.md",
     "docs/callbacks.md",
     "docs/many-devices.md",
