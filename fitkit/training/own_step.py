@@ -215,7 +215,8 @@ class OwnStep:
         total: of the last batches on all ranks.
         count, terms, may_count, is_part: as in `CompiledStep`.
         synchronization: what synchronised batch normalisations go by; None where there are none.
-        outputs: what the steps returned; None where nobody wants it.
+        keeps: whether the pass's `_epoch_end` wants what the steps returned.
+        outputs: what they returned; None where nobody wants it.
     """
 
     def __init__(self, model: Module, context: StepContext, wrapped: WrappedModel) -> None:
@@ -246,14 +247,14 @@ class OwnStep:
         self._moves = overridden(model, "transfer_batch_to_device")
         self._needs_loss = stage == "training" and model.automatic_optimization
         self._is_first = True
-        self._keeps = overridden(model, f"{stage}_epoch_end")
+        self.keeps: bool = overridden(model, f"{stage}_epoch_end")
         self.begin()
 
     def begin(self) -> None:
         """Begin a new pass."""
         self.logbook.reset()
         self.context.seen = 0
-        self.outputs = [] if self._keeps else None
+        self.outputs = [] if self.keeps else None
 
     def finish(self) -> None:
         """Call the pass's `_epoch_end`."""

@@ -218,7 +218,7 @@ class TracedOwnStep:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UncompiledError(NO_LOSS)
         count = outputs.get("count") if isinstance(outputs, Mapping) else None
-        kept = None if step.outputs is None else trees.map_leaves(_detached, outputs)
+        kept = trees.map_leaves(_detached, outputs) if step.keeps else None
         is_compiled_loss, self._last = loss is self._last, None  # it can't leave with its graph
         return loss.reshape(()), (kept, count, is_compiled_loss)
 

@@ -147,7 +147,8 @@ def nothing_left_behind(ports_before):
     deadline = time.monotonic() + patience(10)
     while children() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert (children(), own_threads(), open_ports()) == ([], [], ports_before)
+    assert (children(), own_threads()) == ([], [])
+    assert set(open_ports()) <= set(ports_before)
     assert shared_memory() <= memory_before
 
 
@@ -211,7 +212,8 @@ def test_a_fault_ends_the_call_and_leaves_nothing(fault, ports_before):
     if isinstance(caught.value, fitkit.WorkerError):
         assert caught.value.rank == 1
         # While the user still holds the error, which may be for long in a notebook:
-        assert (children(), own_threads(), open_ports()) == ([], [], ports_before)
+        assert (children(), own_threads()) == ([], [])
+        assert set(open_ports()) <= set(ports_before)
 
 
 @pytest.mark.slow

@@ -139,3 +139,12 @@ def test_what_a_step_does_beside_its_loss_is_done_once_a_batch(capsys):
     with pytest.warns(UserWarning, match="jit_compile"):
         trained(Printing, jit_compile=TRACED)
     assert capsys.readouterr().out.count("a batch") == 4 * 6
+
+
+def test_outputs_that_the_epochs_end_gets_compile_nothing_anew():
+    torch.manual_seed(1)
+    model = EpochEnd(net())
+    model.compile("adam", "cross_entropy", accelerator="cpu", jit_compile=TRACED)
+    torch._dynamo.utils.counters.clear()
+    model.fit(X[:40], Y[:40], batch_size=4, epochs=2, verbose=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -23,6 +23,12 @@ IGNORED = torch.where(torch.arange(85) % 3 == 0, -100, Y)
 WEIGHTS = torch.rand(85, dtype=torch.float64)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def as_in_a_new_process():
+    """Torch remembers which numbers have changed, from models of other tests, too."""
+    torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def small_nets_are_compiled(monkeypatch):
     """So that nets which are quick to compile can be tested."""
