@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -25,11 +26,23 @@ from fitkit.random_states import random_state, set_random_state
 
 
 def tell_epoch(loader: DataLoader[Any], number: int) -> None:
-    """Call `set_epoch` of a loader's samplers that have it."""
-    for sampler in (loader.sampler, loader.batch_sampler):
-        set_epoch = getattr(sampler, "set_epoch", None)
+    """Call `set_epoch` of a loader's samplers and of its stream, where they have it."""
+    stream = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
+    for part in (loader.sampler, loader.batch_sampler, stream):
+        set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)
+    if stream is not None and is_mosaic_stream(stream):
+        # It counts its own passes, from 0 again in a process that resumes.
+        stream.next_epoch = number  # type: ignore[attr-defined]
+
+
+def is_mosaic_stream(dataset: object) -> bool:
+    """Whether a data set is MosaicML's StreamingDataset."""
+    return any(
+        kind.__name__ == "StreamingDataset" and kind.__module__.startswith("streaming.")
+        for kind in type(dataset).__mro__
+    )
 
 
 def draw_as_iterating_does(loader: DataLoader[Any]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ from fitkit.data.loaders import (
     batches_by_index,
     computed_batches,
     draw_as_iterating_does,
+    is_mosaic_stream,
     reads_by_index,
     sampler_name,
     tell_epoch,
@@ -73,8 +75,7 @@ def sharded(
     """
     dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
     if isinstance(dataset, IterableDataset):
-        is_part = bool(getattr(dataset, SHARDS_ITSELF, False))
-        return _ReadByAll(source, ranks, training, is_part=is_part)
+        return _ReadByAll(source, ranks, training, is_part=gives_parts(dataset, ranks))
     if isinstance(source, LoaderSource) and (
         isinstance(source.loader.sampler, DistributedSampler) or not replace_sampler
     ):
@@ -95,6 +96,38 @@ def sharded(
     if scatter and isinstance(source, IterableSource):
         return _HandedOut(source, ranks, training)
     return _ReadByAll(source, ranks, training, is_part=False)
+
+
+def gives_parts(dataset: Any, ranks: Collectives) -> bool:
+    """Whether a stream gives each rank its own part: it says so, or its library divides it.
+
+    Keeping every n-th batch of a part would leave out the rest without a word.
+
+    Raises:
+        ConfigurationError: Hugging Face's datasets gave this rank another one's part.
+    """
+    said = getattr(dataset, SHARDS_ITSELF, None)
+    if said is not None:
+        return bool(said)
+    if is_mosaic_stream(dataset):  # it goes by the launcher's variables alone
+        return os.environ.get("WORLD_SIZE", "1") == str(ranks.world_size)
+    # What datasets.distributed.split_dataset_by_node leaves behind.
+    divided = getattr(dataset, "_distributed", None)
+    given = (getattr(divided, "rank", None), getattr(divided, "world_size", None))
+    if None not in given:
+        expected = (ranks.rank, ranks.world_size)
+        if given != expected:
+            raise ConfigurationError(
+                f"split_dataset_by_node gave the data of rank {given[0]} of {given[1]} to rank "
+                f"{expected[0]} of {expected[1]}. Pass the whole data set: fitkit divides it."
+            )
+        return True
+    stages = getattr(dataset, "pipeline", None)  # WebDataset's
+    return isinstance(stages, list) and any(
+        getattr(stage, "__name__", "") == "split_by_node"
+        and getattr(stage, "__module__", "").startswith("webdataset.")
+        for stage in stages
+    )
 
 
 class _Shard(Source):

@@ -9,6 +9,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Subset,
     SubsetRandomSampler,
@@ -208,3 +209,31 @@ def test_an_index_that_is_not_there_is_an_index_error():
         source = make_source(DataLoader(dataset, batch_sampler=[[0], [22]]))
         with pytest.raises(IndexError):
             list(source.batches(0))
+
+
+def test_a_stream_is_told_its_epoch():
+    class Told(IterableDataset):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([torch.tensor(10.0 * self.epoch + i) for i in range(3)])
+
+    class StreamingDataset(Told):
+        """Counts as MosaicML's."""
+
+        def __init__(self):
+            self.next_epoch = 7
+
+        set_epoch = None
+
+        def __iter__(self):
+            self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
+            return super().__iter__()
+
+    StreamingDataset.__module__ = "streaming.base.dataset"
+    for stream in (Told(), StreamingDataset()):
+        source = make_source(DataLoader(stream, batch_size=None))
+        for number, skip in ((0, 0), (1, 0), (4, 1)):
+            found = [float(each) for each in source.batches(number, skip)]
+            assert found == [10.0 * number + i for i in range(skip, 3)]

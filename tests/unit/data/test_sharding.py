@@ -1,6 +1,7 @@
 """Shares of several ranks, with threads in place of processes."""
 
 import itertools
+import os
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fitkit.data.batches import NoRows
 from fitkit.data.sharding import RankBatch, sharded
 from fitkit.data.sources import Elsewhere, make_source
+from fitkit.errors import ConfigurationError
 
 
 class Rooms:
@@ -216,6 +218,71 @@ def test_a_stream_with_other_lengths_on_each_rank_ends_together():
         [(4, 8), (0, 4), (0, 4)],
         [(4, 8), (4, 4), (4, 4)],
     ]
+
+
+class StreamingDataset(torch.utils.data.IterableDataset):
+    """Divides itself as MosaicML's does, by the launcher's variables."""
+
+    next_epoch = 0
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __iter__(self):
+        first, step = (self.rank, 2) if os.environ.get("WORLD_SIZE") == "2" else (0, 1)
+        return iter([(each,) for each in X[first::step]])
+
+
+StreamingDataset.__module__ = "streaming.base.dataset"
+
+
+class WebDataset(torch.utils.data.IterableDataset):
+    """Divides its files as WebDataset does with `nodesplitter=split_by_node`."""
+
+    def __init__(self, rank):
+        def split_by_node(files):
+            return files[rank::2]
+
+        split_by_node.__module__ = "webdataset.shardlists"
+        self.pipeline = [list(range(4)), split_by_node]
+
+    def __iter__(self):
+        return iter([(X[file],) for file in self.pipeline[1](self.pipeline[0])])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_streams_that_libraries_divide_are_not_divided_again(monkeypatch, training):
+    def read(stream):
+        found = shares(lambda exchange: stream(exchange.rank), 2, training=training)
+        if training:
+            found = [[rows for rows, count, _ in steps if count] for steps in found]
+        return [sum(steps, []) for steps in found]
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert read(StreamingDataset) == [X[::2].tolist(), X[1::2].tolist()]
+    assert read(WebDataset) == [[0, 2], [1, 3]]
+    monkeypatch.delenv("WORLD_SIZE")  # every rank reads all, and keeps its batches
+    assert read(StreamingDataset) == [[0, 1, 2, 3, 8, 9, 10], [4, 5, 6, 7]]
+
+
+def test_what_hugging_face_divides_is_checked():
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    whole = datasets.Dataset.from_dict({"x": range(8)}).to_iterable_dataset(num_shards=2)
+
+    def read(rank_of):
+        def on_rank(exchange):
+            part = split_dataset_by_node(whole, rank_of(exchange.rank), 2)
+            source = make_source(part, batch_size=2)
+            shard = sharded(source, exchange, training=False, replace_sampler=True, scatter=False)
+            return [batch["x"].tolist() for batch in shard.batches(0)]
+
+        return on_ranks(2, on_rank)
+
+    assert read(lambda rank: rank) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    with pytest.raises(ConfigurationError, match="rank 0 of 2 to rank 1 of 2"):
+        read(lambda rank: 0)
 
 
 def test_samples_are_counted_by_their_targets_on_every_rank():

@@ -155,3 +155,37 @@ def test_after_an_epoch_that_was_broken_off_a_new_pass_begins(tmp_path):
     given = DATA["stream"]()
     compiled().fit(given, epochs=2, verbose=0, resume_from=tmp_path / "cut.h5")
     assert given.dataset.read == 26
+
+
+@pytest.mark.parametrize("cut_at", [3, 4, 5])
+def test_a_stream_of_hugging_face_has_all_its_steps_after_a_resume(tmp_path, cut_at):
+    datasets = pytest.importorskip("datasets")
+    columns = {"x": X[:24].tolist(), "label": Y[:24].tolist()}
+    rows = datasets.Dataset.from_dict(columns).with_format("torch")
+
+    class Own(fitkit.Model):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.seen = nn.Linear(4, 3), []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch["x"])
+            return nn.functional.cross_entropy(self.layer(batch["x"]), batch["label"])
+
+    class Cut(Callback):
+        def on_train_batch_end(self, batch, logs):
+            if self.model.global_step == cut_at:
+                self.model.save(tmp_path / "cut.h5")
+
+    def trained(**options):
+        model = Own()
+        model.compile("adam", accelerator="cpu", devices=1)
+        loader = stateful.StatefulDataLoader(rows.to_iterable_dataset(num_shards=2), 6)
+        model.fit(loader, epochs=3, verbose=0, **options)
+        return model
+
+    whole, again = trained(callbacks=[Cut()]), trained(resume_from=tmp_path / "cut.h5")
+    assert len(whole.seen) == 12
+    torch.testing.assert_close(again.seen, whole.seen[cut_at:], rtol=0, atol=0)
+    assert_same_weights(again, whole)
