@@ -318,8 +318,7 @@ def _failed(url: str, what: str, error: Exception) -> CheckpointError:
     kind = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}"
     if isinstance(error, PermissionError) or "credential" in kind.lower() or "auth" in kind.lower():
         return CheckpointError(
-            f"{url} can't be {what}: the store takes none of the credentials that it was given "
-            f"({kind}); set them where its package looks for them (its environment variables or "
-            "its configuration file), and give them the right."
+            f"{url} can't be {what}: credentials are missing or don't allow it ({kind}); set them "
+            "in the environment variables or the configuration file that the store's package reads."
         )
     return CheckpointError(f"{url} can't be {what}: {kind}.")

@@ -158,7 +158,7 @@ def faulty(monkeypatch):
         ("changed", "the store gave back"),
         ("gone", "can't be written: ConnectionResetError: the connection was reset"),
         ("copy", "can't be written: TimeoutError"),
-        ("credentials", "takes none of the credentials .*PermissionError: Unable to locate"),
+        ("credentials", "credentials are missing or .*PermissionError: Unable to locate"),
         ("bucket", "no such folder or bucket"),
     ],
 )
