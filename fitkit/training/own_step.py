@@ -236,10 +236,10 @@ class OwnStep:
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
         self._ranks: Collectives = strategy.data_ranks
-        self._autocast = partial(strategy.precision.autocast, strategy.device.type)
+        self.autocast = partial(strategy.precision.autocast, strategy.device.type)
         self._method = f"{stage}_step"
         self._arguments = step_arguments(model, self._method)
-        self._enter = entry_of(model, wrapped, self._method)
+        self.enter = entry_of(model, wrapped, self._method)
         self._end = getattr(model, f"{stage}_step_end")
         self._has_end = overridden(model, f"{stage}_step_end")
         # A transfer of the model's own is part of what is called through a wrapper: under dp each
@@ -309,7 +309,9 @@ class OwnStep:
             context.take_waiting()  # before the ranks exchange the step's values
         with _metrics_kept(self.model) if context.is_padding else contextlib.nullcontext():
             moved = batch if self._moves else self.mover.transfer(batch)
-            outputs = self.called(moved, self.arguments(index, optimizer_idx))
+            with self.autocast():
+                outputs = self.enter(moved, *self.arguments(index, optimizer_idx))
+                outputs = self.ended(outputs)
             if self._is_first:
                 self.mover.transfer.note_writes()
             loss = self._loss(outputs)
@@ -358,14 +360,12 @@ class OwnStep:
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         return [values[name] for name in self._arguments]
 
-    def called(self, batch: Any, arguments: list[int]) -> Any:
-        """What the model's step returns for a batch that is on the device."""
-        with self._autocast():
-            outputs = self._enter(batch, *arguments)
-            if self._has_end:
-                outputs = self._end(outputs)
-            elif self.wrapped.weights is not None:
-                outputs = with_mean_loss(outputs, self.wrapped.weights)
+    def ended(self, outputs: Any) -> Any:
+        """What the step returned, as its `_step_end` or the replicas' mean makes it."""
+        if self._has_end:
+            return self._end(outputs)
+        if self.wrapped.weights is not None:
+            return with_mean_loss(outputs, self.wrapped.weights)
         return outputs
 
     def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:

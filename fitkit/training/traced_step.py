@@ -213,7 +213,8 @@ class TracedOwnStep:
         """The loss, and what `note` wants of a step beside it; traced."""
         step = self._step
         self._logged, self._computed, self._last = [], [], None
-        outputs = step.called(batch, arguments)
+        with step.autocast():
+            outputs = step.ended(step.enter(batch, *arguments))
         loss = loss_in(outputs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UncompiledError(NO_LOSS)

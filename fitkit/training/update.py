@@ -296,8 +296,12 @@ class Update:
         """Look at the same next batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
-    def __call__(self, batch: Any, index: int, **optimizer: Any) -> None:
-        """Learn from a batch: compute its loss, and make the update where the group is complete."""
+    def __call__(self, batch: Any, index: int, *, compiles: bool = True, **optimizer: Any) -> None:
+        """Learn from a batch: compute its loss, and make the update where the group is complete.
+
+        Args:
+            compiles: whether it may be learned by what is compiled.
+        """
         step = self._step
         if self._batches == 0:
             if self._accumulate != self._fit_state.accumulate:
@@ -308,20 +312,16 @@ class Update:
                 self._carrier.grad = None
         # Whether a batch is only a part of what an update sees.
         step.is_part = self._ranks > 1 or self._accumulate > 1
-        compiled = self._compiled
+        compiled = self._compiled if compiles else None
         if compiled is not None and compiled.stopped is None:
             if self._learn_compiled(compiled, batch, index):
                 return
             # Where the batch itself is wrong, that is said as without compiling.
             with as_written(cast(Module, step.wrapped.net)):
-                self._learn_step_by_step(batch, index)
+                self(batch, index, compiles=False)
             if compiled.waits:
                 compiled.look_back()
             return
-        self._learn_step_by_step(batch, index, **optimizer)
-
-    def _learn_step_by_step(self, batch: Any, index: int, **optimizer: Any) -> None:
-        step = self._step
         if self._accumulate > 1:
             with self._around_step():
                 self._learn(step(batch, index, **optimizer))
