@@ -25,10 +25,18 @@ from fitkit.module import Module
 STAGES = ("training", "validation", "test", "predict")
 """What a step can be part of; `fit` has the first two, `evaluate` and `predict` the others."""
 
+STEP_HOOKS = {
+    stage: {
+        hook: getattr(Module, hook)
+        for hook in (f"{stage}_step", f"{stage}_step_end", f"{stage}_epoch_end")
+        if hook != "predict_epoch_end"
+    }
+    for stage in STAGES
+}
+"""The hooks of each stage's steps, and what they are where nobody overrides them."""
+
 MODEL_HOOKS = (
-    *(f"{stage}_step" for stage in STAGES),
-    *(f"{stage}_step_end" for stage in STAGES),
-    *(f"{stage}_epoch_end" for stage in STAGES[:3]),
+    *(hook for hooks in STEP_HOOKS.values() for hook in hooks),
     "configure_optimizers",
     "transfer_batch_to_device",
 )
@@ -46,9 +54,11 @@ def overridden(model: Module, hook: str) -> bool:
 
 def has_own_steps(model: Module, stage: str) -> bool:
     """Whether a stage isn't wholly what `compile` describes."""
-    hooks = [f"{stage}_step", f"{stage}_step_end"]
-    hooks += [] if stage == "predict" else [f"{stage}_epoch_end"]
-    return any(overridden(model, hook) for hook in hooks)
+    kind, own = type(model), vars(model)
+    for hook, plain in STEP_HOOKS[stage].items():
+        if (own.get(hook) or getattr(kind, hook)) is not plain:
+            return True
+    return False
 
 
 def evaluation_stage(model: Module) -> str | None:

@@ -17,9 +17,7 @@ from fitkit import model_names, trees
 from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.base import Callbacks
 from fitkit.callbacks.history import History
-from fitkit.data.arrays import made_dense
 from fitkit.data.class_weights import ClassWeights
-from fitkit.data.sources import array_batch, check_data_type
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
@@ -638,7 +636,7 @@ class Model(Module):
         weights = None if class_weight is None else ClassWeights(class_weight)
         check_flag("return_dict", return_dict)
         with in_use(self, "train_on_batch", alone=True), surroundings(self, "train_on_batch"):
-            values = fit_batch(self, self._one_batch(x, y, sample_weight), weights)
+            values = fit_batch(self, (x, y, sample_weight), weights)
         return _as_asked(values, return_dict)
 
     @overload
@@ -679,7 +677,7 @@ class Model(Module):
         """
         check_flag("return_dict", return_dict)
         with self._computing("test_on_batch"), surroundings(self, "test_on_batch"):
-            values = evaluate_batch(self, self._one_batch(x, y, sample_weight))
+            values = evaluate_batch(self, (x, y, sample_weight))
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -694,14 +692,7 @@ class Model(Module):
             (8, 1)
         """
         with self._computing("predict_on_batch"), surroundings(self, "predict_on_batch"):
-            return trees.to_numpy(predict_batch(self, self._one_batch(x)))
-
-    def _one_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> tuple[Any, ...]:
-        """The arrays of one batch as tensors."""
-        check_data_type(x)
-        dtype = self._fitkit.compilation.strategy.precision.input_dtype(self)
-        batch: tuple[Any, ...] = made_dense(array_batch(x, y, sample_weight, float_dtype=dtype))
-        return batch
+            return trees.to_numpy(predict_batch(self, x))
 
     # ------------------------------------------------------------------ what a run left
 

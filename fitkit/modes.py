@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from fitkit.errors import ConfigurationError
@@ -137,17 +138,22 @@ def to_training(module: nn.Module, kept: list[nn.Module]) -> list[nn.Module]:
 def set_mode(module: nn.Module, *, training: bool) -> None:
     """As `module.train(training)`, which writes each flag, also those that are right."""
     modules = modules_of(module)
-    if any(
-        type(part).train is not nn.Module.train
-        or type(part).eval is not nn.Module.eval
-        or not part.__dict__.keys().isdisjoint(("train", "eval"))
-        for part in modules
-    ):
+    if not has_plain_modes(modules):
         module.train() if training else module.eval()
         return
     for part in modules:
         if part.training != training:
             _set_flag(part, training)
+
+
+def has_plain_modes(modules: list[nn.Module]) -> bool:
+    """Whether no module has a `train` or `eval` of its own."""
+    return all(
+        type(part).train is nn.Module.train
+        and type(part).eval is nn.Module.eval
+        and part.__dict__.keys().isdisjoint(("train", "eval"))
+        for part in modules
+    )
 
 
 def _set_flag(module: nn.Module, training: bool) -> None:
@@ -181,3 +187,14 @@ def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
         if parameter is not None
     }
     return list(found.values())
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """A module's parameters and buffers, as quickly."""
+    return [
+        tensor
+        for part in modules_of(module)
+        for held in (part._parameters, part._buffers)
+        for tensor in held.values()
+        if tensor is not None
+    ]

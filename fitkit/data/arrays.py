@@ -114,34 +114,35 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
         ArgumentTypeError: something that is no array of numbers.
         ConfigurationError: an array without a first dimension.
     """
-    if isinstance(value, Mapping):
-        return {
-            key: as_tensors(item, f"{name}[{key!r}]", float_dtype, target=target)
-            for key, item in value.items()
-        }
-    if value is None and target and name.endswith("]"):
-        return None
-    if isinstance(value, (tuple, list)):
-        if not value:
-            raise ConfigurationError(f"{name} is empty: {value!r}.")
-        if all(isinstance(part, str) for part in value):
-            raise ArgumentTypeError(_strings(np.asarray(value), name))
-        parts = [part for part in value if part is not None or not target]
-        if not is_array_tree(parts, gaps=target):
-            raise ArgumentTypeError(
-                f"{name}={describe(value)} is a {type(value).__name__} that doesn't hold only "
-                f"arrays or tensors. Write numpy.asarray({name}) if it holds numbers."
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, Mapping):
+            return {
+                key: as_tensors(item, f"{name}[{key!r}]", float_dtype, target=target)
+                for key, item in value.items()
+            }
+        if value is None and target and name.endswith("]"):
+            return None
+        if isinstance(value, (tuple, list)):
+            if not value:
+                raise ConfigurationError(f"{name} is empty: {value!r}.")
+            if all(isinstance(part, str) for part in value):
+                raise ArgumentTypeError(_strings(np.asarray(value), name))
+            parts = [part for part in value if part is not None or not target]
+            if not is_array_tree(parts, gaps=target):
+                raise ArgumentTypeError(
+                    f"{name}={describe(value)} is a {type(value).__name__} that doesn't hold only "
+                    f"arrays or tensors. Write numpy.asarray({name}) if it holds numbers."
+                )
+            return tuple(
+                as_tensors(item, f"{name}[{index}]", float_dtype, target=target)
+                for index, item in enumerate(value)
             )
-        return tuple(
-            as_tensors(item, f"{name}[{index}]", float_dtype, target=target)
-            for index, item in enumerate(value)
-        )
-    if is_sparse_matrix(value):
-        if target:
-            raise ConfigurationError(
-                f"{name} is a sparse matrix, which no loss takes. Write {name}.toarray()."
-            )
-        return SparseMatrix(value, name, float_dtype)
+        if is_sparse_matrix(value):
+            if target:
+                raise ConfigurationError(
+                    f"{name} is a sparse matrix, which no loss takes. Write {name}.toarray()."
+                )
+            return SparseMatrix(value, name, float_dtype)
     tensor = _tensor(value, name)
     if target and tensor.layout in SPARSE:
         raise ConfigurationError(

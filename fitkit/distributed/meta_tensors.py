@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fitkit.errors import ConfigurationError
+from fitkit.modes import tensors_of
 
 
 class Unfilled:
@@ -73,7 +74,8 @@ class Unfilled:
 
 def fill_meta(module: nn.Module, covered: Collection[str] = ()) -> None:
     """Give what is on the meta device main memory and numbers; the arguments are `Unfilled`'s."""
-    Unfilled(module, covered).fill()
+    if any(tensor.is_meta for tensor in tensors_of(module)):
+        Unfilled(module, covered).fill()
 
 
 def _meta(part: nn.Module) -> Iterator[str]:

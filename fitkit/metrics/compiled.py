@@ -51,6 +51,8 @@ class CompiledMetrics:
     Attributes:
         only: the group of the net's one output; None before a first batch, and where it has
             several.
+        waits: whether batches may wait for others, to be counted together. Default True; not where
+            the values are read after each batch.
     """
 
     def __init__(self, metrics: Any = None, weighted_metrics: Any = None) -> None:
@@ -58,6 +60,7 @@ class CompiledMetrics:
         self._given = [specs for specs in given if specs]
         self._groups: dict[Hashable, OutputGroup] | None = None
         self.only: OutputGroup | None = None
+        self.waits: bool = True
         self._outputs = Outputs({})
         self._trained: Sequence[Any] = ()
         self._weighted: list[Any] = []  # the outputs that have a weighted metric
@@ -117,7 +120,7 @@ class CompiledMetrics:
             if named:
                 first = FirstBatch(predictions[output], targets[output], hint(output))
                 with changeable():
-                    groups[output] = OutputGroup(named, first)
+                    groups[output] = OutputGroup(named, first, waits=self.waits)
         self._groups = groups
         self._weighted = [o for o, of_output in found.items() if any(s.weighted for s in of_output)]
         if len(outputs.names) == 1:
@@ -161,6 +164,8 @@ class CompiledMetrics:
 
     def up_to_date(self) -> contextlib.AbstractContextManager[Any]:
         """Meanwhile all values count the batches that wait, which are joined once for them."""
+        if self.only is not None:
+            return self.only.up_to_date()
         stack = contextlib.ExitStack()
         for group in self._started():
             stack.enter_context(group.up_to_date())

@@ -50,13 +50,17 @@ class OutputGroup:
     Args:
         specs: the metrics by their final names.
         first: the output's first batch, by which they are built.
+        waits: whether batches may wait for others; not where values are read after each.
 
     Attributes:
         sums: what sums up each metric, by name.
         sees_each: whether some metric sees each batch as it came.
     """
 
-    def __init__(self, specs: dict[str, MetricSpec], first: FirstBatch) -> None:
+    def __init__(
+        self, specs: dict[str, MetricSpec], first: FirstBatch, *, waits: bool = True
+    ) -> None:
+        self._waits = waits
         self.sums: dict[str, Mean | TorchMetric] = {}
         for name, spec in specs.items():
             with _naming(name):
@@ -79,7 +83,12 @@ class OutputGroup:
             self._count(self._each, Batch(prediction, target, weight))
         if self._joined:
             weight = weight if self._needs_weight else None
-            for batch in self._buffer.add(prediction, target, weight):
+            ready: Sequence[Batch] = (
+                self._buffer.add(prediction, target, weight)
+                if self._waits
+                else [Batch(prediction.detach(), target.detach(), weight)]
+            )
+            for batch in ready:
                 self._count(self._joined, batch)
         if self._is_first:
             self.flush()  # so that what can't work fails here, by its name

@@ -105,7 +105,8 @@ def evaluate_source(
                             context.take_waiting()
                         if index == empty:
                             step.undo_writes()
-                            advance = plan.step_after_first(batch)
+                            if source.steps != 1:
+                                advance = plan.step_after_first(batch)
                         has_rows = True
                     if end and has_rows:
                         plan.flush_group()
@@ -175,7 +176,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                                 context.call_before_batch(begin, index, {})
                             if (outputs := advance(batch, index)) is not HELD:
                                 copies.add(outputs)
-                            if index == empty:
+                            if index == empty and source.steps != 1:
                                 advance = plan.step_after_first(batch)
                             has_rows = True
                         if end and has_rows:

@@ -6,11 +6,14 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 from fitkit import trees
+from fitkit.data.arrays import made_dense
 from fitkit.data.class_weights import ClassWeights
+from fitkit.data.sources import array_batch, check_data_type
 from fitkit.hooks import evaluation_stage, has_own_steps, overridden
-from fitkit.modes import kept_in_evaluation, parameters_of, to_training
+from fitkit.modes import has_plain_modes, kept_in_evaluation, modules_of, to_training
 from fitkit.module import Module
 from fitkit.optimizers import members_of
 from fitkit.training.evaluate import joined, on_host
@@ -27,15 +30,24 @@ class KeptStep:
     Attributes:
         context, step: of the stage.
         update: makes updates; None where nothing learns.
-        facts: what it was built for, as `_facts` gives it.
+        modules: the modules in the model and its losses.
+        facts, batch_facts: what it was built for, as `_facts` and `_batch_facts` give it.
         held: what the facts name by their ids, so that no other object can get one of these.
+        is_plain: whether no module has a way of its own to change its mode.
     """
 
     context: StepContext
     step: Any
-    update: Any
-    facts: list[Any]
-    held: list[Any]
+    update: Any = None
+    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+    facts: list[Any] = dataclasses.field(default_factory=list)
+    batch_facts: list[Any] = dataclasses.field(default_factory=list)
+    held: list[Any] = dataclasses.field(default_factory=list)
+    is_plain: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.step, CompiledStep):
+            self.step.logbook.meters.waits = False  # no batch comes with which it could be counted
 
 
 class KeptSteps:
@@ -61,32 +73,53 @@ class KeptSteps:
         """Let all steps be built anew."""
         self._by_stage.clear()
 
-    def take(self, model: Module, stage: str, batch: Any) -> KeptStep | None:
-        """The stage's step, where it is still right; None where it has to be built."""
+    def take(
+        self, model: Module, stage: str, arrays: tuple[Any, ...]
+    ) -> tuple[KeptStep | None, tuple[Any, ...]]:
+        """The stage's step, where it is still right, else None; and the batch as tensors.
+
+        Args:
+            arrays: the batch's inputs, targets and weights, as the user gave them.
+        """
+        check_data_type(arrays[0])
+        strategy = model._fitkit.compilation.strategy
         kept = self._by_stage.pop(stage, None)
-        if kept is None or kept.facts != _facts(model, stage, batch)[0]:
-            return None
-        wrapped = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
-        kept.step.wrapped, kept.step.forward = wrapped, forward_of(wrapped)
-        if stage != "predict":
-            kept.step.begin()
-        return kept
+        if kept is not None and kept.facts == _facts(model, stage, kept):
+            batch = as_batch(arrays, kept.step.mover.transfer.float_dtype)
+            if kept.batch_facts == _batch_facts(batch):
+                wrapped = strategy.wrap_for_evaluation(model)
+                kept.step.wrapped, kept.step.forward = wrapped, forward_of(wrapped)
+                if stage != "predict":
+                    kept.step.begin()
+                return kept, batch
+        return None, as_batch(arrays, strategy.precision.input_dtype(model))
 
     def give(self, model: Module, stage: str, batch: Any, kept: KeptStep) -> None:
         """Keep a step whose call has succeeded, where its kind can be kept."""
-        if type(kept.step) not in (CompiledStep, PredictStep) or not kept.step.wrapped.is_bare:
-            return
         if not kept.facts:
-            kept.facts, kept.held = _facts(model, stage, batch)
+            if type(kept.step) not in (CompiledStep, PredictStep) or not kept.step.wrapped.is_bare:
+                return
+            kept.facts = _facts(model, stage, kept)
+            kept.batch_facts, kept.is_plain = (
+                _batch_facts(batch),
+                has_plain_modes([model, *kept.modules]),
+            )
         if kept.facts:
             kept.step.wrapped = kept.step.forward = None
             self._by_stage[stage] = kept
 
 
-def _facts(model: Module, stage: str, batch: Any) -> tuple[list[Any], list[Any]]:
-    """What decides how a step is built, comparable at once, and the objects it names by id.
+def as_batch(arrays: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """One batch's arrays as tensors."""
+    batch: tuple[Any, ...] = array_batch(*arrays, float_dtype=dtype)
+    return batch if type(batch[0]) is torch.Tensor else made_dense(batch)
 
-    Nothing where a step can't be kept.
+
+def _facts(model: Module, stage: str, kept: KeptStep) -> list[Any]:
+    """What decides how a step is built, comparable at once; nothing where it can't be kept.
+
+    Args:
+        kept: gets the objects that are named by their ids, if it has none.
     """
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     strategy, net = compilation.strategy, model.net
@@ -100,30 +133,39 @@ def _facts(model: Module, stage: str, batch: Any) -> tuple[list[Any], list[Any]]
         or has_own_steps(model, stage)
         or overridden(model, "transfer_batch_to_device")
     ):
-        return [], []
-    held = [compilation, net]
-    facts = [id(compilation), type(model), id(net), type(net), "forward" in vars(model)]
-    for parameter in parameters_of(model, *compilation.loss_modules):
-        held.append(parameter)
-        facts += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
+        return []
+    _, *modules = everything = modules_of(model, *compilation.loss_modules)
+    parameters = [p for part in everything for p in part._parameters.values() if p is not None]
+    held: list[Any] = [compilation, *modules, *parameters]
+    facts: list[Any] = [type(model), type(net), "forward" in vars(model)]
+    facts += [(p.requires_grad, p.dtype, p.device) for p in parameters]
     if stage == "training":
         for optimizer in (one for listed in state.optimizers for one in members_of(listed)):
             held += (optimizer, optimizer.state, optimizer.param_groups)
-            facts += (id(optimizer), id(optimizer.state), id(optimizer.param_groups))
             for group in optimizer.param_groups:
                 facts.append(len(group["params"]))
-                for parameter in group["params"] if group.get("fused") else ():
+                if group.get("fused"):
                     # Kernels of one pass read these as the parameter's, which a new step checks.
-                    for value in (optimizer.state.get(parameter) or {}).values():
-                        held.append(value)
-                        facts += (id(value), getattr(value, "shape", None))
+                    for state_of_one in map(optimizer.state.get, group["params"]):
+                        values = list((state_of_one or {}).values())
+                        held += values
+                        facts += [getattr(value, "shape", None) for value in values]
+    facts.append([*map(id, held)])
+    if not kept.held:
+        kept.held, kept.modules = held, modules
+    return facts
+
+
+def _batch_facts(batch: tuple[Any, ...]) -> list[Any]:
+    """The dtypes and shapes of a batch, by which a step is built."""
+    facts: list[Any] = []
     for number, part in enumerate(batch):
         plain = isinstance(part, torch.Tensor)
         for path, leaf in [("", part)] if plain else trees.leaves_with_paths(part):
             facts.append(path)
             if isinstance(leaf, torch.Tensor):  # inputs may be of any length, as texts are
                 facts += (leaf.dtype, leaf.shape[1:] if number else leaf.ndim)
-    return facts, held
+    return facts
 
 
 def _values_of(step: Any) -> dict[str, Any]:
@@ -136,19 +178,26 @@ def _values_of(step: Any) -> dict[str, Any]:
 
 
 def fit_batch(
-    model: Module, batch: Any, class_weights: ClassWeights | None = None
+    model: Module, arrays: tuple[Any, ...], class_weights: ClassWeights | None = None
 ) -> dict[str, Any]:
     """One update on one batch, here: its loss and metrics before it."""
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
-    kept = None if class_weights is not None else steps.take(model, "training", batch)
-    with unchanged_on_error(model, is_ready=kept is not None):
+    kept, batch = steps.take(model, "training", arrays)
+    if class_weights is not None:
+        kept = None
+    modules = None if kept is None else [model, *kept.modules]
+    with unchanged_on_error(model, modules):
         if kept is None:
             model._fitkit.compilation.strategy.place(model)
             state.optimizers_for(model)  # how many there are decides on the step
-        to_training(model, kept_in_evaluation(model._weights_module()))
+        if (
+            modules is None
+            or kept is None
+            or not (kept.is_plain and all(module.training for module in modules))
+        ):
+            to_training(model, kept_in_evaluation(model._weights_module()))
         if kept is None:
-            context, step = step_for(model, "training", class_weights=class_weights)
-            kept = KeptStep(context, step, None, [], [])
+            kept = KeptStep(*step_for(model, "training", class_weights=class_weights))
         context, step = kept.context, kept.step
         with running(model, context), state.training():
             try:
@@ -166,13 +215,13 @@ def fit_batch(
     return values
 
 
-def evaluate_batch(model: Module, batch: Any) -> dict[str, Any]:
+def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """One batch's loss and metrics, here."""
     steps, stage = model._fitkit.kept_steps, evaluation_stage(model) or "test"
-    kept = steps.take(model, stage, batch)
+    kept, batch = steps.take(model, stage, arrays)
     if kept is None:
         place(model)
-        kept = KeptStep(*step_for(model, stage), None, [], [])
+        kept = KeptStep(*step_for(model, stage))
     step = kept.step
     with evaluating(model, kept.context), torch.no_grad():
         try:
@@ -184,13 +233,13 @@ def evaluate_batch(model: Module, batch: Any) -> dict[str, Any]:
     return values
 
 
-def predict_batch(model: Module, batch: Any) -> Any:
+def predict_batch(model: Module, x: Any) -> Any:
     """The net's outputs for one batch, on the CPU."""
     steps = model._fitkit.kept_steps
-    kept = steps.take(model, "predict", batch)
+    kept, batch = steps.take(model, "predict", (x, None, None))
     if kept is None:
         place(model)
-        kept = KeptStep(*predict_step_for(model), None, [], [])
+        kept = KeptStep(*predict_step_for(model))
     with evaluating(model, kept.context), torch.no_grad():
         outputs = joined([on_host(kept.step(batch, 0))])
     steps.give(model, "predict", batch, kept)

@@ -525,8 +525,10 @@ class FitState:
                 optimizer.train()  # type: ignore[attr-defined]
                 self.trains = True
         self.stored_weights = []
+        if weights is None:
+            return
         with torch.no_grad():
-            for optimizer, stored in zip(self.optimizers, weights or [], strict=False):
+            for optimizer, stored in zip(self.optimizers, weights, strict=False):
                 for parameter, weight in zip(held_by(optimizer), stored, strict=False):
                     parameter.copy_(as_parts(weight, parameter))
 

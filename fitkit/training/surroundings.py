@@ -18,7 +18,7 @@ from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory, warn
-from fitkit.modes import in_use, modules_of, parameters_of, set_mode
+from fitkit.modes import in_use, modules_of, set_mode
 from fitkit.module import Module
 from fitkit.training.explain import explanation
 from fitkit.training.own_step import StepContext, running
@@ -38,55 +38,44 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
 
     Args:
         batch_size: samples in a batch; None where the data have their own.
+
+    Raises:
+        OutOfMemoryError: memory was lacking; torch's error is its cause.
     """
     compilation = model._fitkit.compilation
     with contextlib.ExitStack() as stack:
         if verb == "fit":  # a batch's update does so by itself
             stack.enter_context(unchanged_on_error(model))
-        stack.enter_context(memory_explained(model, verb, batch_size))
-        for flag, value in (
-            (BENCHMARK, compilation.benchmark),
-            (DETERMINISTIC, compilation.deterministic),
-            (MATMUL_PRECISION, compilation.matmul_precision),
-        ):
-            if value is not None:
-                stack.enter_context(flag.held(value))
-        if verb in LEARNING and compilation.jit_compile is not False and traces_gradients():
-            stack.enter_context(TRACED_GRADIENTS.held(True))
-        if verb in ("evaluate", "predict"):  # the others do it where they build their steps
-            place(model)
-        stack.enter_context(net_prepared(model))
-        yield
+        try:
+            for flag, value in (
+                (BENCHMARK, compilation.benchmark),
+                (DETERMINISTIC, compilation.deterministic),
+                (MATMUL_PRECISION, compilation.matmul_precision),
+            ):
+                if value is not None:
+                    stack.enter_context(flag.held(value))
+            compiles = compilation.jit_compile is not False
+            if compiles and verb in LEARNING and traces_gradients():
+                stack.enter_context(TRACED_GRADIENTS.held(True))
+            if verb in ("evaluate", "predict"):  # the others do it where they build their steps
+                place(model)
+            if compiles or compilation.memory_format is not None:
+                stack.enter_context(net_prepared(model))
+            yield
+        except Exception as error:
+            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            # What the failed step held (activations in the frames of the error's traceback) is
+            # dropped, so that the next call has the memory.
+            message = explanation(model, verb, batch_size, str(error).splitlines()[0])
+            let_go(error, compilation.strategy.device)
+            raise OutOfMemoryError(message) from error
 
 
 def place(model: Module) -> None:
     """Bring a model to its device, which one thread does at a time."""
     with model._fitkit.contexts.placing:
         model._fitkit.compilation.strategy.place(model)
-
-
-@contextlib.contextmanager
-def memory_explained(model: Module, verb: str, batch_size: int | None) -> Iterator[None]:
-    """Turn a device's or the allocator's error into one that says what took the memory.
-
-    What the failed step held (activations in the frames of the error's traceback) is dropped, so
-    that the next call has the memory.
-
-    Args:
-        verb: what was called.
-        batch_size: samples in a batch; None where the data have their own.
-
-    Raises:
-        OutOfMemoryError: the original is its cause.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
-            raise
-        message = explanation(model, verb, batch_size, str(error).splitlines()[0])
-        let_go(error, model._fitkit.compilation.strategy.device)
-        raise OutOfMemoryError(message) from error
 
 
 def let_go(error: BaseException, device: torch.device) -> None:
@@ -105,17 +94,17 @@ def evaluating(model: Module, context: StepContext) -> Iterator[None]:
 
     The model's mode stays; whoever began the call puts it back.
     """
-    with (
-        running(model, context),
-        model._fitkit.fit_state.evaluated(),
-        contextlib.ExitStack() as losses,
-    ):
+    with running(model, context), model._fitkit.fit_state.evaluated():
         set_mode(model, training=False)
-        if context.name != "predict":
-            for loss in model._fitkit.compilation.loss_modules:
-                losses.enter_context(in_use(loss, "evaluate", alone=False))
+        losses = model._fitkit.compilation.loss_modules
+        if context.name == "predict" or not losses:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for loss in losses:
+                stack.enter_context(in_use(loss, "evaluate", alone=False))
                 loss.eval()
-        yield
+            yield
 
 
 @contextlib.contextmanager
@@ -139,19 +128,21 @@ def net_prepared(model: Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged_on_error(model: Module, *, is_ready: bool = False) -> Iterator[None]:
+def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) -> Iterator[None]:
     """Put a model back as it was where an error comes before its first update.
 
     The first forward already changes running statistics, and making a scheduler changes rates.
 
     Args:
-        is_ready: whether the optimizers are made already and no scheduler takes part.
+        modules: the model's and its losses', where the optimizers are made already and no scheduler
+            takes part; None where they aren't.
     """
-    has_buffers = any(module._buffers for module in modules_of(model))
+    losses = model._fitkit.compilation.loss_modules
+    has_buffers = any(module._buffers for module in modules or modules_of(model))
     named = model.named_buffers() if has_buffers else ()
     buffers = {name: buffer.detach().clone() for name, buffer in named}
     state, history = model._fitkit.fit_state, model.history
-    before, updates = None if is_ready else state.snapshot(), state.updates
+    before, updates = None if modules else state.snapshot(), state.updates
     try:
         # Whoever calls fit under no_grad means their own code.
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
@@ -167,8 +158,10 @@ def unchanged_on_error(model: Module, *, is_ready: bool = False) -> Iterator[Non
             model.history = history
         raise
     finally:
-        for parameter in parameters_of(model, *model._fitkit.compilation.loss_modules):
-            parameter.grad = None
+        for module in modules or modules_of(model, *losses):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
 
 
 @torch.no_grad()

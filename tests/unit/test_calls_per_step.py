@@ -82,6 +82,18 @@ def predicted():
     return second_call(compiled([]).predict, data()[0], batch_size=BATCH)
 
 
+def one_by_one(verb, *names):
+    """Calls of a verb of single batches, each with its values read."""
+    model, batch = compiled(["accuracy"]), dict(zip("xy", data(1), strict=True))
+
+    def calls():
+        for _ in range(10):
+            getattr(model, verb)(*(batch[name] for name in names))
+
+    calls()
+    return calls
+
+
 LIMITS = {
     "a loader of a TensorDataset, Adam and accuracy by name": (from_loader, 291),
     "the same with three metrics": (lambda: from_loader(("accuracy", "f1", "recall")), 374),
@@ -89,6 +101,9 @@ LIMITS = {
     "arrays, Adam and accuracy by name": (from_arrays, 290),
     "evaluate on arrays": (evaluated, 54),
     "predict on arrays": (predicted, 35),
+    "train_on_batch": (lambda: one_by_one("train_on_batch", "x", "y"), 700),
+    "test_on_batch": (lambda: one_by_one("test_on_batch", "x", "y"), 605),
+    "predict_on_batch": (lambda: one_by_one("predict_on_batch", "x"), 360),
 }
 """What is run, and the most calls that a step of it may make."""
 

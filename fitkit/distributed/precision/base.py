@@ -12,6 +12,7 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
+from fitkit.modes import modules_of, parameters_of
 
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 """Surrounds a step and does nothing; shared, so that a step pays for no new object."""
@@ -250,10 +251,13 @@ def own_dtype(module: nn.Module) -> torch.dtype:
 
     Of a module without any: torch's default.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point():
-            return _own(module, name, parameter)
-    return torch.get_default_dtype()
+    first = next((p for p in parameters_of(module) if p.is_floating_point()), None)
+    if first is None:
+        return torch.get_default_dtype()
+    if CAST not in vars(module):
+        return first.dtype
+    name = next(name for name, parameter in module.named_parameters() if parameter is first)
+    return _own(module, name, first)
 
 
 def match_state(optimizer: torch.optim.Optimizer) -> None:
@@ -315,7 +319,7 @@ def change_layer(layer: nn.Module, made: nn.Module) -> None:
 
 def changed_layers(module: nn.Module) -> list[Any]:
     """The layers that are changed now."""
-    return [layer for layer in module.modules() if CHANGED in vars(layer)]
+    return [layer for layer in modules_of(module) if CHANGED in vars(layer)]
 
 
 def restore_layers(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.world import World
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
+from fitkit.modes import tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Strategy:
         """
         self.precision.convert(module)
         fill_meta(module)
-        tensors = [*module.parameters(), *module.buffers()]
+        tensors = tensors_of(module)
         if not tensors or any(tensor.device != self.device for tensor in tensors):
             module.to(self.device)
 
