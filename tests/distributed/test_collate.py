@@ -7,18 +7,11 @@ from torch.utils.data import DataLoader
 
 import fitkit
 from fitkit.data import BucketBatchSampler, pack
-from fitkit.distributed.launchers.workers import end_workers
 from tests.reference import assert_same_weights
 
 datasets = pytest.importorskip("datasets")
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 class Tagger(nn.Module):

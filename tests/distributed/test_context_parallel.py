@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.strategies import FSDPStrategy
 from tests.nets import normal
 from tests.reference import assert_same_weights
@@ -16,12 +15,6 @@ from tests.reference import assert_same_weights
 pytestmark = pytest.mark.timeout(200)
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 class Block(nn.Module):

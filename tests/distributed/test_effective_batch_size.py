@@ -3,19 +3,12 @@
 import pytest
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
 from tests.nets import classification, dense
 from tests.reference import assert_same_weights
 
 pytestmark = pytest.mark.timeout(120)
 
 X, LABELS = classification(100, 6, seed=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.strategies import FSDPStrategy
 from tests.nets import dense, normal
 from tests.reference import assert_same_weights, plain_loop, slices
@@ -17,12 +16,6 @@ pytestmark = pytest.mark.timeout(150)
 
 X = normal(32, 4, seed=1).double()
 Y = torch.zeros(32, 2).double()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 class Block(nn.Module):

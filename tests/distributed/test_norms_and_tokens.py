@@ -6,17 +6,10 @@ from torch import nn
 
 import fitkit
 from fitkit.callbacks import NormMonitor, ThroughputMonitor
-from fitkit.distributed.launchers.workers import end_workers
 
 pytestmark = pytest.mark.timeout(120)
 
 X = torch.randint(20, (64, 6), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 def trained(ranks, strategy):

@@ -7,7 +7,6 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
 from tests.nets import dense, normal
 from tests.reference import assert_same_weights, slices
 
@@ -15,12 +14,6 @@ pytestmark = pytest.mark.timeout(120)
 
 X = normal(48, 6, seed=1).double()
 Y = torch.arange(48) % 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 def pair(module):

@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
 from tests.nets import dense, normal
 from tests.reference import assert_same_optimizer_state, assert_same_weights, plain_loop, slices
 
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.timeout(120)
 
 X = normal(48, 6, seed=1).double()
 Y = torch.arange(48) % 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 def net():

@@ -8,16 +8,9 @@ import torch
 import fitkit
 from fitkit.callbacks import ModelCheckpoint
 from fitkit.checkpoint import load_weights
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.strategies import BaguaStrategy
 
 pytestmark = pytest.mark.timeout(100)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_workers_left():
-    yield
-    end_workers()
 
 
 def test_weights_saved_within_an_epoch_are_the_mean_of_what_the_ranks_have(tmp_path):

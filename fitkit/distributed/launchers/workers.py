@@ -1,7 +1,8 @@
 """The launcher of `ddp_spawn`: the caller's process is rank 0, workers hold the other ranks.
 
 Workers live on between calls, leave with this process, and need no `__main__` guard: they don't
-import the script. What a call needs is sent by `payload.py`. In a worker the main thread runs
+import the script. A call on more ranks starts the workers that are missing, and one on fewer ends
+those that are too many. What a call needs is sent by `payload.py`. In a worker the main thread runs
 calls; a second one reads the connection all the time, so that the worker leaves as soon as its
 parent is gone, even by `kill -9`.
 """
@@ -93,7 +94,7 @@ class WorkersLauncher(RankLauncher):
                     "after the other call."
                 )
             with contextlib.closing(self._payload(function, arguments)) as payload:
-                self._pool = _pool_of(self.size - 1, self.shows_output)
+                self._pool = _pool_of(self.size, self.shows_output)
                 self.call_store: Store = self._pool.begin(payload)
             try:
                 return super().launch(function, *arguments)
@@ -137,7 +138,7 @@ class WorkersLauncher(RankLauncher):
 
 START = (
     "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
-    "from fitkit.distributed.launchers.workers import main; main({}, {}, {!r}, {}, {})"
+    "from fitkit.distributed.launchers.workers import main; main({}, {}, {!r}, {})"
 )
 
 
@@ -146,7 +147,7 @@ class WorkerProcess(RankProcess):
 
     Args:
         rank: which it holds.
-        size: how many ranks there are.
+        size: how many ranks its first call has; each call says its own.
         folder: where the ranks meet.
         shows_output: whether this process shows what it prints.
     """
@@ -160,7 +161,7 @@ class WorkerProcess(RankProcess):
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         super().__init__(
             rank,
-            [sys.executable, *flags, "-c", START.format(*files, str(folder.path), rank, size)],
+            [sys.executable, *flags, "-c", START.format(*files, str(folder.path), rank)],
             {
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size)),
                 "FITKIT_PATH": json.dumps(sys.path),
@@ -188,20 +189,43 @@ class Pool:
     """Worker processes, one for each rank but 0.
 
     Args:
-        count: how many.
         shows_output: whether this process shows what they print.
     """
 
-    def __init__(self, count: int, shows_output: bool = False) -> None:
+    def __init__(self, shows_output: bool = False) -> None:
         self.owner: int = os.getpid()
         self.shows_output = shows_output
         self._folder = MeetingFolder.make()
-        self.workers: list[WorkerProcess] = [
-            WorkerProcess(rank, count + 1, self._folder, shows_output)
-            for rank in range(1, count + 1)
-        ]
-        deadline, store = time.monotonic() + START_TIMEOUT_S, self._folder.store(0)
-        for worker in self.workers:
+        self.workers: list[WorkerProcess] = []
+
+    @property
+    def usable(self) -> bool:
+        """Whether all workers live, in the process that started them."""
+        return (
+            bool(self.workers)
+            and self.owner == os.getpid()
+            and all(worker.lives() for worker in self.workers)
+        )
+
+    def resize(self, size: int) -> None:
+        """Start and end workers, until there is one for each rank but 0.
+
+        Args:
+            size: how many ranks the next call has.
+
+        Raises:
+            WorkerError: one didn't start.
+        """
+        # The memory and the devices of ranks that the call doesn't have are free.
+        for worker in self.workers[size - 1 :]:
+            worker.end()
+        del self.workers[size - 1 :]
+        store, kept = self._folder.store(0), len(self.workers)
+        for rank in range(kept + 1, size):
+            store.delete_key(f"ready/{rank}")  # of a worker that was too many
+            self.workers.append(WorkerProcess(rank, size, self._folder, self.shows_output))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for worker in self.workers[kept:]:
             while not store.check([f"ready/{worker.rank}"]):
                 if time.monotonic() < deadline and worker.lives():
                     time.sleep(0.01)
@@ -215,15 +239,6 @@ class Pool:
                     said,
                 )
 
-    @property
-    def usable(self) -> bool:
-        """Whether all workers live, in the process that started them."""
-        return (
-            bool(self.workers)
-            and self.owner == os.getpid()
-            and all(worker.lives() for worker in self.workers)
-        )
-
     def begin(self, payload: Payload) -> Store:
         """Let every worker begin a call; the store where its ranks meet."""
         store = self._folder.next_store()
@@ -231,8 +246,8 @@ class Pool:
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         for worker in self.workers:
             call = CallMessage(
-                self._folder.calls, seed + worker.rank, os.getcwd(), list(sys.path), payload.data,
-                len(payload.files),
+                self._folder.calls, len(self.workers) + 1, seed + worker.rank, os.getcwd(),
+                list(sys.path), payload.data, len(payload.files),
             )  # fmt: skip
             with contextlib.suppress(OSError):  # it has ended: `first_lost` says how
                 worker.send(call, payload.files)
@@ -255,13 +270,13 @@ _calls = threading.RLock()
 """Held by the thread whose call the workers take part in; calls of other models' wait."""
 
 
-def _pool_of(count: int, shows_output: bool = False) -> Pool:
-    """The living pool of that many workers, or a new one."""
+def _pool_of(size: int, shows_output: bool = False) -> Pool:
+    """The pool with a living worker for each of `size` ranks but 0."""
     global _pool
-    fits = _pool is not None and (len(_pool.workers), _pool.shows_output) == (count, shows_output)
-    if _pool is None or not fits or not _pool.usable:
+    if _pool is None or _pool.shows_output != shows_output or not _pool.usable:
         end_workers()
-        _pool = Pool(count, shows_output)
+        _pool = Pool(shows_output)
+    _pool.resize(size)
     return _pool
 
 
@@ -285,6 +300,7 @@ class CallMessage:
 
     Attributes:
         number: of the call, by which its store is found.
+        size: how many ranks there are.
         seed: of the rank's random numbers.
         folder: where it works.
         path: of its imports.
@@ -292,6 +308,7 @@ class CallMessage:
     """
 
     number: int
+    size: int
     seed: int
     folder: str
     path: list[str]
@@ -299,14 +316,14 @@ class CallMessage:
     file_count: int
 
 
-def main(connection_file: int, files_file: int, folder: str, rank: int, size: int) -> None:
+def main(connection_file: int, files_file: int, folder: str, rank: int) -> None:
     """Serve calls; never returns.
 
     Args:
         connection_file: from where calls come.
         files_file: from where shared memory comes.
         folder: where the ranks meet.
-        rank, size: of this process.
+        rank: of this process.
     """
     connection, files = Connection(connection_file), socket.socket(fileno=files_file)
     calls: queue.Queue[CallMessage] = queue.Queue()
@@ -314,12 +331,10 @@ def main(connection_file: int, files_file: int, folder: str, rank: int, size: in
     meeting = MeetingFolder(Path(folder))
     meeting.store(0).set(f"ready/{rank}", "")
     while True:
-        _take_part(calls.get(), files, meeting, rank, size)
+        _take_part(calls.get(), files, meeting, rank)
 
 
-def _take_part(
-    call: CallMessage, files: socket.socket, folder: MeetingFolder, rank: int, size: int
-) -> None:
+def _take_part(call: CallMessage, files: socket.socket, folder: MeetingFolder, rank: int) -> None:
     """Make one call; nothing of it is held afterwards. Where it fails, this process ends."""
     store = folder.store(call.number)
     try:
@@ -333,9 +348,9 @@ def _take_part(
     random.seed(call.seed)
     np.random.seed(call.seed % 2**32)
     torch.manual_seed(call.seed)
-    torch.set_num_threads(share_of_cores(size))
-    strategy.world = World(rank, size, rank)
-    cluster = Cluster("fitkit", rank, rank, size, size, 0, 1)
+    torch.set_num_threads(share_of_cores(call.size))
+    strategy.world = World(rank, call.size, rank)
+    cluster = Cluster("fitkit", rank, rank, call.size, call.size, 0, 1)
     try:
         launcher = RankLauncher(strategy, cluster, LOAD_TIMEOUT, store)
         launcher.launch(function, *arguments)
