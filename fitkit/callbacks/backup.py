@@ -123,6 +123,7 @@ class BackupAndRestore(Callback):
         self._since, self._due, self._ends, self._in_step = 0, False, False, False
         self._flag_of_any.begin()
         self._check_alike()
+        self._writer.check_place(self.model, self.backup_dir)
         if self.model.is_global_zero:
             remove_abandoned(self.backup_dir)
         if self.catch_signals:

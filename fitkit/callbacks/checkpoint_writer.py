@@ -23,7 +23,7 @@ from fitkit.checkpoint import (
     save_weights,
 )
 from fitkit.checkpoint.folder_by_threads import GRACE_S, FolderByThreads
-from fitkit.checkpoint.remote import is_url, make_folder, parent
+from fitkit.checkpoint.remote import check_writable, is_url, make_folder, parent
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 from fitkit.module import Module
 
@@ -103,6 +103,20 @@ class CheckpointWriter:
             asynchronous=self.asynchronous,
         )
         return vars(fresh)
+
+    def check_place(self, model: Module, folder: str | os.PathLike[str]) -> None:
+        """Find at fit's begin what would end it at its first save to a URL.
+
+        Ranks:
+            Collective.
+
+        Raises:
+            ConfigurationError, MissingPackageError, CheckpointError: it can't be written to.
+        """
+        if isinstance(folder, str) and is_url(folder):
+            if model.is_global_zero:
+                self._attempt(lambda: check_writable(folder))
+            self._share(model)
 
     def save(self, model: Module, path: str, then: Callable[[], None] = lambda: None) -> None:
         """Write a file; its folder is made where it lacks.

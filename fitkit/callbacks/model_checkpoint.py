@@ -92,7 +92,8 @@ class ModelCheckpoint(Callback):
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that can't be; at the first save a name in
             `filepath` that the logs don't have.
-        CheckpointError: a file can't be written; what was there is untouched.
+        CheckpointError: a file can't be written; what was there is untouched. At a URL, missing
+            credentials are found when fit begins.
 
     Example:
         >>> import torch, fitkit
@@ -243,6 +244,7 @@ class ModelCheckpoint(Callback):
         self._flag_of_any.begin()
         self._updates_before = self.model.global_step
         self._remove_abandoned()
+        self._writer.check_place(self.model, self._names.folder)
         if self._watch is None:
             return
         if self._within_epochs and self.monitor.startswith("val_"):

@@ -30,6 +30,8 @@ from fitkit.errors import (
 # Two letters and more: `C://` is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://")
 _COLLAPSED = re.compile(r"(?:s3|gs|gcs|az|abfs|abfss|adl|hdfs|sftp|ssh|https?|memory|file):/[^/]")
+_WITH_BUCKETS = ("s3://", "s3a://", "gs://", "gcs://")
+_REFUSED = ("credential", "auth", "forbidden", "denied", "anonymous")
 _BLOCK_BYTES = 1 << 20
 
 
@@ -247,6 +249,35 @@ def make_folder(url: str) -> None:
             store.makedirs(path, exist_ok=True)
 
 
+def check_writable(folder: str) -> None:
+    """Find before a training what would end it at its first save: a package or credentials that
+    lack, no connection, no such bucket.
+
+    Nothing that stays is written. So where credentials allow to look, but not to write, only the
+    save tells.
+
+    Args:
+        folder: the URL of the folder that will be written to, whether it is there or not.
+
+    Raises:
+        ConfigurationError, MissingPackageError, CheckpointError: it can't be written to.
+    """
+    store, path = _store(folder)
+    with _failures(folder, "written"):
+        store.invalidate_cache()
+        try:
+            try:
+                store.info(path)
+            except FileNotFoundError:
+                if folder.startswith(_WITH_BUCKETS):
+                    store.info(path.partition("/")[0])
+        except PermissionError:
+            # Whoever may write need not be allowed to look. Only a file tells.
+            trial = _beside(f"{path.rstrip('/')}/trial")
+            store.pipe_file(trial, b"trial")
+            store.rm_file(trial)
+
+
 def files_in(url: str, depth: int = 1) -> list[str]:
     """The URLs of the files in a folder, and below it down to some depth."""
     store, path = _store(url)
@@ -316,7 +347,7 @@ def _failures(url: str, what: str) -> Iterator[None]:
 
 def _failed(url: str, what: str, error: Exception) -> CheckpointError:
     kind = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}"
-    if isinstance(error, PermissionError) or "credential" in kind.lower() or "auth" in kind.lower():
+    if isinstance(error, PermissionError) or any(word in kind.lower() for word in _REFUSED):
         return CheckpointError(
             f"{url} can't be {what}: credentials are missing or don't allow it ({kind}); set them "
             "in the environment variables or the configuration file that the store's package reads."

@@ -3,6 +3,7 @@
 import builtins
 import os
 import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ class Store(MemoryFileSystem):
             raise FileNotFoundError("The specified bucket does not exist")
         return super().put_file(local, path, **options)
 
+    def info(self, path, **options):
+        if self.fault == "no credentials":
+            raise RuntimeError("Unable to locate credentials")
+        if self.fault in ("nothing allowed", "only writing allowed"):
+            raise PermissionError("Forbidden")
+        return super().info(path, **options)
+
+    def pipe_file(self, path, value, **options):
+        if self.fault == "nothing allowed":
+            raise PermissionError("Forbidden")
+        return super().pipe_file(path, value, **options)
+
     def cp_file(self, one, other, **options):
         if self.fault == "copy":
             raise TimeoutError("took too long")
@@ -172,6 +185,56 @@ def test_an_upload_that_fails_leaves_the_old_file(faulty, kind, said):
 def test_a_store_without_copies_gets_the_file_at_once(faulty):
     faulty("no copies")
     compiled().save_weights("faulty://bucket/w.h5")
+
+
+@pytest.mark.parametrize("kind", ["no credentials", "nothing allowed"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_credentials_that_lack_are_found_before_the_first_batch(faulty, kind, asynchronous):
+    faulty(kind)
+    model, given = compiled(), {"asynchronous": asynchronous}
+    saves = ModelCheckpoint("faulty://bucket/{epoch}.h5", **given)
+    with pytest.raises(CheckpointError, match="written: credentials are missing") as caught:
+        model.fit(X, Y, verbose=0, callbacks=saves)
+    assert "\n" not in str(caught.value) and model.global_step == 0
+    with pytest.raises(CheckpointError, match="credentials are missing"):
+        model.fit(X, Y, verbose=0, callbacks=BackupAndRestore("faulty://bucket/run", **given))
+    assert model.global_step == 0
+
+
+def test_who_may_write_need_not_be_allowed_to_look(faulty):
+    faulty("only writing allowed")
+    remote.check_writable("faulty://bucket/run")
+
+
+def test_a_check_writes_nothing_that_stays(url, tmp_path):
+    before = list(MEMORY.store), list(MEMORY.pseudo_dirs)
+    for folder in (url, f"{url}/a/b", "memory://"):
+        remote.check_writable(folder)
+    assert (list(MEMORY.store), list(MEMORY.pseudo_dirs)) == before
+    assert not list(tmp_path.iterdir())
+
+
+class Buckets(MemoryFileSystem):
+    """Has one bucket, `there`."""
+
+    protocol = "s3"
+    cachable = False
+
+    def info(self, path, **options):
+        if path != "there":
+            raise FileNotFoundError(path)
+        return {"name": path, "type": "directory"}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return path.removeprefix("s3://")
+
+
+def test_a_bucket_that_lacks_is_found_before_the_first_batch(monkeypatch):
+    monkeypatch.setitem(import_module("fsspec.registry")._registry, "s3", Buckets)
+    remote.check_writable("s3://there/run/1")
+    with pytest.raises(CheckpointError, match=r"no such folder or bucket \(gone\)"):
+        compiled().fit(X, Y, verbose=0, callbacks=ModelCheckpoint("s3://gone/run/{epoch}.h5"))
 
 
 def test_a_save_that_fails_itself_uploads_nothing(url):
@@ -290,6 +353,10 @@ def test_a_stores_missing_package_is_named():
     pytest.importorskip("fsspec")
     with pytest.raises(MissingPackageError, match="ocifs"):
         compiled().save_weights("oci://bucket/w.h5")
+    model = compiled()
+    with pytest.raises(MissingPackageError, match="ocifs"):
+        model.fit(X, Y, verbose=0, callbacks=ModelCheckpoint("oci://bucket/{epoch}.h5"))
+    assert model.global_step == 0
 
 
 @pytest.mark.parametrize(
