@@ -124,9 +124,12 @@ def _put(url: str, store: Any, local: str, target: str, size_bytes: int, digest:
 
 
 def _beside(target: str) -> str:
-    """A name beside a file's that is nobody's yet; a killed process leaves it behind."""
-    folder, slash, name = target.rpartition("/")
-    return f"{folder}{slash}.{name[:40]}.{secrets.token_hex(6)}.fitkit-unfinished"
+    """A name beside a file's that is nobody's yet; a killed process leaves it behind.
+
+    Without the file's own: by parts of names TensorBoard, for one, finds what it reads.
+    """
+    folder, slash, _ = target.rpartition("/")
+    return f"{folder}{slash}.{secrets.token_hex(6)}.fitkit-unfinished"
 
 
 def _renames(store: Any) -> bool:

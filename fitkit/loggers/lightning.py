@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_flag, describe
-from fitkit.callbacks.text_files import checked_path
+from fitkit.callbacks.text_files import checked_path, checked_place
+from fitkit.checkpoint.remote import files_in, make_folder
 from fitkit.errors import ArgumentTypeError
 from fitkit.loggers.services import MLflow, WandB
 from fitkit.loggers.tensorboard import TensorBoard
@@ -18,25 +19,31 @@ NAME = "lightning_logs"
 """The folder, or the experiment, of who gives none."""
 
 
-def _folder(save_dir: Any, name: Any, version: Any) -> Path:
+def _folder(save_dir: Any, name: Any, version: Any) -> Path | str:
     """`<save_dir>/<name>/version_<n>`; without a version the first that isn't there."""
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"name={describe(name)} must be a string or None.")
     if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
         raise ArgumentTypeError(f"version={describe(version)} must be a number or a string.")
-    root = checked_path(save_dir, "save_dir") / (name or "")
+    place = checked_place(save_dir, "save_dir")
+    root = os.path.join(place, name) if name else os.fspath(place)
     if version is None:
-        there = os.listdir(root) if root.is_dir() else []
+        if isinstance(place, str):
+            files = files_in(root, depth=3)
+            there = [os.path.relpath(file, root).partition("/")[0] for file in files]
+        else:
+            there = os.listdir(root) if os.path.isdir(root) else []
         found = [re.fullmatch(r"version_(\d+)", entry) for entry in there]
         version = max((int(match[1]) for match in found if match), default=-1) + 1
-    return root / (version if isinstance(version, str) else f"version_{version}")
+    folder = os.path.join(root, version if isinstance(version, str) else f"version_{version}")
+    return folder if isinstance(place, str) else Path(folder)
 
 
 class TensorBoardLogger(TensorBoard):
     """`TensorBoard` into `<save_dir>/<name>/version_<n>`.
 
     Args:
-        save_dir: the folder of all.
+        save_dir: the folder of all, or its URL.
         name: a folder in it, or None. Default `"lightning_logs"`.
         version: a number, or a folder's name; None (default) takes the next that is free.
         log_graph: whether to write the net's modules. Default False.
@@ -64,7 +71,7 @@ class CSVLogger(CSV):
     """`CSV` into `<save_dir>/<name>/version_<n>/metrics.csv`, whose folders are made.
 
     Args:
-        save_dir: the folder of all.
+        save_dir: the folder of all, or its URL.
         name: a folder in it, or None. Default `"lightning_logs"`.
         version: a number, or a folder's name; None (default) takes the next that is free.
         update_freq: when to write; see `Logger`.
@@ -87,11 +94,14 @@ class CSVLogger(CSV):
         *,
         update_freq: str | int = "epoch",
     ) -> None:
-        self.log_dir: Path = _folder(save_dir, name, version)
-        super().__init__(self.log_dir / "metrics.csv", update_freq)
+        self.log_dir: Path | str = _folder(save_dir, name, version)
+        super().__init__(os.path.join(self.log_dir, "metrics.csv"), update_freq)
 
     def start(self) -> None:
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        if isinstance(self.log_dir, str):
+            make_folder(self.log_dir)
+        else:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
         super().start()
 
 

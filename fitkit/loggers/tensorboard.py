@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from torch import fx, nn
 
 from fitkit.arguments import check_count, check_flag, describe
 from fitkit.callbacks.base import Logs
-from fitkit.callbacks.text_files import checked_path
+from fitkit.callbacks.text_files import checked_place
+from fitkit.checkpoint.remote import check_writable, make_folder, parent, uploading
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.loggers.base import Logger, pixels
 from fitkit.random_states import random_state, set_random_state
@@ -29,6 +32,9 @@ LEFT_OUT = {
 }
 """Arguments of Keras's that can only be off, and what to do instead."""
 
+UPLOAD_EVERY_S = 120
+"""Within an epoch, how often files go to a URL: as often as torch's writer flushes local ones."""
+
 
 class TensorBoard(Logger):
     """Writes TensorBoard's event files, with the folders and names that Keras's callback has.
@@ -40,7 +46,8 @@ class TensorBoard(Logger):
 
     Args:
         log_dir: the folder; it is made when fit begins. Give each training its own: an older
-            one's curves in the same folder stay, and are drawn together with the new ones.
+            one's curves in the same folder stay, and are drawn together with the new ones. At a URL
+            (`s3://…`) files are replaced whole: at epochs' ends, and every two minutes.
         histogram_freq: write histograms of all parameters every so many epochs. Default 0: none.
         write_graph: whether to write the net's modules and how they follow one another. Default
             True. Nothing is run for it; where the net's forward can't be followed without, the
@@ -56,6 +63,7 @@ class TensorBoard(Logger):
         MissingPackageError: tensorboard isn't installed.
         ArgumentTypeError, ConfigurationError: arguments that can't be, or that fitkit leaves out:
             `write_images`, `profile_batch`, `embeddings_freq`, `embeddings_metadata`.
+        CheckpointError: a URL that can't be written to; missing credentials, when fit begins.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class TensorBoard(Logger):
     ) -> None:
         _refuse(other)
         super().__init__(update_freq)
-        self.log_dir: Path = checked_path(log_dir, "log_dir")
+        self.log_dir: Path | str = checked_place(log_dir, "log_dir")
         check_count("histogram_freq", histogram_freq, minimum=0)
         check_flag("write_graph", write_graph)
         check_flag("write_steps_per_second", write_steps_per_second)
@@ -83,19 +91,16 @@ class TensorBoard(Logger):
 
     def start(self) -> None:
         self._last = {}
-        self.connection: Any = {}
+        self.connection: Any = EventFiles(self.log_dir)
         if self.write_graph:
             graph = graph_of(self.model._weights_module())
             self._writer("train")._get_file_writer().add_graph(graph)
 
     def _writer(self, run: str) -> Any:
         """The writer of `train` or `validation`, made when something is written."""
-        writers = self.opened()
-        if run not in writers:
-            # What a crash left of epochs that are made again isn't drawn; steps count otherwise.
-            purge = self._epoch if self.resumes and not self._every else None
-            writers[run] = _writer_class()(os.fspath(self.log_dir / run), purge_step=purge)
-        return writers[run]
+        # What a crash left of epochs that are made again isn't drawn; steps count otherwise.
+        purge = self._epoch if self.resumes and not self._every else None
+        return self.opened().writer(run, purge)
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
         self._settings = values
@@ -113,13 +118,13 @@ class TensorBoard(Logger):
             return
         if self.histogram_freq and epoch % self.histogram_freq == 0:
             self._write_histograms(epoch)
-        for writer in self.connection.values():
-            writer.flush()
+        self.connection.flush()
 
     def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         if epoch is None:
             for name, value in values.items():
                 self._writer("train").add_scalar(name, value, step)
+            self.connection.flush_now_and_then()
             return
         if self.write_steps_per_second:
             steps, passed_s = step - self._began[0], time.monotonic() - self._began[1]
@@ -151,9 +156,83 @@ class TensorBoard(Logger):
             file_writer.add_summary(summary)
         for name, value in metrics.items():
             self._writer("train").add_scalar(name, value, self._epoch)
-        for writer in self.connection.values():
-            writer.close()
-        self.connection = None
+        files, self.connection = self.connection, None
+        files.close()
+
+
+class EventFiles:
+    """The writers of a training's runs, into folders or to URLs.
+
+    TensorBoard's own writer can take URLs. But it appends record by record, which some stores
+    refuse and others make an overwriting. So at a URL the files are written to a private local
+    folder, and replaced in the store as a whole.
+
+    Args:
+        place: the folder of all runs, or its URL.
+
+    Raises:
+        CheckpointError: a URL that can't be written to.
+    """
+
+    def __init__(self, place: Path | str) -> None:
+        self._writers: dict[str, Any] = {}
+        self._url = place.rstrip("/") if isinstance(place, str) else None
+        self._folder = Path(place)
+        self._sent: dict[str, int] = {}  # bytes of each file that are at the URL
+        self._sent_at_s = time.monotonic()
+        if self._url is not None:
+            check_writable(self._url)
+            self._local = tempfile.TemporaryDirectory(prefix="fitkit-", ignore_cleanup_errors=True)
+            self._folder = Path(self._local.name)
+
+    def writer(self, run: str, purge_step: int | None) -> Any:
+        """The writer of a run, made when it is first asked for."""
+        if run not in self._writers:
+            self._writers[run] = _writer_class()(str(self._folder / run), purge_step=purge_step)
+        return self._writers[run]
+
+    def flush(self) -> None:
+        """Write what waits; at a URL, replace the files that have grown.
+
+        Raises:
+            CheckpointError: a file can't be uploaded.
+        """
+        for writer in self._writers.values():
+            writer.flush()
+        self._upload()
+
+    def flush_now_and_then(self) -> None:
+        """`flush` at a URL, where that was some time ago."""
+        if self._url is not None and time.monotonic() - self._sent_at_s >= UPLOAD_EVERY_S:
+            self.flush()
+
+    def close(self) -> None:
+        """Write what waits, and close the files.
+
+        Raises:
+            CheckpointError: a file can't be uploaded.
+        """
+        try:
+            for writer in self._writers.values():
+                writer.close()
+            self._upload()
+        finally:
+            if self._url is not None:
+                self._local.cleanup()
+
+    def _upload(self) -> None:
+        if self._url is None:
+            return
+        for path in sorted(self._folder.glob("*/*")):
+            name, size_bytes = path.relative_to(self._folder).as_posix(), path.stat().st_size
+            if size_bytes == self._sent.get(name):
+                continue
+            url = f"{self._url}/{name}"
+            make_folder(parent(url))
+            with path.open("rb") as source, uploading(url) as file:
+                shutil.copyfileobj(source, file)
+            self._sent[name] = size_bytes
+        self._sent_at_s = time.monotonic()
 
 
 def _refuse(other: dict[str, Any]) -> None:

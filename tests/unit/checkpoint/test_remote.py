@@ -391,7 +391,7 @@ def test_what_writes_folders_takes_no_url():
     with pytest.raises(ConfigurationError, match="Write sharded=False"):
         BackupAndRestore("s3://bucket/run", sharded=True)
     with pytest.raises(ConfigurationError, match="is a URL"):
-        fitkit.loggers.TensorBoard("s3://bucket/logs")
+        fitkit.loggers.MLFlowLogger(save_dir="s3://bucket/logs")
 
 
 def test_the_folder_of_a_url():

@@ -1,5 +1,6 @@
 """Event files, read back by TensorBoard's own reader."""
 
+import os
 import random
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 import fitkit
 from fitkit import callbacks, loggers
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from tests.nets import regression
 
 pytest.importorskip("tensorboard")
@@ -174,3 +175,91 @@ def test_arguments_that_are_left_out_or_wrong_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="histogram_freq"):
         callbacks.TensorBoard(tmp_path, histogram_freq=-1)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path, monkeypatch):
+    """The URL of a folder; nothing may stay in the local one from where files are uploaded."""
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    (tmp_path / "private").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "private"))
+    store.store.clear()
+    yield "memory://runs/first" if request.param == "memory" else f"file://{tmp_path}/runs/first"
+    assert not list((tmp_path / "private").iterdir())
+    assert not [name for name in store.store if "unfinished" in name]
+    store.store.clear()
+
+
+def test_at_a_url_tensorboard_reads_what_it_reads_in_a_folder(url, tmp_path):
+    here = tmp_path / "here"
+    for place in (url, here):
+        board = callbacks.TensorBoard(place, histogram_freq=1, update_freq=2)
+        fit(compiled(), board, validation_data=(X, Y))
+    for run in ("train", "validation"):
+        there, local = events_in(f"{url}/{run}"), events_in(here / run)
+        assert there.Tags() == local.Tags()
+        for tag in local.Tags()["scalars"]:
+            assert scalars(f"{url}/{run}", tag) == scalars(here / run, tag)
+
+
+def test_a_resumed_training_at_a_url_draws_each_epoch_once(url, tmp_path):
+    saver = callbacks.ModelCheckpoint(tmp_path / "{epoch}.h5")
+    fit(compiled(), saver, callbacks.TensorBoard(url), epochs=3)
+    again = callbacks.TensorBoard(url)
+    fit(compiled(), again, epochs=4, resume_from=tmp_path / "1.h5")
+    assert [step for step, _ in scalars(f"{url}/validation", "epoch_loss")] == [0, 1, 2, 3]
+
+
+class Reads(callbacks.Callback):
+    """Reads at each batch's begin what the store has."""
+
+    def __init__(self, url):
+        self.url, self.found = url, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        try:
+            events = scalars(f"{self.url}/train", "batch_loss")
+        except Exception:  # nothing there yet
+            events = []
+        self.found.append(len(events))
+
+
+def test_within_an_epoch_files_come_to_a_url_now_and_then(url, monkeypatch):
+    for seconds, wanted in ((0, [0, 1, 2, 3, 4]), (120, [0, 0, 0, 0, 0])):
+        monkeypatch.setattr("fitkit.loggers.tensorboard.UPLOAD_EVERY_S", seconds)
+        reads = Reads(f"{url}/{seconds}")
+        fit(compiled(), callbacks.TensorBoard(reads.url, update_freq=1), reads, epochs=1)
+        assert reads.found == wanted
+        assert len(scalars(f"{reads.url}/train", "batch_loss")) == 5
+
+
+def test_a_url_that_cannot_be_written_to_ends_fit_at_its_begin(tmp_path):
+    pytest.importorskip("fsspec")
+    (tmp_path / "closed").write_text("no folder")
+    model = compiled()
+    with pytest.raises(CheckpointError, match="can't be written"):
+        fit(model, callbacks.TensorBoard(f"file://{tmp_path}/closed/logs"))
+    assert model.global_step == 0
+
+
+def test_failed_trainings_leave_their_curves_at_a_url(url):
+    class Fails(callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(compiled(), callbacks.TensorBoard(url), Fails())
+    assert [step for step, _ in scalars(f"{url}/train", "epoch_loss")] == [0]
+    assert "_hparams_/session_start_info" in events_in(f"{url}/train").summary_metadata
+
+
+def test_lightnings_names_count_their_versions_at_a_url(url):
+    for number in range(2):
+        for kind in (loggers.TensorBoardLogger, loggers.CSVLogger):
+            logger = kind(url, name=kind.__name__)
+            assert str(logger.log_dir) == f"{url}/{kind.__name__}/version_{number}"
+            fit(compiled(), logger, epochs=1)
+    assert scalars(f"{url}/TensorBoardLogger/version_1/train", "epoch_loss")
+    assert os.path.basename(str(loggers.CSVLogger(url, "CSVLogger").path)) == "metrics.csv"
