@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from fitkit.data.arrays import select_rows
 from fitkit.data.permutation import IndexBatches, PermutationSampler
+from fitkit.errors import warn
 from fitkit.random_states import random_state, set_random_state
 
 
@@ -294,6 +295,7 @@ class OwnState:
         self._taken: Any = None
         self._begun = False
         self._at_end = False
+        self._warned = False
         self.waits: bool = False
 
     def batches(self, generators: Sequence[torch.Generator] = ()) -> Iterator[Any]:
@@ -332,8 +334,29 @@ class OwnState:
         # A loader that is asked before its first pass begins one: workers start, numbers are drawn.
         if not self._begun or (ends_pass and not self._at_end):
             return None
+        if not self._at_end and not self._warned and _has_shuffle_buffer(self._loader):
+            self._warned = True
+            warn(
+                f"A training that goes on from this checkpoint doesn't get the same batches: the "
+                f"state of the {type(self._loader).__name__} lacks the samples in the buffer of "
+                "the stream's shuffle. A plain DataLoader reads the epoch's beginning again, and "
+                "gets the same."
+            )
         return {"state": self._loader.state_dict()}
 
     def take(self, state: dict[str, Any]) -> None:
         """Let the next pass go on from what `state` gave."""
         self._taken, self.waits = state, True
+
+
+def _has_shuffle_buffer(loader: Any) -> bool:
+    """Whether samples wait in the shuffle of a Hugging Face stream, whose state lacks them."""
+    waiting = [getattr(getattr(loader, "dataset", None), "_ex_iterable", None)]
+    while waiting:
+        stage = waiting.pop()
+        if type(stage).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if type(stage).__module__.startswith("datasets."):
+            waiting.append(getattr(stage, "ex_iterable", None))
+            waiting.extend(getattr(stage, "ex_iterables", ()))
+    return False

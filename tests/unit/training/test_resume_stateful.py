@@ -1,12 +1,14 @@
 """Loaders that keep their own state: a training that was cut goes on bit for bit."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import fitkit
-from fitkit.callbacks import Callback
+from fitkit.callbacks import Callback, ModelCheckpoint
 from tests.nets import classes_in_turn
 from tests.reference import assert_same_weights
 
@@ -189,3 +191,31 @@ def test_a_stream_of_hugging_face_has_all_its_steps_after_a_resume(tmp_path, cut
     assert len(whole.seen) == 12
     torch.testing.assert_close(again.seen, whole.seen[cut_at:], rtol=0, atol=0)
     assert_same_weights(again, whole)
+
+
+@pytest.mark.parametrize("kind", [stateful.StatefulDataLoader, torch.utils.data.DataLoader])
+def test_a_shuffle_buffer_that_no_state_has_is_said_once(tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    samples = [{"x": row.tolist(), "label": int(label)} for row, label in zip(X, Y, strict=True)]
+    rows = datasets.Dataset.from_list(samples).with_format("torch")
+
+    class Saves(Callback):
+        def on_train_batch_end(self, batch, logs):
+            self.model.save(tmp_path / f"{self.model.global_step}.h5")
+
+    def said(stream, saves=True):
+        model = fitkit.Model(nn.Linear(4, 3))
+        model.compile("adam", "cross_entropy", target="label")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            callback = Saves() if saves else ModelCheckpoint(tmp_path / "{epoch}.h5")
+            data = stream.map(lambda row: row).with_format("torch")
+            model.fit(kind(data, 6), epochs=2, verbose=0, callbacks=[callback])
+        return sum("shuffle" in str(each.message) for each in caught)
+
+    stream = rows.to_iterable_dataset(num_shards=2)
+    shuffled = stream.shuffle(seed=3, buffer_size=8)
+    joined = datasets.interleave_datasets([stream, shuffled])
+    wanted = int(kind is stateful.StatefulDataLoader)
+    assert [said(stream), said(shuffled), said(joined)] == [0, wanted, wanted]
+    assert said(shuffled, saves=False) == 0  # at epochs' ends the buffer is empty
