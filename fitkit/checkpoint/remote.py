@@ -30,6 +30,12 @@ from fitkit.errors import (
 # Two letters and more: `C://` is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://")
 _COLLAPSED = re.compile(r"(?:s3|gs|gcs|az|abfs|abfss|adl|hdfs|sftp|ssh|https?|memory|file):/[^/]")
+_PACKAGES = {
+    "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"),
+    "abfs": ("adlfs", "azure"), "abfss": ("adlfs", "azure"), "az": ("adlfs", "azure"),
+}  # fmt: skip
+"""What stores of a scheme need beside fsspec, and the extra that brings it."""
 _WITH_BUCKETS = ("s3://", "s3a://", "gs://", "gcs://")
 _REFUSED = ("credential", "auth", "forbidden", "denied", "anonymous")
 _BLOCK_BYTES = 1 << 20
@@ -320,6 +326,9 @@ def _store(url: str) -> tuple[Any, str]:
     try:
         store, path = url_to_fs(url)
     except ImportError as error:
+        scheme = url.partition("://")[0].lower()
+        if scheme in _PACKAGES:
+            raise missing_package(*_PACKAGES[scheme], f"The URL {url!r}") from error
         raise MissingPackageError(
             f"The URL {url!r} needs a package that isn't installed: {error}"
         ) from error

@@ -172,6 +172,61 @@ def test_an_error_that_names_an_extra_names_one_that_brings_the_package():
         assert package in {requirement.name for requirement in extras()[extra]}, file
 
 
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+"""Packages whose distribution has another name."""
+
+WITHOUT_EXTRA = {
+    "IPython": "is there in a notebook, and used nowhere else",
+    "pynvml": "replaces nvidia-smi, which does the same, where it is there",
+    "scipy": "comes with scikit-learn",
+    "torch_xla": "stopped at torch 2.9: the extra tpu brings torch_tpu",
+}
+
+
+def lazily_imported() -> dict[str, str]:
+    """A file that imports it, for each package that fitkit imports or looks for by name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call) and node.args:
+                looks = ast.unparse(node.func).endswith(("import_module", "find_spec"))
+                first = node.args[0]
+                if looks and isinstance(first, ast.Constant):
+                    names = [str(first.value)]
+            for name in names:
+                found.setdefault(name.partition(".")[0], str(path.relative_to(CHECKOUT)))
+    required = requirements(CONFIGURATION["options"]["install_requires"].strip())
+    for name in [*sys.stdlib_module_names, *(r.name for r in required), "fitkit"]:
+        found.pop(name, None)
+    return found
+
+
+def test_every_package_that_fitkit_imports_is_in_an_extra_for_users():
+    users = [name for name in extras() if name not in ("test", "docs", "dev", "examples")]
+    brought = {requirement.name for name in users for requirement in extras()[name]}
+    imported = lazily_imported()
+    assert {"fsspec", "matplotlib", "torchao", "torch_tpu", "deepspeed"} <= set(imported)
+    lacks = {
+        name: file
+        for name, file in imported.items()
+        if DISTRIBUTIONS.get(name, name) not in brought and name not in WITHOUT_EXTRA
+    }
+    assert lacks == {}
+    assert set(WITHOUT_EXTRA) <= set(imported)
+
+
+def test_what_language_models_train_with_is_in_an_extra():
+    page = (CHECKOUT / "docs" / "language-models.md").read_text()
+    needed = {n for line in re.findall(r"```python needs (.+)", page) for n in line.split(", ")}
+    users = [name for name in extras() if name not in ("test", "docs", "dev", "examples")]
+    assert needed <= {requirement.name for name in users for requirement in extras()[name]}
+
+
 def test_the_doctor_tells_what_fitkit_sees(capsys):
     import fitkit
     from fitkit.__main__ import main

@@ -3,6 +3,7 @@
 import builtins
 import os
 import re
+import sys
 from importlib import import_module
 
 import pytest
@@ -349,8 +350,11 @@ def test_without_fsspec_the_extra_is_named(monkeypatch):
         compiled().save_weights("memory://w.h5")
 
 
-def test_a_stores_missing_package_is_named():
-    pytest.importorskip("fsspec")
+def test_a_stores_missing_package_is_named(monkeypatch):
+    for scheme, package, extra in (("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")):
+        monkeypatch.setitem(sys.modules, package, None)  # whether it is there or not
+        with pytest.raises(MissingPackageError, match=rf"'{package}'.*fitkit\[{extra}\]"):
+            compiled().save_weights(f"{scheme}://bucket/w.h5")
     with pytest.raises(MissingPackageError, match="ocifs"):
         compiled().save_weights("oci://bucket/w.h5")
     model = compiled()
