@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any, cast
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fitkit.checkpoint import check_fused_state
@@ -581,12 +582,17 @@ class Update:
 
     def _clip(self) -> None:
         """Limit the gradients; their norm before that is noted where somebody asks."""
-        norms = self._fit_state.grad_norms
+        norms, norm = self._fit_state.grad_norms, None
         if norms is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             norm = self._norm_of(gradients)
             norms += [] if norm is None else [norm]
-        if self._clip_value is not None:
+        if self._clip_value is None:
+            return
+        if norm is not None and self._engine is None and self._clip_algorithm == "norm":
+            # What clip_grad_norm_ does with the norm, which would cost a twentieth of a small step.
+            clip_grads_with_norm_(self._parameters, self._clip_value, norm)
+        else:
             self._clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
 
 

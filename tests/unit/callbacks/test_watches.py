@@ -20,6 +20,7 @@ from fitkit.callbacks import (
 )
 from fitkit.callbacks.resources import seconds_of
 from fitkit.callbacks.watches import NonFiniteError
+from fitkit.distributed.strategies import engine
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError
 from tests.nets import regression
 
@@ -413,6 +414,25 @@ def test_norms_of_gradients_are_those_before_clipping(arguments, parts):
     assert history["grad_norm"] == pytest.approx(means, rel=1e-5)
     assert history["param_norm"][-1] == pytest.approx(weights, rel=1e-6)
     assert model._fitkit.fit_state.grad_norms is None  # nobody pays for it in the next fit
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_norm_of_an_update_is_computed_once(monkeypatch, clip):
+    from torch.nn.utils import clip_grad
+
+    counts, real = [], clip_grad._get_total_norm
+
+    def counted(*arguments, **options):
+        counts.append(1)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(clip_grad, "_get_total_norm", counted)
+    monkeypatch.setattr(engine, "get_total_norm", counted)
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse", gradient_clip_val=clip, accelerator="cpu", devices=1)
+    monitor = NormMonitor(parameters=False)
+    model.fit(X, Y, batch_size=4, verbose=0, callbacks=monitor)
+    assert len(counts) == len(monitor.norms) > 0
 
 
 def test_norms_of_scaled_losses_are_unscaled():
