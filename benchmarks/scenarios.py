@@ -109,13 +109,20 @@ def onbatch(length: Length) -> Iterator[Row]:
 
 
 def metrics(length: Length) -> Iterator[Row]:
-    """What metrics cost: none, one, three by name; and the loops with torchmetrics."""
+    """What metrics cost: none, one, three by name; the loops with torchmetrics; and monitors."""
     one = Task("accuracy", samples=length.of(9600), optimizer="sgd")
     none = dataclasses.replace(one, name="no metrics", metrics=())
     three = dataclasses.replace(one, name="three metrics", metrics=("accuracy", "f1", "recall"))
     for fewer, more in ((none, one), (one, three)):
         yield in_one_process("metrics", fewer, more, length.many)
     yield from contest("metrics", three, OURS, "careful", length.many)
+    tiny = Task("tiny net", samples=length.of(9600))
+    blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
+    for task, pairs in ((tiny, length.many), (blocks, length.pairs)):
+        for names in (("throughput", "rates"), ("norms",)):
+            named = f"{task.name}: {', '.join(names)}"
+            more = dataclasses.replace(task, name=named, monitors=names)
+            yield in_one_process("metrics", task, more, pairs)
 
 
 def options(length: Length) -> Iterator[Row]:

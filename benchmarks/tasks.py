@@ -30,6 +30,7 @@ class Task:
         metrics: fitkit's names, or torchmetrics' classes by the same names.
         defaults: whether each shows what it shows unasked (a progress bar), in a terminal.
         callbacks: how many callbacks look at each step's end, where the contender has any.
+        monitors: names of fitkit's callbacks that log; a sample counts as 64 tokens.
         epochs: of a run.
         options: further ones of fitkit's `compile`.
     """
@@ -44,6 +45,7 @@ class Task:
     metrics: tuple[str, ...] = ("accuracy",)
     defaults: bool = False
     callbacks: int = 0
+    monitors: tuple[str, ...] = ()
     epochs: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -13,6 +13,12 @@ from benchmarks.loops import Answer, loader_of
 from benchmarks.tasks import Task
 from fitkit.typing import MetricName, Name
 
+MONITORS: dict[str, Callable[[], Any]] = {
+    "throughput": lambda: fitkit.callbacks.ThroughputMonitor(tokens=64, peak_flops=1e12),
+    "rates": fitkit.callbacks.LearningRateMonitor,
+    "norms": fitkit.callbacks.NormMonitor,
+}
+
 
 class Looks(fitkit.callbacks.Callback):
     """A callback that does next to nothing after each step."""
@@ -46,8 +52,10 @@ def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Ans
             *arrays, batch_size=task.batch, verbose=verbose, return_dict=True
         )
     options: dict[str, Any] = {"epochs": task.epochs, "verbose": verbose}
-    if task.callbacks:
-        options["callbacks"] = [Looks() for _ in range(task.callbacks)]
+    callbacks: list[Any] = [Looks() for _ in range(task.callbacks)]
+    callbacks += [MONITORS[name]() for name in task.monitors]
+    if callbacks:
+        options["callbacks"] = callbacks
     if task.source == "arrays":
         options["batch_size"] = task.batch
     data = arrays if task.source == "arrays" else (loader_of(task, x, y),)
