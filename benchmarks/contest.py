@@ -27,6 +27,7 @@ OURS = ("fitkit", "careful", "tuned", "naive")
 PEERS = {
     "Lightning": "lightning",
     "Keras": "keras",
+    "Keras on JAX": "jax",
     "skorch": "skorch",
     "Poutyne": "poutyne",
     "Ignite": "ignite",

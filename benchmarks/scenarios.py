@@ -136,37 +136,46 @@ def options(length: Length) -> Iterator[Row]:
 
 
 def compiled(length: Length) -> Iterator[Row]:
-    """Whole steps compiled by `jit_compile`: fitkit's beside the tuned loop in eager PyTorch."""
-    tiny = Task("Adam, accuracy, arrays", samples=length.of(12_800), source="arrays")
-    wide = dataclasses.replace(tiny, name="784-128-10, arrays", net="mlp 784 128 10", batch=128)
-    for task in (tiny, wide):
-        for given in (
-            {},
-            {"jit_compile": True},
-            {"jit_compile": True, "steps_per_execution": 32},
-        ):
-            words = "".join(f", {name}={value}" for name, value in given.items())
-            changed = dataclasses.replace(task, name=task.name + words, options=given)
+    """Whole steps by `jit_compile`: beside the tuned loop, Keras on JAX, and fitkit without it."""
+    whole: dict[str, Any] = {"jit_compile": True}
+    together: dict[str, Any] = {**whole, "steps_per_execution": 32}
+    on_jax = tuple(name for name in length.everybody if name == "Keras on JAX")
+    tiny = Task("32-64-10", samples=length.of(12_800), source="arrays")
+    wide = dataclasses.replace(tiny, name="784-128-10", net=MLP, samples=length.of(60_000))
+    wider = dataclasses.replace(wide, name="784-128-10, batches of 128", batch=128)
+    for task in (tiny, wide, wider):
+        yield from contest("compiled", task, ("fitkit",), "tuned", length.pairs, with_itself=False)
+        for given in (whole, together):
+            changed = with_options(task, given)
             yield from contest(
-                "compiled", changed, ("fitkit",), "tuned", length.pairs, with_itself=False
+                "compiled", changed, ("fitkit", *on_jax), "tuned", length.pairs, with_itself=False
             )
-    image = Task("CNN, batches of 64", net="cnn", samples=length.of(1280), batch=64)
+            for peer in on_jax:
+                yield from contest(
+                    "compiled", changed, ("fitkit",), peer, length.pairs, with_itself=False
+                )
+    image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
     tokens = Task("transformer, 4 layers", net="transformer 4 128", samples=length.of(1280))
     blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
     for task in (image, tokens):
-        yield beside_itself("compiled", task, {"jit_compile": True}, length.pairs)
-    for task in (dataclasses.replace(tiny, name="32-64-10"), blocks, image, tokens):
+        yield beside_itself("compiled", task, whole, length.pairs)
+    for task in (tiny, blocks, image, tokens):
         passes = dataclasses.replace(
             task, name=f"evaluate, {task.name}", verb="evaluate", source="arrays"
         )
-        for given in ({"jit_compile": True}, {"jit_compile": True, "steps_per_execution": 32}):
+        for given in (whole, together):
             yield beside_itself("compiled", passes, given, length.pairs)
+
+
+def with_options(task: Task, given: dict[str, Any]) -> Task:
+    """A task with options of `compile`, which its name says."""
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return dataclasses.replace(task, name=f"{task.name}, {words}", options=given)
 
 
 def beside_itself(scenario: str, task: Task, given: dict[str, Any], pairs: int) -> Row:
     """fitkit's figures with options of `compile` beside those without."""
-    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    changed = dataclasses.replace(task, name=f"{task.name}, {words}", options=given)
+    changed = with_options(task, given)
     with closing(Side("fitkit", task)) as base, closing(Side("fitkit", changed)) as side:
         return against(scenario, base, side, pairs)
 

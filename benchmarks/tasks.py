@@ -32,7 +32,7 @@ class Task:
         callbacks: how many callbacks look at each step's end, where the contender has any.
         monitors: names of fitkit's callbacks that log; a sample counts as 64 tokens.
         epochs: of a run.
-        options: further ones of fitkit's `compile`.
+        options: further ones of fitkit's and Keras's `compile`.
     """
 
     name: str
