@@ -7,10 +7,9 @@ from torch import nn
 
 import fitkit
 from fitkit.training.surroundings import traces_gradients
+from tests.compiling import TRACED, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
-# Traced and differentiated as for torch's own compiler, but computed operation by operation.
-TRACED = {"backend": "aot_eager"}
 
 torch.manual_seed(0)
 X, Y = torch.randn(44, 6, dtype=torch.float64), torch.randint(0, 3, (44,))
@@ -74,10 +73,10 @@ def trained(kind, **more):
     torch.manual_seed(1)
     model = kind(net())
     more = {"metrics": ["accuracy"], **more} if kind in (Extending, EpochEnd) else more
-    model.compile("adam", "cross_entropy", accelerator="cpu", **more)
+    model.compile("sgd", "cross_entropy", accelerator="cpu", learning_rate=0.1, **more)
     torch.manual_seed(2)
     first = model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
-    torch._dynamo.utils.counters.clear()
+    compiled_anew()
     second = model.fit(X, Y, batch_size=8, epochs=4, initial_epoch=2, verbose=0).history
     return model, [first, second]
 
@@ -106,7 +105,7 @@ KINDS = [
 def test_a_step_of_ones_own_learns_and_logs_the_same(kind, options, recwarn):
     plain = trained(kind, **options)
     compiled = trained(kind, **options, jit_compile=TRACED)
-    assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0  # in the second fit
+    assert compiled_anew() == 0  # in the second fit
     assert not [w for w in recwarn if "jit_compile" in str(w.message)]
     assert compiled[0]._fitkit.compiled_update.stopped is None
     assert_same(compiled, plain)
@@ -144,7 +143,7 @@ def test_what_a_step_does_beside_its_loss_is_done_once_a_batch(capsys):
 def test_outputs_that_the_epochs_end_gets_compile_nothing_anew():
     torch.manual_seed(1)
     model = EpochEnd(net())
-    model.compile("adam", "cross_entropy", accelerator="cpu", jit_compile=TRACED)
-    torch._dynamo.utils.counters.clear()
+    model.compile("sgd", "cross_entropy", accelerator="cpu", learning_rate=0.1, jit_compile=TRACED)
+    compiled_anew()
     model.fit(X[:40], Y[:40], batch_size=4, epochs=2, verbose=0)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert compiled_anew() == 1

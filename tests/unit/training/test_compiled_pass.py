@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.training import compiled_pass
-
-# Traced as for torch's own compiler, but computed operation by operation.
-TRACED = {"backend": "aot_eager"}
+from tests.compiling import TRACED, Branching, compiled_anew
 
 torch.manual_seed(0)
 X = torch.randn(85, 6, dtype=torch.float64)
@@ -66,13 +64,6 @@ def model_of(make=net, loss="cross_entropy", metrics=("accuracy",), **more):
     return model
 
 
-def graphs():
-    """How many graphs torch has compiled since this was called before."""
-    found = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
-    torch._dynamo.utils.counters.clear()
-    return found
-
-
 def by_hand(make, x=X):
     torch.manual_seed(1)
     with torch.no_grad():
@@ -111,26 +102,26 @@ def test_an_evaluation_gives_what_plain_pytorch_gives_and_compiles_once(name, st
     compiled, data, wanted = CASES[name]
     model = model_of(**compiled, jit_compile=TRACED, steps_per_execution=steps)
     evaluate = partial(model.evaluate, X, batch_size=8, verbose=0, return_dict=True, **data)
-    graphs()
+    compiled_anew()
     found = evaluate()
-    assert graphs() == 1
+    assert compiled_anew() == 1
     prediction = by_hand(compiled.get("make", net))
     for log, value in wanted.items():
         assert found[log] == pytest.approx(value(prediction).double().mean().item(), abs=1e-12)
     assert evaluate() == found
-    assert graphs() == 0
+    assert compiled_anew() == 0
     assert not [w for w in recwarn if "jit_compile" in str(w.message)]
 
 
 @pytest.mark.parametrize("steps", [1, 6])
 def test_predictions_are_those_of_plain_pytorch_in_their_order(steps):
     model = model_of(jit_compile=TRACED, steps_per_execution=steps)
-    graphs()
+    compiled_anew()
     found = model.predict(X, batch_size=8, verbose=0)
     np.testing.assert_allclose(found, by_hand(net).numpy(), rtol=0, atol=1e-12)
-    assert graphs() == 1
+    assert compiled_anew() == 1
     model.predict(X, batch_size=8, verbose=0)
-    assert graphs() == 0
+    assert compiled_anew() == 0
     several = model_of(TwoOutputs, jit_compile=TRACED, steps_per_execution=steps)
     outputs = several.predict(DataLoader(TensorDataset(X), batch_size=8), verbose=0)
     for name, wanted in by_hand(TwoOutputs).items():
@@ -177,22 +168,22 @@ def test_callbacks_see_the_same_moments_logs_and_outputs():
 def test_validations_and_evaluations_share_what_is_compiled():
     model = model_of(jit_compile=TRACED)
     model.evaluate(X, Y, batch_size=8, verbose=0)
-    graphs()
+    compiled_anew()
     fit = partial(model.fit, X[:48], Y[:48], batch_size=8, epochs=2, verbose=0)
     fit(validation_data=(X, Y))
-    assert graphs() == 1  # the training's step
+    assert compiled_anew() == 1  # the training's step
     model.evaluate(X, Y, batch_size=8, verbose=0)
     fit(validation_data=(X, Y), initial_epoch=1)
-    assert graphs() == 0
+    assert compiled_anew() == 0
 
 
 def test_batches_of_many_lengths_share_one_program():
     model = model_of(jit_compile=TRACED)
     lengths = [8, 8, 3, 5, 8, 7, 4, 6, 9, 2]
     parts = list(zip(X[:60].split(lengths), Y[:60].split(lengths), strict=True))
-    graphs()
+    compiled_anew()
     found = model.evaluate(iter(parts), verbose=0, return_dict=True)
-    assert graphs() == 2
+    assert compiled_anew() == 2
     wanted = F.cross_entropy(by_hand(net)[:60], Y[:60]).item()
     assert found["loss"] == pytest.approx(wanted, abs=1e-12)
 
@@ -200,30 +191,19 @@ def test_batches_of_many_lengths_share_one_program():
 def test_a_net_of_which_nothing_is_gained_is_evaluated_as_written(monkeypatch):
     monkeypatch.setattr(compiled_pass, "FEWEST_FUSED", 24)
     model, twin = model_of(jit_compile=TRACED), model_of()
-    graphs()
+    compiled_anew()
     for one in (model, twin):
         one.found = one.evaluate(X, Y, batch_size=8, verbose=0), one.predict(X, verbose=0)
-    assert graphs() == 0
+    assert compiled_anew() == 0
     assert model.found[0] == twin.found[0]
     np.testing.assert_array_equal(model.found[1], twin.found[1])
     assert model.net._compiled_call_impl is not None
 
 
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        if float(x.sum()) > 1e6:  # by the data: no graph can hold that
-            x = x + 1
-        return self.layer(x)
-
-
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_net_that_cannot_be_traced_whole_is_named_once_and_evaluates_the_same(steps):
     model = model_of(Branching, jit_compile=TRACED, steps_per_execution=steps)
-    with pytest.warns(UserWarning, match=r"alone in the evaluation.*test_compiled_pass") as seen:
+    with pytest.warns(UserWarning, match=r"alone in the evaluation.*compiling.py") as seen:
         found = model.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
     assert len([w for w in seen if "jit_compile" in str(w.message)]) == 1
     wanted = F.cross_entropy(by_hand(Branching), Y).item()

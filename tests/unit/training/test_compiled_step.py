@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import shutil
 
 import pytest
 import torch
@@ -11,13 +10,9 @@ from torch import nn, optim
 import fitkit
 from fitkit.training.programs import reason_of
 from fitkit.training.surroundings import traces_gradients
+from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
-# Traced and differentiated as for torch's own compiler, but computed operation by operation.
-TRACED = {"backend": "aot_eager"}
-HAS_COMPILER = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="inductor needs a C++ compiler"
-)
 partial = functools.partial
 
 torch.manual_seed(0)
@@ -52,6 +47,7 @@ TWO = {"loss": {"a": "cross_entropy", "b": "mse"}, "loss_weights": {"a": 1.0, "b
 NESTEROV = partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
 ONE_CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60)
 COSINE = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=60)
+SGD = {**ADAM, "optimizer": NESTEROV}  # it has states, and is traced in half of Adam's time
 
 CASES = {
     "Adam, a short last batch": {"metrics": ["accuracy", "f1"], "rows": 53},
@@ -69,6 +65,14 @@ CASES = {
 }
 
 
+def model_of(net=perceptron, **more):
+    torch.manual_seed(1)
+    model = fitkit.Model(net())
+    model.compile(accelerator="cpu", **{**SGD, **more})
+    torch.manual_seed(2)
+    return model
+
+
 def trained(case, epochs=3, **more):
     """The model, and the histories of a first and a second `fit`."""
     case = {**ADAM, **case, **more}
@@ -76,20 +80,12 @@ def trained(case, epochs=3, **more):
     weights, rows = case.pop("sample_weight", None), case.pop("rows", 48)
     x = x[:rows]
     y = {name: part[:rows] for name, part in y.items()} if isinstance(y, dict) else y[:rows]
-    torch.manual_seed(1)
-    model = fitkit.Model(net().double())
-    model.compile(accelerator="cpu", **case)
-    torch.manual_seed(2)
+    model = model_of(lambda: net().double(), **case)
     options = {"batch_size": 8, "verbose": 0, "sample_weight": weights}
     first = model.fit(x, y, epochs=epochs, **options).history
-    torch._dynamo.utils.counters.clear()
+    compiled_anew()
     second = model.fit(x, y, epochs=epochs + 2, initial_epoch=epochs, **options).history
     return model, [first, second]
-
-
-def compiled_anew():
-    """How many graphs torch has compiled since `counters` were cleared."""
-    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
 
 
 def assert_same(one, other, tolerance=1e-10):
@@ -113,11 +109,17 @@ def test_a_compiled_step_gives_what_an_eager_one_gives(name, recwarn):
 
 
 @pytest.mark.parametrize(
-    "name", ["Adam, a short last batch", "a rate for each step", "several outputs"]
+    ("name", "optimizer"),
+    [
+        ("Adam, a short last batch", "adam"),
+        ("a rate for each step", NESTEROV),
+        ("several outputs", NESTEROV),
+    ],
 )
-def test_several_steps_in_one_call_give_what_single_ones_give(name):
-    plain = trained(CASES[name])
-    model, histories = trained(CASES[name], jit_compile=TRACED, steps_per_execution=6)
+def test_several_steps_in_one_call_give_what_single_ones_give(name, optimizer):
+    case = {**CASES[name], "optimizer": optimizer}
+    plain = trained(case)
+    model, histories = trained(case, jit_compile=TRACED, steps_per_execution=6)
     assert compiled_anew() == 0
     assert_same((model, histories), plain)
 
@@ -138,21 +140,10 @@ def test_an_optimizer_that_cannot_be_traced_steps_by_itself(case, why):
     assert_same(compiled, plain)
 
 
-class Printing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        if float(x.sum()) > 1e6:  # by the data: no graph can hold that
-            x = x + 1
-        return self.layer(x)
-
-
 def test_a_net_that_cannot_be_traced_whole_is_named_with_its_line_and_learns_the_same():
-    plain = trained({"net": Printing})
-    with pytest.warns(UserWarning, match=r"compiles the net alone.*test_compiled_step.py") as seen:
-        compiled = trained({"net": Printing}, jit_compile=TRACED)
+    plain = trained({"net": Branching})
+    with pytest.warns(UserWarning, match=r"compiles the net alone.*compiling.py") as seen:
+        compiled = trained({"net": Branching}, jit_compile=TRACED)
     assert len([w for w in seen if "compiles the net" in str(w.message)]) == 1
     assert_same(compiled, plain)
 
@@ -163,33 +154,23 @@ def test_gradients_of_a_layer_that_thaws_are_computed_from_its_epoch_on():
             self.model.net[0].requires_grad_(epoch >= 2)
 
     def run(**more):
-        torch.manual_seed(1)
-        model = fitkit.Model(perceptron())
-        model.compile(accelerator="cpu", **ADAM, **more)
-        torch.manual_seed(2)
+        model = model_of(**more)
         options = {"batch_size": 8, "epochs": 4, "verbose": 0, "callbacks": [Thaw()]}
-        return model, [model.fit(X, Y, **options).history]
+        return model, [model.fit(X[:48], Y[:48], **options).history]
 
     assert_same(run(jit_compile=TRACED), run())
 
 
 def test_a_training_that_was_cut_goes_on_to_the_same_bits(tmp_path):
-    def model(seed):
-        torch.manual_seed(seed)
-        made = fitkit.Model(normalized())
-        made.compile(accelerator="cpu", **ADAM, jit_compile=TRACED)
-        return made
-
-    options = {"batch_size": 8, "verbose": 0}
-    whole = model(1)
+    options = {"x": X[:48], "y": Y[:48], "batch_size": 8, "verbose": 0}
+    whole, cut, resumed = (model_of(normalized, jit_compile=TRACED) for _ in range(3))
     torch.manual_seed(2)
-    whole.fit(X, Y, epochs=4, **options)
-    cut = model(1)
+    whole.fit(epochs=4, **options)
     torch.manual_seed(2)
-    cut.fit(X, Y, epochs=2, **options)
+    cut.fit(epochs=2, **options)
     cut.save(tmp_path / "cut.h5")
-    resumed = model(3)
-    resumed.fit(X, Y, epochs=4, resume_from=tmp_path / "cut.h5", **options)
+    resumed.net[0].weight.data.zero_()
+    resumed.fit(epochs=4, resume_from=tmp_path / "cut.h5", **options)
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
 
@@ -211,9 +192,7 @@ def test_batches_that_wait_are_copies_and_callbacks_hear_of_whole_groups():
 
     def run(**more):
         heard.clear()
-        torch.manual_seed(1)
-        model = fitkit.Model(perceptron())
-        model.compile(accelerator="cpu", **ADAM, steps_per_execution=5, **more)
+        model = model_of(steps_per_execution=5, **more)
         model.fit(iter(batches()), verbose=0, callbacks=[Numbers()])
         return model.state_dict(), list(heard)
 
@@ -238,9 +217,7 @@ def test_batches_that_wait_have_been_learned_when_the_next_one_cannot_be_read(ba
             self.updates = self.model.global_step
 
     def run(**more):
-        torch.manual_seed(1)
-        model, noting = fitkit.Model(perceptron()), Noting()
-        model.compile(accelerator="cpu", **ADAM, steps_per_execution=12, **more)
+        model, noting = model_of(steps_per_execution=12, **more), Noting()
         with pytest.raises(OSError, match="the disk is gone"):
             model.fit(failing_after(batches), verbose=0, callbacks=[noting])
         return model.state_dict(), noting.updates
@@ -253,9 +230,7 @@ def test_batches_that_wait_have_been_learned_when_the_next_one_cannot_be_read(ba
 
 def test_a_batch_that_does_not_fit_within_a_group_finds_those_before_it_learned():
     def run(**more):
-        torch.manual_seed(1)
-        model = fitkit.Model(perceptron())
-        model.compile(accelerator="cpu", **ADAM, steps_per_execution=12, **more)
+        model = model_of(steps_per_execution=12, **more)
         data = [(X[:8], Y[:8])] * 5 + [(X[:8, :4], Y[:8])]
         with pytest.raises(fitkit.ConfigurationError, match="4"):
             model.fit(iter(data), verbose=0)
@@ -291,42 +266,33 @@ def test_a_state_that_is_loaded_within_a_training_is_the_one_that_learns():
                 optimizer.load_state_dict(self.state)
 
     def run(**more):
-        torch.manual_seed(1)
-        model = fitkit.Model(perceptron())
-        model.compile(accelerator="cpu", **ADAM, **more)
-        torch.manual_seed(2)
-        history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Load()]).history
-        return model, [history]
+        model = model_of(optimizer="adam", **more)
+        options = {"batch_size": 8, "epochs": 2, "verbose": 0, "callbacks": [Load()]}
+        return model, [model.fit(X[:48], Y[:48], **options).history]
 
     assert_same(run(jit_compile=TRACED), run())
 
 
 def test_norms_of_gradients_are_those_of_eager_steps():
     def run(**more):
-        torch.manual_seed(1)
-        model = fitkit.Model(perceptron())
-        model.compile(accelerator="cpu", **ADAM, **more)
-        torch.manual_seed(2)
-        monitor = fitkit.callbacks.NormMonitor()
-        return model, [model.fit(X, Y, batch_size=8, verbose=0, callbacks=[monitor]).history]
+        model, monitor = model_of(**more), fitkit.callbacks.NormMonitor()
+        options = {"batch_size": 8, "verbose": 0, "callbacks": [monitor]}
+        return model, [model.fit(X[:48], Y[:48], **options).history]
 
     assert_same(run(jit_compile=TRACED), run())
 
 
-def test_other_settings_are_compiled_anew_and_a_copy_compiles_for_itself():
-    model, _ = trained(CASES["Adam, a short last batch"], jit_compile=TRACED)
+def test_other_settings_are_compiled_anew_and_a_copy_compiles_for_itself(capsys):
+    """What is compiled is said, with its seconds."""
+    options = {"x": X[:48], "y": Y[:48], "batch_size": 8, "verbose": 2}
+    model = model_of(jit_compile=TRACED)
+    model.fit(**options)
+    assert capsys.readouterr().out.count("compiling the step …") == 1
     twin = copy.deepcopy(model)
     assert twin._fitkit.compiled_update is None
     model.compile(loss="nll_loss")
     assert model._fitkit.compiled_update is None
-    twin.fit(X, Y, verbose=0)
-
-
-def test_what_is_compiled_is_said_with_its_seconds(capsys):
-    torch.manual_seed(1)
-    model = fitkit.Model(perceptron())
-    model.compile(accelerator="cpu", **ADAM, jit_compile=TRACED)
-    model.fit(X[:48], Y[:48], batch_size=8, verbose=2)
+    twin.fit(**options)
     assert capsys.readouterr().out.count("compiling the step …") == 1
 
 
@@ -341,10 +307,7 @@ def test_what_is_compiled_is_said_with_its_seconds(capsys):
 )
 def test_half_precision_accumulation_and_clipping_go_together(options):
     def run(**more):
-        torch.manual_seed(1)
-        model = fitkit.Model(perceptron().float())
-        model.compile(accelerator="cpu", **ADAM, **options, **more)
-        torch.manual_seed(2)
+        model = model_of(lambda: perceptron().float(), **options, **more)
         history = model.fit(X.float()[:48], Y[:48], batch_size=8, epochs=3, verbose=0).history
         return model, [history]
 
@@ -361,11 +324,10 @@ def test_with_dynamic_shapes_a_last_batch_of_another_length_shares_the_program()
 
 
 @HAS_COMPILER
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.timeout(240)
-def test_a_mode_of_torchs_compiler_computes_the_same(mode):
+def test_a_mode_of_torchs_compiler_computes_the_same():
     case = {"net": lambda: nn.Linear(6, 3), "optimizer": "sgd"}
-    compiled = trained(case, jit_compile={"mode": mode})
+    compiled = trained(case, jit_compile={"mode": "max-autotune"})
     assert compiled[0]._fitkit.compiled_update.stopped is None
     assert_same(compiled, trained(case))
 
@@ -451,10 +413,11 @@ def drop_gradient(parameter):
     ],
 )
 def test_what_a_trace_would_miss_is_computed_as_without_compiling(net, words):
-    plain, plain_logs = trained({"net": net})
+    case = {"net": net, "optimizer": NESTEROV}
+    plain, plain_logs = trained(case)
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match=words or "Hard failure|recompile"):
-        compiled, logs = trained({"net": net, "jit_compile": TRACED})
+        compiled, logs = trained({**case, "jit_compile": TRACED})
     for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert logs[1]["loss"] == pytest.approx(plain_logs[1]["loss"], abs=1e-12)

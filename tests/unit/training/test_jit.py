@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import shutil
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
+from tests.compiling import HAS_COMPILER
 
 torch.manual_seed(0)
 X, Y = torch.randn(32, 4), torch.randint(0, 3, (32,))
@@ -98,7 +98,7 @@ def test_no_steps_graph_of_gradients_outlives_it(metrics):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@HAS_COMPILER
 def test_torchs_own_compiler_gives_the_same_up_to_rounding():
     torch.manual_seed(1)
     plain = trained(NETS["of one's own"]())
