@@ -143,17 +143,13 @@ def compiled(length: Length) -> Iterator[Row]:
     tiny = Task("32-64-10", samples=length.of(12_800), source="arrays")
     wide = dataclasses.replace(tiny, name="784-128-10", net=MLP, samples=length.of(60_000))
     wider = dataclasses.replace(wide, name="784-128-10, batches of 128", batch=128)
-    for task in (tiny, wide, wider):
-        yield from contest("compiled", task, ("fitkit",), "tuned", length.pairs, with_itself=False)
+    for task, pairs in ((tiny, length.many), (wide, length.pairs), (wider, length.pairs)):
+        yield from contest("compiled", task, ("fitkit",), "tuned", pairs, with_itself=False)
         for given in (whole, together):
             changed = with_options(task, given)
-            yield from contest(
-                "compiled", changed, ("fitkit", *on_jax), "tuned", length.pairs, with_itself=False
-            )
-            for peer in on_jax:
-                yield from contest(
-                    "compiled", changed, ("fitkit",), peer, length.pairs, with_itself=False
-                )
+            for reference in ("tuned", *on_jax):
+                others = ("fitkit", *on_jax) if reference == "tuned" else ("fitkit",)
+                yield from contest("compiled", changed, others, reference, pairs, with_itself=False)
     image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
     tokens = Task("transformer, 4 layers", net="transformer 4 128", samples=length.of(1280))
     blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
