@@ -138,6 +138,11 @@ def compiles_steps(options: bool | dict[str, Any]) -> bool:
     return not options.get("disable") and not callable(options.get("backend"))
 
 
+def traces_gradients() -> bool:
+    """Whether torch's compiler can take `torch.autograd.grad` into a graph: torch 2.10 can't."""
+    return hasattr(torch._dynamo.config, "trace_autograd_ops")
+
+
 def shapes_of(batch: Any) -> Any:
     """What programs are kept by: the shapes and types of a batch's tensors."""
     x, y, weight = batch

@@ -22,6 +22,7 @@ from fitkit.modes import in_use, modules_of, set_mode
 from fitkit.module import Module
 from fitkit.training.explain import explanation
 from fitkit.training.own_step import StepContext, running
+from fitkit.training.programs import traces_gradients
 from fitkit.training.settings import MEMORY_FORMATS
 
 LEARNING = ("fit", "train_on_batch")
@@ -262,11 +263,6 @@ DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_kept)
 
 
 MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_kept)
-
-
-def traces_gradients() -> bool:
-    """Whether torch's compiler can take `torch.autograd.grad` into a graph: torch 2.10 can't."""
-    return hasattr(torch._dynamo.config, "trace_autograd_ops")
 
 
 def _set_traced_gradients(value: bool) -> None:

@@ -45,8 +45,8 @@ from fitkit.training.manual import (
 )
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import OwnStep, Step, StepContext
-from fitkit.training.programs import compiles_steps
-from fitkit.training.surroundings import as_written, match_strides, traces_gradients
+from fitkit.training.programs import compiles_steps, traces_gradients
+from fitkit.training.surroundings import as_written, match_strides
 
 TINY = torch.finfo(torch.float64).tiny
 

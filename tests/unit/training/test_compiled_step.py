@@ -8,8 +8,7 @@ import torch
 from torch import nn, optim
 
 import fitkit
-from fitkit.training.programs import reason_of
-from fitkit.training.surroundings import traces_gradients
+from fitkit.training.programs import reason_of, traces_gradients
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
