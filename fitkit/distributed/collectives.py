@@ -104,6 +104,9 @@ class Solo:
         return tensor
 
 
+TOGETHER = 25 * 2**20
+"""Bytes of tensors that are broadcast in one exchange; they are copied for it."""
+
 SECRET = "FITKIT_SECRET"
 """The variable that may hold a text which all ranks share, and nobody else has."""
 
@@ -227,17 +230,17 @@ class ProcessGroup:
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
+        dense = []
         for tensor in tensors:
             if hasattr(tensor, "__tensor_flatten__"):
                 # Quantized by torchao, which can't be exchanged but by what it is made of.
                 names = tensor.__tensor_flatten__()[0]
                 self.broadcast_tensors([getattr(tensor, name) for name in names])
                 continue
-            # In place also where a tensor's memory isn't contiguous.
-            dense = tensor.detach().contiguous()
-            dist.broadcast(dense, src=0)
-            if dense.data_ptr() != tensor.data_ptr():
-                tensor.copy_(dense)
+            dense.append(tensor.detach())
+        # Those of one dtype together, as DDP does; also where a tensor's memory isn't contiguous.
+        if dense:
+            dist._broadcast_coalesced(dist.group.WORLD, dense, TOGETHER, 0)
 
     @torch.no_grad()
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -250,17 +253,19 @@ class ProcessGroup:
 
     def _mean_of(self, held: list[torch.nn.Parameter]) -> None:
         """The mean of the gradients of parameters of one dtype, in one exchange."""
-        used = [float(parameter.grad is not None) for parameter in held]
+        used = [parameter.grad is not None for parameter in held]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
         flags = torch.tensor(used, dtype=held[0].dtype, device=held[0].device)
         packed = torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
         dist.all_reduce(packed)
+        packed /= self.world_size
         *parts, flags = packed.split([*(gradient.numel() for gradient in gradients), len(held)])
-        for parameter, gradient, part, users in zip(
-            held, gradients, parts, flags.tolist(), strict=True
-        ):
+        means = [part.view_as(mine) for part, mine in zip(parts, gradients, strict=True)]
+        torch._foreach_copy_(gradients, means)
+        if all(used):
+            return  # without waiting for a GPU
+        for parameter, gradient, users in zip(held, gradients, flags.tolist(), strict=True):
             if users:
-                gradient.copy_(part.view_as(gradient)).div_(self.world_size)
                 parameter.grad = gradient
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,9 @@ class WrappedModel:
         count_parameter: a parameter () whose gradient the wrapper averages over the ranks together
             with the module's, as it is and exactly: what counts on each rank travels as that. None
             where there is none.
+        shared_buffers: the module's buffers, where nothing acts within a step: the loop averages
+            gradients over the ranks itself, and brings these from rank 0 to all before an update's
+            first forward. None where the wrapper does both, or nobody needs to.
     """
 
     has_replicas = False
@@ -40,6 +43,7 @@ class WrappedModel:
     accumulating: Callable[[], AbstractContextManager[Any]] | None = None
     rewrap: Callable[[], None] | None = None
     count_parameter: nn.Parameter | None = None
+    shared_buffers: list[torch.Tensor] | None = None
 
     def __init__(self, module: nn.Module, wrapper: Callable[..., Any] | None = None) -> None:
         self.net = module

@@ -1,4 +1,8 @@
-"""An optimizer's step as torch's compiler traces it: by torch's own functional optimizers."""
+"""An optimizer's step as torch's compiler traces it: by torch's own functional optimizers.
+
+It is a part of a whole step (`compiled_step.py`). Where gradients come from several batches or
+several ranks, it is a compiled function of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from fitkit.distributed.collectives import together
+from fitkit.errors import warn
 from fitkit.metrics.sums import widest_dtype
-from fitkit.optimizers import HOW, class_of
-from fitkit.training.programs import UNROLLED, UncompiledError
+from fitkit.module import Module
+from fitkit.optimizers import HOW, class_of, members_of
+from fitkit.training.programs import UNROLLED, Programs, UncompiledError
 
 
 class Group:
@@ -129,3 +137,179 @@ def functional(kind: type[Optimizer]) -> Callable[..., None]:
     raise UncompiledError(
         f"{kind.__name__} isn't one of torch.optim's optimizers that can be traced"
     )
+
+
+class CompiledOptimizer:
+    """An optimizer's step, with the clipping of gradients before it.
+
+    It stays with the model from one `fit` to the next; `begin` gives it what a new one has.
+
+    Args:
+        options: what `torch.compile` is given.
+
+    Attributes:
+        stopped: why the optimizer steps by itself; None while its step is compiled.
+    """
+
+    def __init__(self, options: bool | dict[str, Any]) -> None:
+        self._programs = Programs(options, "the update")
+        self.stopped: str | None = None
+
+    def announces(self, is_announced: bool) -> None:
+        """Take whether to print that something is being compiled."""
+        self._programs.is_announced = is_announced
+
+    def begin(self, model: Module, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Take what a new call of `fit` has.
+
+        Args:
+            parameters: those that may learn.
+        """
+        compilation = model._fitkit.compilation
+        self._ranks = compilation.strategy.collectives
+        self._device: str = compilation.strategy.device.type
+        self._clip_value = compilation.gradient_clip_val
+        self._clip_algorithm = compilation.gradient_clip_algorithm
+        self._fit_state = model._fitkit.fit_state
+        self._optimizer, self._parameters = optimizer, parameters
+        self.groups: list[Group] = []
+        self._seen: tuple[Any, ...] = ()  # the optimizer's tensors, groups, and how many
+        self._learns: list[bool] = []  # which parameters had a gradient
+        self._updates = 0  # by a function of its own since the groups were taken
+
+    @property
+    def is_asked_for_norms(self) -> bool:
+        """Whether a callback wants the gradients' norms, which eager updates note."""
+        return self._fit_state.grad_norms is not None
+
+    def stop(self, why: str) -> None:
+        """Let the optimizer make its step by itself from now on, and say so."""
+        self.stopped = why
+        self._programs.clear()
+        kind = class_of(self._optimizer).__name__
+        warn(f"jit_compile compiles forward, loss and backward; {kind} steps by itself: {why}.")
+
+    # ------------------------------------------------------------------ its groups
+
+    def collect(self) -> None:
+        """Take the groups, with the states of the parameters that have a gradient now.
+
+        Raises:
+            UncompiledError: the optimizer's step can't be compiled.
+        """
+        optimizer = self._optimizer
+        if len(members_of(optimizer)) > 1:
+            raise UncompiledError("there are several of them")
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise UncompiledError("it has hooks")
+        learning = [parameter for parameter in self._parameters if parameter.grad is not None]
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in learning):
+            raise UncompiledError("some gradients are sparse")
+        places = {parameter: place for place, parameter in enumerate(learning)}
+        groups = [Group(optimizer, group, places) for group in optimizer.param_groups]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
+        self.groups = [group for group in groups if group.places]
+        self._seen = (optimizer.state, optimizer.param_groups, len(optimizer.param_groups))
+
+    @property
+    def has_same_state(self) -> bool:
+        """Whether the optimizer's tensors are those of the groups; else a state was loaded."""
+        optimizer, seen = self._optimizer, self._seen
+        if optimizer.state is not seen[0] or optimizer.param_groups is not seen[1]:
+            return False
+        return len(optimizer.param_groups) == seen[2]
+
+    def follows(self, place: int = 0) -> bool:
+        """Take the groups' rates; whether their other settings are the same.
+
+        Args:
+            place: the step's among those of a call.
+        """
+        return all(group.follows(place) for group in self.groups)
+
+    def trace(self, gradients: Sequence[torch.Tensor], place: int = 0) -> None:
+        """Clip gradients and make the update; traced."""
+        clipped = self._clipped(gradients)
+        for group in self.groups:
+            group.update(clipped, place)
+
+    def _clipped(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The gradients, clipped as `engine.clip_gradients` does it with those of parameters."""
+        limit = self._clip_value
+        if limit is None:
+            return gradients
+        if self._clip_algorithm != "norm":
+            return [gradient.clamp(-limit, limit) for gradient in gradients]
+        factor = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
+        return [gradient * factor for gradient in gradients]
+
+    # ------------------------------------------------------------------ a function of its own
+
+    def __call__(self) -> bool:
+        """Make an update from the gradients that parameters have.
+
+        Returns:
+            Whether that was done; where it wasn't, no weight has changed.
+
+        Ranks:
+            Collective, where the step is compiled: on all ranks, or on none. The weights would
+            differ in their last bits otherwise, more with each update.
+        """
+        if self.stopped is not None or self.is_asked_for_norms:
+            return False
+        learns = [parameter.grad is not None for parameter in self._parameters]
+        try:
+            if learns != self._learns or not self._seen or not self.has_same_state:
+                self._compile(learns)
+            elif not self.follows():
+                if self._updates == 1:
+                    raise UncompiledError("its settings change from step to step")
+                self._compile(learns)
+            else:
+                self._run()
+                self._updates += 1
+        except UncompiledError as error:
+            self.stop(str(error))
+            return False
+        return True
+
+    def _run(self) -> None:
+        gradients = [
+            p.grad for p, learns in zip(self._parameters, self._learns, strict=True) if learns
+        ]
+        self._programs.run(self._from_gradients, [gradients], "gradients", self._device)
+
+    def _from_gradients(self, given: Sequence[Sequence[torch.Tensor]]) -> None:
+        self.trace(given[0])
+
+    def _compile(self, learns: list[bool]) -> None:
+        """Take the groups and make a first update.
+
+        Raises:
+            UncompiledError: some rank couldn't do it; the weights are as they were.
+
+        Ranks:
+            Collective.
+        """
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def work() -> None:
+            self._learns = learns
+            self.collect()
+            if self._ranks.world_size > 1:
+                before.extend((tensor, tensor.detach().clone()) for tensor in self._tensors())
+            self._run()
+
+        try:
+            together(self._ranks, work)
+        except UncompiledError:
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+            raise
+        self._updates = 1
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """What an update changes: the parameters, and the optimizer's states."""
+        lists = [tensors for group in self.groups for tensors in (group.parameters, *group.states)]
+        return [tensor for tensors in lists for tensor in tensors if tensor is not None]

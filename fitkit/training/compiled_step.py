@@ -4,6 +4,10 @@ In eager PyTorch a small net's step is bound by its hundreds of launches. Torch'
 all of them at once: the net, the loss, `torch.autograd.grad` of it and torch's own functional
 optimizers. A part that it can't take is left out, with one warning. At the least the net alone is
 compiled (`surroundings.compile_net`).
+
+Where several batches or several ranks make an update, there are two functions: one gives a batch's
+gradients, the other makes the update. Between them `Update` weighs the gradients, and averages
+them over the ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fitkit import trees
+from fitkit.data.sharding import RankBatch
 from fitkit.errors import warn
 from fitkit.module import Module
-from fitkit.optimizers import class_of
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.compiled_optimizer import Group
+from fitkit.training.compiled_optimizer import CompiledOptimizer
 from fitkit.training.own_step import OwnStep
 from fitkit.training.programs import (
     OTHERS_LEARN,
@@ -42,22 +45,23 @@ class CompiledUpdate:
     """A batch's whole update as compiled functions, one for each shape of batches.
 
     It stays with the model from one `fit` to the next, so that a second one compiles nothing;
-    `begin` gives it what a new one has. Only one rank's updates by one optimizer are compiled so,
-    each from one batch.
+    `begin` gives it what a new one has. Only updates by one optimizer are compiled so.
+
+    Each rank may compile its batches' gradients or not: the exchange is the same. What all must do
+    alike is the update (`CompiledOptimizer`).
 
     Args:
         options: what `torch.compile` is given.
 
     Attributes:
-        stopped: why nothing is compiled as a whole any more; None while it is.
-        optimizes: whether the optimizer's step is among what is compiled.
+        stopped: why batches aren't computed by what is compiled any more; None while they are.
         loss: the last batch's, where only its gradients were computed: `backward` takes it.
     """
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
         self._programs = Programs(options, "the step")
+        self._optimizing = CompiledOptimizer(options)
         self.stopped: str | None = None
-        self.optimizes: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Programs.__reduce__(self._programs)  # a model's copy compiles for itself
@@ -65,6 +69,7 @@ class CompiledUpdate:
     def announces(self, is_announced: bool) -> None:
         """Take whether to print that something is being compiled."""
         self._programs.is_announced = is_announced
+        self._optimizing.announces(is_announced)
 
     def begin(
         self,
@@ -90,15 +95,16 @@ class CompiledUpdate:
             self._traced = TracedStep(model, step)
         else:
             self._traced = TracedOwnStep(model, step)
-        self._optimizer, self._parameters = optimizer, parameters
-        self._clip_value = compilation.gradient_clip_val
-        self._clip_algorithm = compilation.gradient_clip_algorithm
+        self._parameters = parameters
+        self._optimizing.begin(model, optimizer, parameters)
+        # A step of the model's own may have effects, and on several ranks exchanges: the first
+        # batch is learned from without compiling then, and looked back at.
+        alone = compilation.strategy.collectives.world_size == 1
+        self._looks_ahead = alone and isinstance(step, CompiledStep)
         self._may_learn: list[nn.Parameter] = []
         self._learns: list[bool] = []  # whether each of them has a gradient
         self._learning: list[nn.Parameter] = []  # those that have
         self._requires_grad: list[bool] = []
-        self._groups: list[Group] = []
-        self._seen: tuple[Any, ...] = ()  # the optimizer's tensors, groups, and how many
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
         self._after_update, self._learn_loss = after_update, learn
@@ -110,8 +116,9 @@ class CompiledUpdate:
         self.accumulates(False)
 
     def accumulates(self, is_part: bool) -> None:
-        """Take whether batches are parts of an update from now on, which is made elsewhere then."""
-        self._is_part, self._updates = is_part, self.optimizes and not is_part
+        """Take whether a batch is a part of an update from now on: `update` makes it then."""
+        self._is_part = is_part
+        self._updates = self._optimizing.stopped is None and not is_part
         self._batches = -1  # since a batch was looked at
 
     # ------------------------------------------------------------------ one batch
@@ -124,21 +131,28 @@ class CompiledUpdate:
         """
         if self.stopped is not None:
             return False
+        rank_batch = batch if type(batch) is RankBatch else None
+        if rank_batch is not None:
+            if rank_batch.count == 0:
+                return False  # it leaves no trace but its gradients
+            batch = rank_batch.batch
         parts = self._traced.moved(batch, index)
         # The first steps see whether a schedule changes more than rates.
         if self._joins_steps and self._updates and self._batches > 1 and self._hold(parts):
             return True
         self.flush()
-        return self.stopped is None and self._learn(parts)
+        return self.stopped is None and self._learn(parts, rank_batch)
 
-    def _learn(self, batch: Batch) -> bool:
+    def _learn(self, batch: Batch, rank_batch: RankBatch | None = None) -> bool:
         """Learn from one batch, on the device; whether that could be done."""
+        traced = self._traced
         try:
             if self._batches < 0 or not self._follows():
-                if isinstance(self._traced, TracedOwnStep):
+                if not self._looks_ahead:
                     self._batches = -1
-                    return False  # a step of the model's own may have effects: it's made once
-                self._look(self._traced, batch)
+                    return False
+                assert isinstance(traced, TracedStep)
+                self._look(traced, batch)
             try:
                 found = self._run(batch)
             except UncompiledError as error:
@@ -151,12 +165,12 @@ class CompiledUpdate:
             self._stop(error)
             return False
         loss, kept, gradients = found
-        self._traced.note(loss, kept, batch)
+        traced.note(loss, kept, batch, rank_batch)
         self.loss = None
         if self._updates:
             self._after_update()
             return True
-        if self._traced.device != "cpu":  # a CUDA graph's next replay writes in the same place
+        if traced.device != "cpu":  # a CUDA graph's next replay writes in the same place
             loss, gradients = trees.map_leaves(copied, (loss, gradients))
         self._gradients = gradients
         self.loss = loss.detach().requires_grad_()
@@ -165,7 +179,9 @@ class CompiledUpdate:
     def _stop(self, error: UncompiledError) -> None:
         """Let batches be learned from step by step from now on, and say so."""
         self.stopped = str(error)
-        warn(f"jit_compile compiles the net alone, not the whole step: {error}")
+        update = self._is_part and self._optimizing.stopped is None
+        what = "the net and the update" if update else "the net alone"
+        warn(f"jit_compile compiles {what}, not the whole step: {error}")
 
     # ------------------------------------------------------------------ several in one call
 
@@ -208,7 +224,7 @@ class CompiledUpdate:
             if number >= ready:  # a schedule has changed more than rates
                 self._learn_waiting(batch)
                 continue
-            for group in self._groups:
+            for group in self._optimizing.groups:
                 group.put(group.last[number])
             loss, kept, _ = self._run(batch)
             self._traced.note(loss, kept, batch)
@@ -238,15 +254,19 @@ class CompiledUpdate:
         """Add the gradients of a loss that was made of the last batch's by a factor."""
         assert self.loss is not None
         with torch.no_grad():
-            gradients = list(self._gradients)
+            gradients: Sequence[torch.Tensor] = self._gradients
             if loss is not self.loss:
                 (factor,) = torch.autograd.grad(loss, self.loss)
-                gradients = [gradient * factor for gradient in gradients]
+                gradients = _weighted(gradients, factor)
             for parameter, gradient in zip(self._learning, gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
+
+    def update(self) -> bool:
+        """Make the update of parts that are complete; whether that was done."""
+        return self._is_part and self._optimizing()
 
     def _run(self, *batches: Batch) -> Any:
         """What the program for such batches gives, which is compiled if they are the first."""
@@ -283,34 +303,20 @@ class CompiledUpdate:
             gradients = [gradient for gradient in found if gradient is not None]
         if not self._updates:
             return loss.detach(), kept, gradients
-        clipped = self._clipped(gradients)
-        for group in self._groups:
-            group.update(clipped, place)
+        self._optimizing.trace(gradients, place)
         return loss.detach(), kept, None
-
-    def _clipped(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The gradients, clipped as `engine.clip_gradients` does it with those of parameters."""
-        limit = self._clip_value
-        if limit is None:
-            return gradients
-        if self._clip_algorithm != "norm":
-            return [gradient.clamp(-limit, limit) for gradient in gradients]
-        factor = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
-        return [gradient * factor for gradient in gradients]
 
     # ------------------------------------------------------------------ before it
 
     def _follows(self, place: int = 0) -> bool:
         """Whether the optimizer's tensors and settings are those of the last batch."""
-        optimizer, seen = self._optimizer, self._seen
-        if optimizer.state is not seen[0] or optimizer.param_groups is not seen[1]:
-            return False  # a state was loaded
-        if len(optimizer.param_groups) != seen[2]:
+        optimizing = self._optimizing
+        if self._updates and not optimizing.has_same_state:
             return False
         if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
             return False
         self._batches += 1
-        if not self._updates or all(group.follows(place) for group in self._groups):
+        if not self._updates or optimizing.follows(place):
             return True
         if self._batches == 1:
             self._leave_optimizer_out("its settings change from step to step")
@@ -359,45 +365,47 @@ class CompiledUpdate:
         Raises:
             UncompiledError: these gradients can't be compiled.
         """
-        optimizer = self._optimizer
         _refuse_hooks(may_learn)
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
+        step = self._step
+        own = step.loss.own if isinstance(step, CompiledStep) else None
+        if own is not None and not own.is_decided:
+            raise UncompiledError("what the net's own loss is the mean over isn't known")
+        if self._is_part and step.terms is not None:
+            raise UncompiledError("the losses of several outputs are means over different counts")
         self._may_learn, self._learns = may_learn, [g is not None for g in gradients]
         self._learning = list(itertools.compress(may_learn, self._learns))
         self._requires_grad = [p.requires_grad for p in self._parameters]
-        self._seen = (optimizer.state, optimizer.param_groups, len(optimizer.param_groups))
-        if self._model._fitkit.fit_state.grad_norms is not None:
-            self._updates = False  # a callback wants the gradients' norm
+        if self._optimizing.is_asked_for_norms:
+            self._updates = False
         if self._updates:
             try:
-                self._groups = self._collected(gradients, may_learn)
+                for parameter, gradient in zip(may_learn, gradients, strict=True):
+                    parameter.grad = gradient  # the optimizer looks at what has one
+                self._optimizing.collect()
             except UncompiledError as error:
                 self._leave_optimizer_out(str(error))
+            finally:
+                for parameter in may_learn:
+                    parameter.grad = None
         self._batches = 0
-
-    def _collected(self, gradients: Sequence[Any], may_learn: list[nn.Parameter]) -> list[Group]:
-        """The optimizer's groups, with the states of the parameters that have gradients."""
-        optimizer = self._optimizer
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise UncompiledError("it has hooks")
-        places = {parameter: place for place, parameter in enumerate(self._learning)}
-        try:
-            for parameter, gradient in zip(may_learn, gradients, strict=True):
-                parameter.grad = gradient  # torch looks at what has one
-            groups = [Group(optimizer, group, places) for group in optimizer.param_groups]
-        finally:
-            for parameter in may_learn:
-                parameter.grad = None
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
-        return [group for group in groups if group.places]
 
     def _leave_optimizer_out(self, why: str) -> None:
         """Let the optimizer make its step by itself from now on, and say so."""
-        self._updates = self.optimizes = False
+        self._updates = False
         self._programs.clear()
-        kind = class_of(self._optimizer).__name__
-        warn(f"jit_compile compiles forward, loss and backward; {kind} steps by itself: {why}.")
+        self._optimizing.stop(why)
+
+
+def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients times a factor (); 0 where that is 0, for those of a mean over nothing are NaN."""
+    if not factor.is_cpu:
+        return [torch.where(factor != 0, gradient * factor, 0.0) for gradient in gradients]
+    number = factor.item()
+    if number == 0.0:
+        return [torch.zeros_like(gradient) for gradient in gradients]
+    return list(torch._foreach_mul(list(gradients), number))
 
 
 def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:

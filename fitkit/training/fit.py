@@ -229,7 +229,7 @@ class Fit:
         replicas, device = self.strategy.replicas, self.strategy.device
         is_silent = chosen_verbose(self.arguments.verbose) == 0
         if (compiled := self.model._fitkit.compiled_update) is not None:
-            compiled.announces(not is_silent)
+            compiled.announces(not is_silent and self.collectives.rank == 0)
         alone = ranks * replicas == 1 and device.type == "cpu"
         if alone or self.collectives.rank or is_silent:
             return

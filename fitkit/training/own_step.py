@@ -29,6 +29,7 @@ from fitkit.logging_options import LogOptions, is_metric
 from fitkit.losses import Count, Term, checked_count
 from fitkit.module import Module
 from fitkit.training.log import Logbook, Logged
+from fitkit.training.programs import compiles_updates, traces_gradients
 from fitkit.training.step import CompiledStep, PredictStep
 
 
@@ -215,6 +216,7 @@ class OwnStep:
         total: of the last batches on all ranks.
         count, terms, may_count, is_part: as in `CompiledStep`.
         synchronization: what synchronised batch normalisations go by; None where there are none.
+        ranks: those that see different data.
         keeps: whether the pass's `_epoch_end` wants what the steps returned.
         outputs: what they returned; None where nobody wants it.
     """
@@ -235,7 +237,7 @@ class OwnStep:
         self.is_part: bool = False
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
-        self._ranks: Collectives = strategy.data_ranks
+        self.ranks: Collectives = strategy.data_ranks
         self.autocast = partial(strategy.precision.autocast, strategy.device.type)
         self._method = f"{stage}_step"
         self._arguments = step_arguments(model, self._method)
@@ -324,19 +326,24 @@ class OwnStep:
         else:
             self.note(loss, outputs)
         if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
-            context.logged.exchange(self._ranks, is_padding=is_padding)
+            context.logged.exchange(self.ranks, is_padding=is_padding)
         return loss
 
-    def take(self, batch: Any, count: Any, *, is_compiled_loss: bool) -> None:
+    def take(
+        self, batch: Any, count: Any, rank_batch: RankBatch | None, *, is_compiled_loss: bool
+    ) -> None:
         """Take a batch whose step was computed elsewhere: it counts from now on.
 
         Args:
             count: what the step said that its loss is the mean over; None where it didn't.
+            rank_batch: what the batch is among those of all ranks; None on one rank.
             is_compiled_loss: whether the step returned what `super().training_step` gave.
         """
         context = self.context
-        self.samples = self.total = context.samples = samples_of(batch)
-        context.is_padding = False
+        self.samples = self.total = samples_of(batch)
+        if rank_batch is not None:
+            self.samples, self.total = rank_batch.count, rank_batch.total
+        context.samples, context.is_padding = self.samples, False
         if context.waiting:
             context.take_waiting()
         self.count = self.terms = None
@@ -545,14 +552,15 @@ def step_for(
     _check_undivided(model, stage)
     known = None if source is None else [targets_of(source)]
     may_count = compilation.loss.may_count(known)
+    counts = may_count or has_own_steps(model, stage)
+    wrapped = None
     if stage != "training":
         wrapped = strategy.wrap_for_evaluation(model)
-    else:
-        wrapped = strategy.wrap_for_training(
-            model,
-            averages=model._updates_all,
-            may_count=may_count or has_own_steps(model, stage),
-        )
+    elif compiles_updates(model) and traces_gradients():
+        wrapped = strategy.wrap_for_compiling(model, may_count=counts)
+    if wrapped is None:
+        averages = model._updates_all
+        wrapped = strategy.wrap_for_training(model, averages=averages, may_count=counts)
     compiled = CompiledStep(
         model,
         wrapped,

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from fitkit import trees
+from fitkit.hooks import has_own_steps, overridden
+from fitkit.module import Module
+from fitkit.optimizers import needs_closure
 
 TOGETHER_ON_CPU = {"cpp_wrapper": True, "size_asserts": False}
 """Options of torch's compiler, beside the user's, for several batches in one call on a CPU.
@@ -136,6 +139,22 @@ def compiles_steps(options: bool | dict[str, Any]) -> bool:
     if isinstance(options, bool):
         return options
     return not options.get("disable") and not callable(options.get("backend"))
+
+
+def compiles_updates(model: Module) -> bool:
+    """Whether a model's updates are to be compiled, as far as its options and optimizers tell."""
+    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
+    strategy = compilation.strategy
+    if not compiles_steps(compilation.jit_compile) or not model._updates_all:
+        return False
+    if strategy.precision.scaler(strategy.device) is not None:
+        return False
+    if compilation.sync_batchnorm and strategy.collectives.world_size > 1:
+        return False
+    moves_batches = overridden(model, "transfer_batch_to_device")
+    if moves_batches and has_own_steps(model, "training"):
+        return False
+    return not any(map(needs_closure, state.optimizers))
 
 
 def traces_gradients() -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from fitkit import trees
 from fitkit.data.batches import samples_in
+from fitkit.data.sharding import RankBatch
 from fitkit.distributed.strategies import Strategy
 from fitkit.losses import Term
 from fitkit.losses.compiled import total_of
@@ -47,9 +48,6 @@ class TracedStep:
         """A batch's loss as torch computes it without compiling; the first batch is checked."""
         assert isinstance(self._step, CompiledStep)
         loss: torch.Tensor = self._step.compute(self.net, *batch)[1]
-        own = self._step.loss.own
-        if own is not None and not own.is_decided:
-            raise UncompiledError("what the net's own loss is the mean over isn't known")
         return loss
 
     def entered(self, batch: Batch) -> tuple[Any, ...]:
@@ -92,12 +90,18 @@ class TracedStep:
             return total_of(terms), {name: value for name, _, value, _ in found}, None
         return total_of(terms), {}, found
 
-    def note(self, loss: torch.Tensor, kept: Any, batch: Batch) -> None:
-        """Take what a traced step gave into the pass's values."""
+    def note(
+        self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
+    ) -> None:
+        """Take what a traced step gave into the pass's values.
+
+        Args:
+            rank_batch: what the batch is among those of all ranks; None on one rank.
+        """
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, kept = trees.map_leaves(copied, (loss, kept))
         prediction, parts, counted = kept
-        self._step_counted(counted).note(prediction, loss, parts, batch)
+        self._step_counted(counted).note(prediction, loss, parts, batch, rank_batch)
 
     def note_inside(self, kept: Any, batch: Batch) -> None:
         """Take what a traced `super().training_step` gave: its loss isn't noted, but metrics are.
@@ -249,17 +253,27 @@ class TracedOwnStep:
                 del own[name]
             own.update(before)
 
-    def note(self, loss: torch.Tensor, kept: Any, batch: Batch) -> None:
-        """Take what a traced step gave into the pass's values, and log what it logged."""
+    def note(
+        self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
+    ) -> None:
+        """Take what a traced step gave into the pass's values, and log what it logged.
+
+        Args:
+            rank_batch: what the batch is among those of all ranks; None on one rank.
+
+        Ranks:
+            Collective, where values are logged that the ranks exchange in each step.
+        """
         step, (outputs, count, is_compiled_loss) = self._step, kept
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, outputs = trees.map_leaves(copied, (loss, outputs))
         for computed, parts in self._computed:
             self._inside.note_inside(computed, parts)
-        step.take(batch[0], count, is_compiled_loss=is_compiled_loss)
+        step.take(batch[0], count, rank_batch, is_compiled_loss=is_compiled_loss)
         for name, value, given, options in self._logged:
             self._model.log(name, copied(value), *given, **options)
         step.note(loss, outputs)
+        step.context.logged.exchange(step.ranks)
 
 
 NO_LOSS = "training_step returns no loss of one number for some batch"

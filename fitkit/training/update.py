@@ -44,8 +44,8 @@ from fitkit.training.manual import (
     nothing_if,
 )
 from fitkit.training.optimizing import FitState, configures_its_own
-from fitkit.training.own_step import OwnStep, Step, StepContext
-from fitkit.training.programs import compiles_steps, traces_gradients
+from fitkit.training.own_step import Step, StepContext
+from fitkit.training.programs import compiles_updates, traces_gradients
 from fitkit.training.surroundings import as_written, match_strides
 
 TINY = torch.finfo(torch.float64).tiny
@@ -213,10 +213,12 @@ class Update:
             self.backward = partial(scaling.backward, through=self.backward)
         self._clip_value = compilation.gradient_clip_val
         self._clip_algorithm = compilation.gradient_clip_algorithm
-        self._exchanges = is_one_of_several
+        # What would average gradients within the backward pass has no place in a compiled step.
+        self._buffers = step.wrapped.shared_buffers
+        self._exchanges = is_one_of_several or self._buffers is not None
         self._parameters = held_by(optimizer) if is_one_of_several else compilation.trainable(model)
         # A loss's own parameters: their gradients are averaged here, since no strategy knows them.
-        has_outside = self._ranks > 1 and not is_one_of_several
+        has_outside = self._ranks > 1 and not self._exchanges
         self._outside = compilation.loss_parameters() if has_outside else []
         # What takes a count along with the gradients; those that go past the wrapper have none.
         self._carrier = None if is_one_of_several else step.wrapped.count_parameter
@@ -239,20 +241,16 @@ class Update:
         self._regroup()
 
     def _compiled_for(self, model: Module) -> CompiledUpdate | None:
-        """What computes an update as one compiled function, where `compile` asks for that.
+        """What computes updates by compiled functions, where `compile` asks for that.
 
-        One rank's updates by one optimizer alone are: of the step that `compile` describes, or of
-        the model's own `training_step`.
+        Those by one optimizer alone are: of the step that `compile` describes, or of the model's
+        own `training_step`; on several ranks where the loop averages gradients.
         """
-        options = model._fitkit.compilation.jit_compile
-        alone = self._is_alone and not self._exchanges and self._engine is None
-        special = self._scaling is not None or self._takes_closure
-        step = self._step
-        if not alone or special or not step.wrapped.is_bare or not model.automatic_optimization:
+        options, step = model._fitkit.compilation.jit_compile, self._step
+        alone = self._is_alone or self._buffers is not None
+        if not alone or self._engine is not None or not step.wrapped.is_bare:
             return None
-        if isinstance(step, OwnStep) and not step.mover.is_ours:
-            return None
-        if not compiles_steps(options):
+        if not compiles_updates(model):
             return None
         if not traces_gradients():
             warn(
@@ -279,7 +277,7 @@ class Update:
         self._accumulate = accumulate
         self._exchanged = not self._exchanges
         if self._compiled is not None:
-            self._compiled.accumulates(accumulate > 1)
+            self._compiled.accumulates(accumulate > 1 or self._ranks > 1)
 
     @property
     def is_between_groups(self) -> bool:
@@ -301,7 +299,7 @@ class Update:
         """Learn from a batch: compute its loss, and make the update where the group is complete.
 
         Args:
-            compiles: whether it may be learned by what is compiled.
+            compiles: whether it may be learned by what is compiled; False where that was tried.
         """
         step = self._step
         if self._batches == 0:
@@ -311,6 +309,8 @@ class Update:
                 parameter.grad = None
             if self._carrier is not None:
                 self._carrier.grad = None
+            if self._buffers and compiles:
+                self._strategy.collectives.broadcast_tensors(self._buffers)
         # Whether a batch is only a part of what an update sees.
         step.is_part = self._ranks > 1 or self._accumulate > 1
         compiled = self._compiled if compiles else None
@@ -454,8 +454,11 @@ class Update:
     ) -> None:
         """Compute the gradients of a part of a group, and let what counts in it go with them."""
         loss, carrier = nothing_if(loss, count), self._carrier
-        if carrier is None:
+        if carrier is None or self._exchanges:
             self.backward(loss * weight)
+            if carrier is not None:
+                counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
+                carrier.grad = counts if carrier.grad is None else carrier.grad + counts
             return
         if self._scaling is not None:
             loss = self._scaling.scaler.scale(loss)
@@ -554,6 +557,9 @@ class Update:
                 unfuse_if_unreadable(optimizer)
         if self._scaling is not None:
             self._update_scaled(self._scaling)
+            return
+        if self._compiled is not None and self._compiled.update():
+            self._count_update()
             return
         self._clip()
         if self._engine is None:

@@ -173,6 +173,20 @@ class Strategy:
         """
         return self.wrap_for_evaluation(module)
 
+    def wrap_for_compiling(
+        self, module: torch.nn.Module, *, may_count: bool = False
+    ) -> WrappedModel | None:
+        """What training steps of several ranks call that are compiled as a whole: nothing acts
+        within them, and the loop averages the gradients, all in one exchange.
+
+        Args:
+            may_count: as in `wrap_for_training`.
+
+        Returns:
+            None where that would be another result, or slower; and on one rank.
+        """
+        return None
+
     def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
         """What evaluation and prediction call. No rank waits in it for another's share, unless
         `evaluates_in_step` says so."""

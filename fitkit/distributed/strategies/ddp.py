@@ -27,6 +27,9 @@ from fitkit.distributed.world import World, enter, in_own_group, leave
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 
+BUCKET_MB = 25
+"""Megabytes of gradients that DDP sends together, where it isn't told (torch 2.13)."""
+
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
@@ -189,6 +192,28 @@ class DDP(Strategy):
         if averages and self.collectives.world_size > 1:
             carrier = self._new_carrier(module) if may_count else None
             self._wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp)
+        return wrapped
+
+    def wrap_for_compiling(
+        self, module: torch.nn.Module, *, may_count: bool = False
+    ) -> WrappedModel | None:
+        kind, options = type(self), self.options
+        is_plain = (
+            kind.configure_ddp is DDP.configure_ddp
+            and kind.wrap_for_training is DDP.wrap_for_training
+            and not (kind.has_engine or kind.replicates or self.comm_hook)
+            and not (options["find_unused_parameters"] or options["static_graph"])
+        )
+        if not is_plain or self.collectives.world_size == 1:
+            return None
+        # DDP sends larger gradients in several buckets, the first while others are computed.
+        bucket = (options["bucket_cap_mb"] or BUCKET_MB) * 2**20
+        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if sum(p.numel() * p.element_size() for p in learning) > bucket:
+            return None
+        wrapped = self.wrap_for_evaluation(module)
+        wrapped.count_parameter = self._new_carrier(module) if may_count else None
+        wrapped.shared_buffers = list(module.buffers())
         return wrapped
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
