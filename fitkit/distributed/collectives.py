@@ -11,7 +11,7 @@ import os
 import pickle
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -253,19 +253,22 @@ class ProcessGroup:
 
     def _mean_of(self, held: list[torch.nn.Parameter]) -> None:
         """The mean of the gradients of parameters of one dtype, in one exchange."""
+        whole = _packed_in(held)
+        if whole is not None:
+            dist.all_reduce(whole)
+            whole /= self.world_size
+            return
         used = [parameter.grad is not None for parameter in held]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
-        flags = torch.tensor(used, dtype=held[0].dtype, device=held[0].device)
-        packed = torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
+        packed = pack_gradients(gradients, used)
         dist.all_reduce(packed)
         packed /= self.world_size
-        *parts, flags = packed.split([*(gradient.numel() for gradient in gradients), len(held)])
-        means = [part.view_as(mine) for part, mine in zip(parts, gradients, strict=True)]
+        *means, users = unpack_gradients(packed, gradients)
         torch._foreach_copy_(gradients, means)
         if all(used):
             return  # without waiting for a GPU
-        for parameter, gradient, users in zip(held, gradients, flags.tolist(), strict=True):
-            if users:
+        for parameter, gradient, share in zip(held, gradients, users.tolist(), strict=True):
+            if share:
                 parameter.grad = gradient
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -276,6 +279,37 @@ class ProcessGroup:
                 f"rank are {shapes}. Give all_gather tensors that differ in dimension 0 alone."
             )
         return join_rows(tensor, [rows for rows, _, _ in shapes], self.rank)
+
+
+def pack_gradients(gradients: Sequence[torch.Tensor], used: Sequence[bool]) -> torch.Tensor:
+    """Gradients of one dtype as ranks exchange them: one after the other in one tensor.
+
+    Args:
+        used: whether each of them is there; those that aren't are 0. These flags come last.
+    """
+    flags = torch.tensor(used, dtype=gradients[0].dtype, device=gradients[0].device)
+    return torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
+
+
+def unpack_gradients(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of packed gradients, in the shapes of some tensors, and last the flags."""
+    *parts, flags = packed.split([*(tensor.numel() for tensor in like), len(like)])
+    return [*(part.view_as(one) for part, one in zip(parts, like, strict=True)), flags]
+
+
+def _packed_in(held: list[torch.nn.Parameter]) -> torch.Tensor | None:
+    """What the gradients of all these parameters were unpacked from; None where it isn't one."""
+    first = held[0].grad
+    whole = None if first is None else first._base
+    if whole is None or whole.ndim != 1:
+        return None
+    place = 0
+    for parameter in held:
+        gradient = parameter.grad
+        if gradient is None or gradient._base is not whole or gradient.storage_offset() != place:
+            return None
+        place += gradient.numel()
+    return whole if whole.numel() == place + len(held) else None
 
 
 class NodeShares:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.data.sharding import RankBatch
+from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
@@ -99,8 +100,9 @@ class CompiledUpdate:
         self._optimizing.begin(model, optimizer, parameters)
         # A step of the model's own may have effects, and on several ranks exchanges: the first
         # batch is learned from without compiling then, and looked back at.
-        alone = compilation.strategy.collectives.world_size == 1
-        self._looks_ahead = alone and isinstance(step, CompiledStep)
+        self._exchanges = compilation.strategy.collectives.world_size > 1
+        self._looks_ahead = isinstance(step, CompiledStep) and not self._exchanges
+        self._packs = False  # whether a batch's gradients come in one tensor
         self._may_learn: list[nn.Parameter] = []
         self._learns: list[bool] = []  # whether each of them has a gradient
         self._learning: list[nn.Parameter] = []  # those that have
@@ -172,6 +174,8 @@ class CompiledUpdate:
             return True
         if traced.device != "cpu":  # a CUDA graph's next replay writes in the same place
             loss, gradients = trees.map_leaves(copied, (loss, gradients))
+        if self._packs:
+            *gradients, _ = unpack_gradients(gradients, self._learning)
         self._gradients = gradients
         self.loss = loss.detach().requires_grad_()
         return True
@@ -293,7 +297,7 @@ class CompiledUpdate:
 
         Returns:
             The loss, what the step wants to note, and the gradients where the optimizer's step
-            isn't compiled.
+            isn't a part; those that ranks exchange are packed for that.
         """
         with torch.enable_grad():
             loss, kept = self._traced.computed(*given[0], is_part=self._is_part)
@@ -301,6 +305,9 @@ class CompiledUpdate:
             if [gradient is not None for gradient in found] != self._learns:
                 raise UncompiledError(OTHERS_LEARN)
             gradients = [gradient for gradient in found if gradient is not None]
+        if self._packs:
+            packed = pack_gradients(gradients, [True] * len(gradients))
+            return loss.detach(), kept, packed
         if not self._updates:
             return loss.detach(), kept, gradients
         self._optimizing.trace(gradients, place)
@@ -377,6 +384,8 @@ class CompiledUpdate:
         self._may_learn, self._learns = may_learn, [g is not None for g in gradients]
         self._learning = list(itertools.compress(may_learn, self._learns))
         self._requires_grad = [p.requires_grad for p in self._parameters]
+        one_dtype = len({parameter.dtype for parameter in may_learn}) == 1
+        self._packs = self._exchanges and one_dtype and all(self._learns)
         if self._optimizing.is_asked_for_norms:
             self._updates = False
         if self._updates:
