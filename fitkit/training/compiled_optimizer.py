@@ -186,8 +186,10 @@ class CompiledOptimizer:
         """Let the optimizer make its step by itself from now on, and say so."""
         self.stopped = why
         self._programs.clear()
-        kind = class_of(self._optimizer).__name__
-        warn(f"jit_compile compiles forward, loss and backward; {kind} steps by itself: {why}.")
+        kinds = [class_of(optimizer).__name__ for optimizer in members_of(self._optimizer)]
+        alone = "steps by itself" if len(kinds) == 1 else "step by themselves"
+        who = f"{' and '.join(kinds)} {alone}"
+        warn(f"jit_compile compiles forward, loss and backward; {who}: {why}.")
 
     # ------------------------------------------------------------------ its groups
 
@@ -199,7 +201,7 @@ class CompiledOptimizer:
         """
         optimizer = self._optimizer
         if len(members_of(optimizer)) > 1:
-            raise UncompiledError("there are several of them")
+            raise UncompiledError("only one optimizer's step can be compiled")
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise UncompiledError("it has hooks")
         learning = [parameter for parameter in self._parameters if parameter.grad is not None]

@@ -24,7 +24,6 @@ from fitkit.distributed.strategies.engine import clip_gradients, norm_of, scale_
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Term
-from fitkit.losses.compiled import total_of
 from fitkit.module import Module
 from fitkit.optimizers import (
     OptimizerList,
@@ -374,7 +373,7 @@ class Update:
             return
         samples, total = step.samples, step.total
         if step.terms is not None:
-            self._learn_terms(step.terms, samples, total)
+            self._learn_terms(loss, step.terms, samples, total)
             return
         if step.count is not None or self._carrier is not None:
             self._learn_counted(loss, samples if step.count is None else step.count, total)
@@ -425,14 +424,14 @@ class Update:
         (whole,) = self._strategy.data_ranks.sums([float(count)])
         return 2.0 ** round(math.log2(whole / total)) if whole > 0 and total else 1.0
 
-    def _learn_terms(self, terms: list[Term], samples: int, total: int) -> None:
+    def _learn_terms(self, loss: torch.Tensor, terms: list[Term], samples: int, total: int) -> None:
         """Take the losses of a batch's several outputs, each the mean over something else.
 
         One factor can't put these right afterwards, so what counts is found out before.
         """
         counts = [samples if term.count is None or not samples else term.count for term in terms]
         if self._accumulate == 1 and self._ranks == 1:
-            self.backward(total_of(terms))
+            self.backward(loss)
             self._update()
             return
         if self._totals is None:

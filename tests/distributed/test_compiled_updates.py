@@ -115,7 +115,7 @@ def batch_normalisation_and_a_resumed_fit():
         optimizer.step()
         names = ("running_mean", "running_var", "num_batches_tracked")
         wanted[1].load_state_dict({n: statistics[n] for n in names}, strict=False)
-    model = compiled(net(norm=True))
+    model = compiled(net(norm=True), jit_compile=False)
     fit(model, X[:48], Y[:48])
     model.save("cut.h5")
     resumed = compiled(net(norm=True))
@@ -174,12 +174,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_two_compiled_functions_and_an_exchange_give_what_undivided_batches_give(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     ran = subprocess.run(
         [sys.executable, "train.py"], capture_output=True, text=True, cwd=tmp_path,
-        timeout=patience(140), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=patience(230), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (0, "all the same\n"), ran.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]

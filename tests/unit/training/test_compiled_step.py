@@ -43,6 +43,7 @@ def squares(prediction, target):
 
 ADAM = {"optimizer": "adam", "loss": "cross_entropy", "metrics": ["accuracy"]}
 TWO = {"loss": {"a": "cross_entropy", "b": "mse"}, "loss_weights": {"a": 1.0, "b": 0.5}}
+COUNTED = {"net": TwoOutputs, "y": {"a": IGNORED, "b": VALUES}, "metrics": None, **TWO}
 NESTEROV = partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
 ONE_CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60)
 COSINE = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=60)
@@ -126,6 +127,7 @@ def test_several_steps_in_one_call_give_what_single_ones_give(name, optimizer):
 @pytest.mark.parametrize(
     ("case", "why"),
     [
+        ({"optimizer": partial(optim.Rprop), **COUNTED}, "can be traced"),
         ({"optimizer": partial(optim.SGD, momentum=0.9, dampening=0.5)}, "second update only"),
         ({"optimizer": partial(optim.Rprop)}, "can be traced"),
         ({"optimizer": partial(optim.RAdam)}, "branching"),
@@ -137,6 +139,27 @@ def test_an_optimizer_that_cannot_be_traced_steps_by_itself(case, why):
     with pytest.warns(UserWarning, match=f"steps by itself: .*{why}"):
         compiled = trained(case, jit_compile=TRACED)
     assert_same(compiled, plain)
+
+
+def test_optimizers_that_step_together_step_by_themselves():
+    def run(**more):
+        torch.manual_seed(1)
+        net = perceptron()
+        parts = [optim.SGD(net[0].parameters(), lr=0.1), optim.AdamW(net[2].parameters(), lr=0.1)]
+        model = fitkit.Model(net)
+        model.compile(parts, "cross_entropy", accelerator="cpu", **more)
+        return model, [model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history]
+
+    with pytest.warns(UserWarning, match="SGD and AdamW step by themselves: only one"):
+        compiled = run(jit_compile=TRACED)
+    assert_same(compiled, run())
+
+
+def test_outputs_that_count_differently_are_weighed_in_groups_of_batches():
+    case = {**COUNTED, "accumulate_grad_batches": 3}
+    with pytest.warns(UserWarning, match="the net and the update.*different counts"):
+        compiled = trained(case, jit_compile=TRACED)
+    assert_same(compiled, trained(case))
 
 
 def test_a_net_that_cannot_be_traced_whole_is_named_with_its_line_and_learns_the_same():
