@@ -240,7 +240,8 @@ class ProcessGroup:
             dense.append(tensor.detach())
         # Those of one dtype together, as DDP does; also where a tensor's memory isn't contiguous.
         if dense:
-            dist._broadcast_coalesced(dist.group.WORLD, dense, TOGETHER, 0)
+            broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # DDP's own
+            broadcast(dist.group.WORLD, dense, TOGETHER, 0)
 
     @torch.no_grad()
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:

@@ -155,7 +155,8 @@ class Update:
         scaling: scales losses, where half precision needs that; None elsewhere.
         after_update: called after each update (a scheduler that counts steps).
         is_one_of_several: whether other optimizers take turns with this one. Their steps go past
-            the wrapper that averages gradients over the ranks, so that is done here.
+            the wrapper that averages gradients over the ranks, so that is done here; as it is
+            where steps are compiled.
         compiles: whether an update may be compiled as a whole, where `compile` asks for that.
 
     An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
