@@ -3,7 +3,8 @@
 #   make demo        train the handwritten digits (examples/digits.py)
 #   make test        the test suite                 make test ARGS="tests/unit -k packaging"
 #   make test-all    with the slow tests, which take some ten minutes more
-#   make test-with   the fast tests with another Python or torch, all else the newest: PYTHON=python3.12 TORCH=2.10
+#   make test-with   the fast tests with another Python or torch, all else the newest: PYTHON=3.12 TORCH=2.10
+#                    ARGS='$(SAMPLE)' for one or two minutes of them; make with PYTHON=… only for the environment
 #   make test-engines   DeepSpeed, Horovod, torch_tpu and Ray for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
@@ -22,6 +23,7 @@ DEMO  := $(VENV)/.installed-demo
 PEERS := .venv-peers
 ENGINES := .venv-engines
 OTHER := .venv-with
+UV    := $(OTHER)/uv/bin/uv
 ARGS  ?=
 # Three processes test side by side, a file each: on two cores one of them always waits for ranks. The files come in order, those
 # with ranks first: few long tests at the end would leave the others idle. ARGS="-n 0" has one process, which a debugger needs.
@@ -30,7 +32,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-with test-cluster test-engines test-gpu lint typecheck bench bench-peers soak docs pictures release clean
+.PHONY: help setup demo test test-all with test-with test-cluster test-engines test-gpu lint typecheck bench bench-peers soak docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -52,11 +54,27 @@ test: $(STAMP)
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
+# Two minutes of the fast tests, some of every package: .ci/run has them on the oldest and the newest Python and torch.
+SAMPLE := $(addprefix tests/distributed/, test_fsdp_parts.py test_checkpoints.py test_several_optimizers.py) \
+    $(addprefix tests/unit/, \
+    training/test_compiled_pass.py training/test_against_plain_torch.py training/test_on_batch.py training/test_resume_exactly.py \
+    checkpoint/test_state.py checkpoint/test_foreign.py data/test_sources.py data/test_loaders.py \
+    losses/test_names.py metrics/test_classification_values.py callbacks/test_rates.py callbacks/test_averages.py \
+    loggers/test_loggers.py pictures/test_curves.py export/test_export.py \
+    distributed/test_resolve.py distributed/precision test_foundations.py test_typing.py test_packaging.py)
+
+# Made by uv, which needs a fifth of pip's time for torch's 6 GB, and finds Python 3.12 by its number or downloads it.
 # Nothing is pinned but torch's minor release, where one is named; an environment for each pair.
-test-with: WITH = $(OTHER)/$(notdir $(or $(PYTHON),python3))-torch$(TORCH)
-test-with:
-	@test -x $(WITH)/bin/python || $(or $(PYTHON),python3) -m venv $(WITH)
-	@$(WITH)/bin/python -m pip install -qq --upgrade --upgrade-strategy eager "torch$(if $(TORCH),==$(TORCH).*)" -e ".[test]"
+$(UV):
+	@$(firstword $(wildcard $(BIN)/python) python3) -m venv $(OTHER)/uv
+	@$(OTHER)/uv/bin/python -m pip install -qq uv
+
+with test-with: WITH = $(OTHER)/$(notdir $(or $(PYTHON),python3))-torch$(TORCH)
+with: $(UV)
+	@$(UV) venv --quiet --allow-existing --python $(or $(PYTHON),python3) $(WITH)
+	@$(UV) pip install --quiet --upgrade --python $(WITH) "torch$(if $(TORCH),==$(TORCH).*)" -e ".[test]"
+
+test-with: with
 	@$(WITH)/bin/python -c 'import sys, torch; print("[test-with] Python", sys.version.split()[0], "torch", torch.__version__)'
 	@$(WITH)/bin/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(ARGS)
 
