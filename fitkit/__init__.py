@@ -44,14 +44,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Tell what a peer's name is here.
+    """Explain a name that fitkit doesn't have, such as one from Keras or Lightning.
 
     Raises:
-        AttributeError: always: only names that aren't there are asked for.
+        AttributeError: always, because Python calls this for unknown names only.
     """
     raise no_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:
-    """List what is public; the modules that make it up are there all the same."""
+    """List the public names only. The internal modules can still be imported."""
     return __all__

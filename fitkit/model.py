@@ -63,18 +63,18 @@ from fitkit.typing import (
 
 @dataclasses.dataclass
 class Record:
-    """What fitkit itself keeps on a model, under one name, so that all others are the user's.
+    """All that fitkit itself keeps on a model, under one name: every other name is the user's.
 
     Attributes:
-        compilation: what `compile` was given, and what it resolved to.
-        fit_state: optimizers, schedulers and counters, over several calls of `fit`.
-        contexts: what runs on the model right now, in which thread.
-        batch_size: of the last `fit`; None before.
-        kept_steps: what `train_on_batch` and its kin have built.
-        log_names: of the values that the last pass gave; None before.
-        hidden_names: logged with `prog_bar=False`, which the progress bar leaves out.
-        compiled_update: what `jit_compile` has compiled of the training's steps; None before.
-        compiled_passes: the same of evaluations and predictions.
+        compilation: the arguments of `compile`, and what they resolved to.
+        fit_state: optimizers, schedulers and counters, kept over several calls of `fit`.
+        contexts: the calls that run on the model now, by thread.
+        batch_size: the batch size of the last `fit`; None before.
+        kept_steps: the steps that `train_on_batch` and its siblings have built.
+        log_names: the names of the values that the last pass returned; None before.
+        hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
+        compiled_update: the training steps that `jit_compile` has compiled; None before.
+        compiled_passes: the compiled steps of evaluation and prediction.
     """
 
     compilation: Compilation
@@ -89,19 +89,19 @@ class Record:
 
 
 class Model(Module):
-    """A network that can be trained, evaluated and used with one line each.
+    """A network that you can train, evaluate and use with one line each.
 
     Args:
-        net: the network; any `torch.nn.Module`. Calling the model calls it. A subclass may
-            define its own layers and `forward` instead, and leave it out.
+        net: the network, any `torch.nn.Module`. Calling the model calls the network. A subclass
+            may leave it out and define its own layers and `forward`.
 
     A subclass may also override the hooks of `Module` (`training_step`, `configure_optimizers`, …)
-    and call what it offers (`log`, `all_gather`, `manual_backward`, …).
+    and call its methods (`log`, `all_gather`, `manual_backward`, …).
 
     Attributes:
         net: the network that was given, or None.
-        history: the `History` of the last `fit`; None before.
-        stop_training: set it in a callback to end `fit` after the current batch or epoch.
+        history: the `History` of the last `fit`; None before the first.
+        stop_training: set it to True in a callback to end `fit` after the current batch or epoch.
         stop_evaluating, stop_predicting: the same for `evaluate` (or a validation) and `predict`.
 
     Example:
@@ -114,7 +114,7 @@ class Model(Module):
         (5, 3)
 
     Raises:
-        ArgumentTypeError: `net` isn't a module.
+        ArgumentTypeError: `net` isn't a `torch.nn.Module`.
     """
 
     _fitkit: Record
@@ -130,7 +130,7 @@ class Model(Module):
         if net is not None and not isinstance(net, nn.Module):
             raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
         if isinstance(net, Model):
-            raise ArgumentTypeError("net is a fitkit.Model already; use it as it is.")
+            raise ArgumentTypeError("net is already a fitkit.Model. Use it as it is.")
         self.net = net
         self.history = None
         self.stop_training = False
@@ -147,12 +147,14 @@ class Model(Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As torch's; of a wrapped net its own state dict is taken too, without the prefix.
+        """Load a state dict, as `torch.nn.Module.load_state_dict` does.
+
+        A model that wraps a net also takes the net's own state dict, without the `net.` prefix.
 
         Args:
             state_dict: names as in `model.state_dict()`, or as in `model.net.state_dict()`.
             strict: whether missing or unexpected names are an error. Default True.
-            assign: whether the tensors themselves become the weights. Default False: copied.
+            assign: whether the given tensors become the weights. Default False: they are copied.
         """
         module: nn.Module = self._weights_module()
         if module is not self and isinstance(state_dict, Mapping):
@@ -200,94 +202,101 @@ class Model(Module):
         effective_batch_size: int | Unset | None = UNSET,
         gpus: DevicesArgument | Unset | None = UNSET,
     ) -> None:
-        """Say how to train, and on what. All is checked here; nothing runs yet.
+        """Configure the model for training. The arguments are checked now; nothing runs yet.
 
-        Every argument is optional. What a call leaves out keeps what an earlier call set, else
-        its default. Replaces `nn.Module.compile`; `jit_compile=True` asks for `torch.compile`.
+        Every argument is optional. An argument that you leave out keeps its value from an earlier
+        call, or its default. This method replaces `nn.Module.compile`; for `torch.compile`, pass
+        `jit_compile=True`.
 
         Args:
             optimizer: a name (any `torch.optim` class, in any case, with torch's defaults), a
-                dict of a name and other settings (`{"name": "adam", "eps": 1e-5}`), a
-                class, a `functools.partial`, a factory `params -> Optimizer`, an instance over
-                this model's parameters, or a list of instances over disjoint parts of them,
+                dict of a name and other settings (`{"name": "adam", "eps": 1e-5}`), a class, a
+                `functools.partial`, or a factory `params -> Optimizer`. It can also be an instance
+                over this model's parameters, or a list of instances over disjoint parts of them,
                 which step together. `"muon"` is Muon for hidden matrices and AdamW for all else
-                (`fitkit.optimizers.muon`). Default: the subclass's `configure_optimizers`,
-                else `"adam"`. Giving one begins anew; a call without it keeps the optimizer and
-                its state.
-            loss: a name, an `nn.Module`, a callable `(prediction, target) -> scalar`; lists and
-                dicts of them for several outputs, nested as these are. torch's names take what
-                torch's losses take (`"cross_entropy"`: logits), Keras's names what Keras's take
-                (`"sparse_categorical_crossentropy"`: probabilities). Default None: the net's
+                (`fitkit.optimizers.muon`). Default: the subclass's `configure_optimizers`, or
+                `"adam"`. A call that names an optimizer starts a new one. A call without this
+                argument keeps the optimizer and its state.
+            loss: a name, an `nn.Module` or a callable `(prediction, target) -> scalar`. For several
+                outputs, pass a list or dict of losses, nested as the outputs are. torch's names
+                have torch's meaning (`"cross_entropy"` takes logits). Keras's names have Keras's
+                (`"sparse_categorical_crossentropy"` takes probabilities). Default None: the net's
                 output must carry `.loss`.
-            metrics: names, `torchmetrics.Metric` objects (used through copies) or callables
-                `(prediction, target)`; a list, or by output as `loss`. Default none.
-            learning_rate: of an optimizer given by name, class, partial or factory. Default
-                the optimizer's own. Given alone it changes the rate and keeps the state.
-            loss_weights: one weight an output, as `loss` is nested; the loss is their sum.
-            weighted_metrics: metrics that count samples by their weight (the weighted mean).
-            target: which entry of dict batches holds the targets, where the data give no `y`; the
-                net gets the others. For several outputs a list of names or a dict
+            metrics: names, `torchmetrics.Metric` objects (fitkit copies them) or callables
+                `(prediction, target)`. Pass a list, or one entry per output as for `loss`.
+                Default: none.
+            learning_rate: the rate of an optimizer given by name, class, partial or factory.
+                Default: the optimizer's own. Given alone, it changes the rate and keeps the state.
+            loss_weights: one weight per output, nested as `loss` is. The total loss is the
+                weighted sum.
+            weighted_metrics: metrics that weigh each sample by its sample weight (weighted mean).
+            target: the entry of dict batches that holds the targets, if the data have no `y`. The
+                net gets the other entries. For several outputs, pass a list of names or a dict
                 `{output: name}`. Default None: `"labels"` or `"label"`, which the net gets, too.
-            lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance;
-                or a dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"`
-                (of how many of these it moves once; default 1) and `"monitor"` (the log that
-                `ReduceLROnPlateau` watches). Without an interval
-                `OneCycleLR` and `CyclicLR` move at each update, others once an epoch. Names that
-                need the training's length (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it
-                from each `fit` and begin anew with it; all others go on over several fits.
-            devices: which devices; `"auto"` by default.
+            lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance. Or a
+                dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"` (move
+                once in this many intervals; default 1) and `"monitor"` (the log that
+                `ReduceLROnPlateau` watches). Without an interval, `OneCycleLR` and `CyclicLR` move
+                at each update and all others once per epoch. Names that need the training's length
+                (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it from each `fit` and start again
+                with it. All others continue over several fits.
+            devices: which devices to use: a number, a list of indices or `"auto"` (default).
             accelerator: `"auto"` (default), `"cpu"`, `"gpu"`, `"cuda"`, `"mps"`.
-            strategy: `"auto"` (default), a strategy's name, or an object.
-            num_nodes: machines. Default 1.
+            strategy: `"auto"` (default), a strategy's name, or an object of `fitkit.strategies`.
+            num_nodes: the number of machines. Default 1.
             precision: `"32-true"` (default), `"64-true"`, `"16-mixed"` (or 16), `"bf16-mixed"`
                 (or `"bf16"`), `"16-true"`, `"bf16-true"`, `"fp8-mixed"` (or `"fp8"`), or an object
-                of `fitkit.precisions`. Mixed ones keep float32 weights and compute in the
-                narrower type; 16-mixed scales the loss and leaves out updates whose
-                gradients aren't finite. "-true" ones cast the net itself, with the next run or
-                `load`;
-                compiled back it gets its own dtypes again, without the digits rounded off.
-                Losses and metrics are computed in float32 or more.
-            accumulate_grad_batches: batches whose gradients make one update: their mean over
-                samples, as of one larger batch. Default 1.
-            gradient_clip_val: limit of the gradients; default none.
-            gradient_clip_algorithm: `"norm"` (of all together; default) or `"value"`.
-            sync_batchnorm: whether batch normalisation sees the batches of all ranks. Default
-                False: each rank normalises its own.
-            replace_sampler: whether a loader's sampler is dealt out among the ranks. Default True.
-            benchmark: `torch.backends.cudnn.benchmark` for the length of each call; None
-                (default) leaves it.
-            deterministic: True, False or `"warn"`: torch's deterministic algorithms, for the
-                length of each call; None (default) leaves them.
-            jit_compile: True for `torch.compile` of the whole step (forward, loss, gradients,
-                update), also of your own `training_step`, and of the net and loss in `evaluate` and
-                `predict`, as far as that can be compiled; or a dict of its options.
-            matmul_precision: `"highest"` (float32 throughout), `"high"` (TF32 on CUDA) or
-                `"medium"` (bfloat16 where the device has kernels for it): of float32 matrix
-                products, as `torch.set_float32_matmul_precision` means it, for the length of each
-                call; None (default) leaves it.
-            memory_format: `"channels_last"` lays out images and convolutions' weights so for the
-                length of each call, which tensor cores compute faster; None (default) leaves it.
-            gpus: the older spelling: None or 0 for the CPU, else `accelerator="gpu",
-                devices=gpus`.
-            scale_lr: `"linear"` or `"sqrt"`: multiply the rate by the number of ranks, or its
-                root. Default None: not at all.
-            warmup_epochs: epochs (or a fraction) over which the rate rises to that, from the
-                unscaled rate (from 0 where nothing is scaled); a scheduler waits. Default none.
+                of `fitkit.precisions`. Mixed precisions keep float32 weights and compute in the
+                narrower type. `"16-mixed"` scales the loss and skips updates whose gradients aren't
+                finite. A "-true" precision casts the net itself at the next run or `load`. If you
+                compile it back, the net gets its own dtypes again, but not the digits that were
+                rounded off. Losses and metrics are computed in float32 or wider.
+            accumulate_grad_batches: the number of batches whose gradients make one update. The
+                update is the mean over their samples, as for one larger batch. Default 1.
+            gradient_clip_val: the largest allowed gradient. Default: no limit.
+            gradient_clip_algorithm: `"norm"` clips the norm of all gradients together (default),
+                `"value"` each entry.
+            sync_batchnorm: whether batch normalisation uses the batches of all ranks. Default
+                False: each rank normalises its own batch.
+            replace_sampler: whether fitkit divides a loader's samples among the ranks. Default
+                True.
+            benchmark: the value of `torch.backends.cudnn.benchmark` during each call. None
+                (default) leaves it unchanged.
+            deterministic: True, False or `"warn"`: whether torch uses deterministic algorithms
+                during each call. None (default) leaves the setting unchanged.
+            jit_compile: True to run `torch.compile` on the whole step (forward, loss, gradients,
+                update), on your own `training_step`, and on the net and loss in `evaluate` and
+                `predict`, as far as torch can compile them. Or a dict of `torch.compile`'s options.
+            matmul_precision: how precisely float32 matrices are multiplied during each call, as in
+                `torch.set_float32_matmul_precision`: `"highest"` (float32 throughout), `"high"`
+                (TF32 on CUDA) or `"medium"` (bfloat16 where the device has kernels for it). None
+                (default) leaves the setting unchanged.
+            memory_format: `"channels_last"` stores images and the weights of convolutions that way
+                during each call. Tensor cores compute faster with it. None (default) changes
+                nothing.
+            gpus: the older spelling: None or 0 means the CPU, any other value
+                `accelerator="gpu", devices=gpus`.
+            scale_lr: `"linear"` multiplies the learning rate by the number of ranks, `"sqrt"` by
+                its root. Default None: no scaling.
+            warmup_epochs: the number of epochs (fractions allowed) in which the rate rises to its
+                full value. It starts from the unscaled rate, or from 0 if nothing is scaled. A
+                scheduler waits until the warmup is over. Default: no warmup.
             auto_select_gpus: whether a count in `devices` (or -1) means GPUs that nobody else
-                uses, the freest first; as `fitkit.find_usable_cuda_devices` does.
-            log_gpu_memory: `"all"` or `"min_max"`: the GPUs' memory among the epoch's logs, as
-                `fitkit.callbacks.DeviceStatsMonitor` gives it. Default None.
-            steps_per_execution: batches between two calls of the callbacks' batch hooks, in
-                `fit`, `evaluate` and `predict`: a hook gets the first batch's number at the
-                beginning, the last one's (with the logs then) at the end. Default 1.
-            effective_batch_size: samples that an update of `fit` sees, over all devices. The
-                batch of each rank, of `fit`'s `batch_size` samples at the most, and the number of
-                batches that are accumulated follow from it, so the updates are the same on any
-                number of devices. A `DataLoader` keeps its batches. Default None.
+                uses, those with the most free memory first, as
+                `fitkit.find_usable_cuda_devices` picks them.
+            log_gpu_memory: `"all"` or `"min_max"` adds the GPUs' memory to the epoch's logs, as
+                `fitkit.callbacks.DeviceStatsMonitor` does. Default None.
+            steps_per_execution: the number of batches between two calls of the callbacks' batch
+                hooks, in `fit`, `evaluate` and `predict`. The begin hook gets the number of the
+                first batch, the end hook that of the last one with the logs so far. Default 1.
+            effective_batch_size: the number of samples in one update of `fit`, over all devices.
+                Each rank's batch (at most `fit`'s `batch_size`) and the number of accumulated
+                batches follow from it. So the updates are the same on any number of devices. A
+                `DataLoader` keeps its batches. Default None.
 
         Raises:
-            ConfigurationError, ArgumentTypeError: something that can't be; the model stays
-                compiled as it was.
+            ConfigurationError, ArgumentTypeError: an argument is invalid. The model keeps its
+                earlier configuration.
 
         Example:
             >>> import torch, fitkit
@@ -334,52 +343,54 @@ class Model(Module):
         validation_freq: int | Collection[int] = 1,
         resume_from: FilePath | None = None,
     ) -> History:
-        """Train.
+        """Train the model for a number of epochs.
 
-        Layers that you have put into evaluation mode (a backbone with frozen batch normalization)
-        stay in it; a net that is in evaluation mode as a whole, every module of it, trains. All
-        modes are as before at the end.
+        Layers that you have put into evaluation mode stay in it, such as a backbone with frozen
+        batch normalization. If every module of the net is in evaluation mode, the net trains. At
+        the end, all modes are as they were before.
 
         Args:
             x: a `DataLoader`, a `Dataset`, arrays or tensors (or a tuple or dict of them, with
                 `y`), or any iterable of batches `(x, y)` or `(x, y, sample_weight)`. A dict of
                 inputs goes to the net by keyword.
             y: the targets of arrays: (N, ...), or a tuple, list or dict for several outputs.
-            batch_size: samples in a batch of arrays or a Dataset, in each process; with
-                `compile(effective_batch_size=…)` the most samples of it. Default 32.
-            epochs: the final epoch's number, as `initial_epoch` counts. Default 1.
-            verbose: 0 silent, 1 a progress bar, 2 a line an epoch; `"auto"` (default): 1 in a
-                terminal or notebook, else 2.
-            callbacks: a callback or a list of them.
-            validation_split: the fraction at the data's end that validates, cut off before
-                shuffling. Default 0.
-            validation_data: `(x, y)`, `(x, y, sample_weight)`, a loader or a Dataset; wins over
+            batch_size: samples per batch of arrays or a Dataset, in each process. With
+                `compile(effective_batch_size=…)` it is the upper limit. Default 32.
+            epochs: the number of the final epoch. Default 1. With `initial_epoch`, fewer epochs
+                run.
+            verbose: 0 prints nothing, 1 shows a progress bar, 2 prints one line per epoch.
+                `"auto"` (default) is 1 in a terminal or notebook, else 2.
+            callbacks: a callback or a list of callbacks.
+            validation_split: the fraction at the end of the data to validate on. It is cut off
+                before shuffling. Default 0.
+            validation_data: `(x, y)`, `(x, y, sample_weight)`, a loader or a Dataset. It overrides
                 `validation_split`.
-            shuffle: whether arrays and Datasets are read in a new order each epoch (default);
-                `"batch"` permutes within each batch only.
-            class_weight: class number → weight, for training only; others weigh 1.
-            sample_weight: (N,) weights of arrays' samples. Each sample's loss is multiplied by
-                its weight, and the sum is divided by the number of samples.
-            initial_epoch: the first epoch's number. Default 0.
-            steps_per_epoch: batches in an epoch; the next epoch goes on where the last one
-                stopped, and data that can be read again start anew at their end. Default None:
-                one pass.
-            validation_steps: batches of each validation. Default None: all.
-            validation_batch_size: default `batch_size`.
-            validation_freq: validate after every so many epochs, or a list of epochs' numbers
-                from 1; within epochs a fraction of the epoch's batches (0.2), or
-                `{"batches": 100}`, and at epochs' ends. Default 1.
-            resume_from: a checkpoint to go on from as if the training had never been cut, or
-                `"last"` for the newest that the callbacks know (from the beginning where there
-                is none). Give the data, the callbacks and `epochs` as before. What contradicts
-                the file is refused before it is loaded, or named in a warning.
+            shuffle: whether arrays and Datasets are read in a new order each epoch (default).
+                `"batch"` shuffles only within each batch.
+            class_weight: a dict from class number to weight, used for training only. Classes that
+                it doesn't name weigh 1.
+            sample_weight: (N,) weights of the samples in arrays. Each sample's loss is multiplied
+                by its weight, and the sum is divided by the number of samples.
+            initial_epoch: the number of the first epoch. Default 0.
+            steps_per_epoch: batches per epoch. The next epoch continues where the last one
+                stopped, and data that can be read again start over at their end. Default None:
+                one pass over the data.
+            validation_steps: batches per validation. Default None: all.
+            validation_batch_size: samples per validation batch. Default: `batch_size`.
+            validation_freq: validate after every so many epochs, or after the epochs of a list,
+                counted from 1. To validate within epochs, too, pass a fraction of the epoch's
+                batches (0.2) or `{"batches": 100}`. Default 1.
+            resume_from: a checkpoint from which training continues as if it had never stopped.
+                `"last"` is the newest one that the callbacks know; if there is none, training
+                starts from the beginning. Pass the same data, callbacks and `epochs` as before.
+                fitkit refuses what contradicts the file before it loads it, or warns.
 
         Returns:
-            The history: `history.history["loss"]` is a list with one float an epoch.
+            The history: `history.history["loss"]` is a list with one float per epoch.
 
         Raises:
-            ConfigurationError, ArgumentTypeError: something that can't be. Where it is seen
-                only in the first batch, the model is as it was before.
+            ConfigurationError, ArgumentTypeError: an argument or the data are invalid. If only
+                the first batch shows it, the model is as it was before.
 
         Example:
             >>> import torch, fitkit
@@ -402,7 +413,7 @@ class Model(Module):
         return history
 
     def _check_place(self, arguments: FitArguments, progress: Progress | None) -> None:
-        """Let a fit begin where another was cut, if its data are the same."""
+        """Let `fit` start where the saved run stopped, if the data are the same."""
         if progress is not None:
             arguments.resumed, arguments.initial_epoch = progress, progress.epoch
         self._prepare(arguments)
@@ -450,18 +461,18 @@ class Model(Module):
         callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
-        """The loss and the metrics over a data set, in evaluation mode and without gradients.
+        """Compute the loss and metrics over a data set, in evaluation mode, without gradients.
 
         Args:
             x, y, batch_size, sample_weight: as in `fit`.
-            verbose: as in `fit`; `"auto"` shows a bar once it has taken a second.
+            verbose: as in `fit`; `"auto"` shows a bar only after one second.
             steps: the number of batches to read. Default None: all.
-            callbacks: their test hooks are called.
-            return_dict: whether to return a dict by name.
+            callbacks: callbacks whose test hooks are called.
+            return_dict: whether to return a dict of values by name. Default False.
 
         Returns:
-            The loss as a float; with metrics a list `[loss, metric, …]` in the order of
-            `metrics_names`; with `return_dict` a dict. Means are over samples.
+            The loss as a float. With metrics, a list `[loss, metric, …]` in the order of
+            `metrics_names`. With `return_dict`, a dict. Means are over samples.
 
         Example:
             >>> import torch, fitkit
@@ -524,16 +535,16 @@ class Model(Module):
         callbacks: Callbacks = None,
         as_numpy: bool = True,
     ) -> Any:
-        """The net's outputs for all inputs, in their order.
+        """Compute the net's outputs for all inputs, in the order of the inputs.
 
         Args:
-            x, batch_size: as in `fit`; targets in batches are not looked at.
+            x, batch_size: as in `fit`. Targets in batches are ignored.
             verbose, steps: as in `evaluate`.
-            callbacks: their predict hooks are called.
+            callbacks: callbacks whose predict hooks are called.
             as_numpy: whether to return NumPy arrays (default) or tensors on the CPU.
 
         Returns:
-            The structure that the net gives (tensor, tuple, dict), joined over the batches.
+            The net's output structure (tensor, tuple, dict), concatenated over the batches.
 
         Example:
             >>> import torch, fitkit
@@ -549,11 +560,10 @@ class Model(Module):
         return trees.to_numpy(outputs) if as_numpy else outputs
 
     def _computing(self, verb: str) -> AbstractContextManager[None]:
-        """Surrounds a call that computes and changes nothing, beside which other threads may make
-        such calls.
+        """Surround a call that computes and changes nothing, so that threads can run several.
 
-        Not where there are several processes or replicas, which take part in one call at a time,
-        and not where steps of the model's own count in metrics that are part of the model.
+        Only one such call runs at a time where several processes or replicas take part in it, or
+        where the model's own steps update metrics that are part of the model.
         """
         strategy = self._fitkit.compilation.strategy
         alone = strategy.world.size > 1 or strategy.replicas > 1
@@ -562,7 +572,7 @@ class Model(Module):
         return in_use(self, verb, alone=alone)
 
     def _prepare(self, arguments: FitArguments | EvaluateArguments) -> None:
-        """Check what a call needs of the model, and make its data's sources: once a call."""
+        """Check that the model can run the call, and build its data sources, once per call."""
         if arguments.source is not None:
             return
         strategy = self._fitkit.compilation.strategy
@@ -578,7 +588,7 @@ class Model(Module):
         )
 
     def _launcher(self) -> Launcher:
-        """What brings a call to every rank; within a run (in a callback) all ranks are here."""
+        """What brings a call to every rank. Within a run (in a callback) all ranks are here."""
         strategy = self._fitkit.compilation.strategy
         inside = strategy.collectives.world_size > 1
         return InlineLauncher() if inside else strategy.launcher
@@ -615,16 +625,16 @@ class Model(Module):
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """One update on one batch; layers in evaluation mode stay so, as in `fit`.
+        """Make one update on one batch. Layers in evaluation mode stay in it, as in `fit`.
 
-        Learning-rate schedulers and `accumulate_grad_batches` take no part in it.
+        Learning-rate schedulers and `accumulate_grad_batches` have no effect here.
 
         Args:
             x, y, sample_weight, class_weight: one batch of arrays or tensors, as in `fit`.
             return_dict: as in `evaluate`.
 
         Returns:
-            The batch's loss and metrics before the update, as `evaluate` returns them.
+            The batch's loss and metrics before the update, in the form that `evaluate` returns.
 
         Example:
             >>> import torch, fitkit
@@ -666,7 +676,7 @@ class Model(Module):
         sample_weight: Arrays | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """One batch's loss and metrics, as `evaluate` returns them.
+        """Compute the loss and metrics of one batch, in the form that `evaluate` returns.
 
         Example:
             >>> import torch, fitkit
@@ -682,7 +692,7 @@ class Model(Module):
 
     @only_known_arguments
     def predict_on_batch(self, x: Arrays) -> NumpyOutput:
-        """The net's outputs for one batch, as NumPy arrays.
+        """Compute the net's outputs for one batch, as NumPy arrays.
 
         Example:
             >>> import torch, fitkit
@@ -698,14 +708,14 @@ class Model(Module):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer (the first of several); made at the first look (or `fit`) after `compile`.
+        """The optimizer, or the first of several. It is built on first use after `compile`.
 
-        It is torch's, or the very object that was given. As in Keras its `learning_rate` (and
-        `lr`) can be read, and set for all of its groups; a scheduler moves on from there as its
-        class does.
+        It is torch's own optimizer, or the object that you gave. As in Keras, you can read and set
+        its `learning_rate` (or `lr`) for all parameter groups. A scheduler continues from the rate
+        that you set, as its class does.
 
         Raises:
-            ConfigurationError: it can't be made; never an AttributeError, which
+            ConfigurationError: the optimizer can't be built. It is never an AttributeError, which
                 `nn.Module` would hide.
 
         Example:
@@ -720,9 +730,9 @@ class Model(Module):
 
     @property
     def metrics_names(self) -> list[str]:
-        """The names of what `evaluate` returns, in its order.
+        """The names of the values that `evaluate` returns, in its order.
 
-        Names that depend on the net's outputs are known after the first pass over data.
+        Names that depend on the net's outputs are known only after the first pass over data.
 
         Example:
             >>> import torch, fitkit
@@ -735,9 +745,9 @@ class Model(Module):
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples in one step, over all devices and nodes; None before `fit` has seen data.
+        """Samples per step, over all devices and nodes. None before `fit` has seen data.
 
-        Where `compile` was given it: samples in one update.
+        If you gave `compile(effective_batch_size=…)`, it is that number: samples per update.
         """
         asked: int | None = self._fitkit.compilation.effective_batch_size
         if asked is not None:
@@ -748,33 +758,33 @@ class Model(Module):
 
     @property
     def device(self) -> torch.device:
-        """This rank's device; inside a replica of `dp` that replica's."""
+        """The device of this rank, or of this replica under `dp`."""
         replicas: torch.device | None = vars(self).get("_replica_device")
         return replicas or self._fitkit.compilation.strategy.device
 
     @property
     def device_ids(self) -> list[int]:
-        """The indices of the run's devices, in rank order."""
+        """The indices of the devices in use, in rank order."""
         return list(self._fitkit.compilation.strategy.device_ids)
 
     @property
     def global_rank(self) -> int:
-        """This process's rank among all."""
+        """The rank of this process among all processes."""
         return self._fitkit.compilation.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank among those of its node."""
+        """The rank of this process within its node."""
         return self._fitkit.compilation.strategy.world.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._fitkit.compilation.strategy.world.size
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self.global_rank == 0
 
     # ------------------------------------------------------------------ Keras's looks at weights
@@ -786,7 +796,7 @@ class Model(Module):
     load_from_checkpoint: NotHere = NotHere()
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As torch's, which refuses names that there are: a layer may have a name of Keras's."""
+        """As torch's, which refuses existing names: a layer may have a name from Keras."""
         if isinstance(inspect.getattr_static(type(self), name, None), GivesWay):
             self._modules.setdefault(name, None)
         super().add_module(name, module)
@@ -802,13 +812,13 @@ class Model(Module):
         depth: int | None = None,
         print_fn: Callable[[str], object] | None = None,
     ) -> None:
-        """Print the net's layers with their parameters, and shapes where they can be known.
+        """Print the net's layers with their parameters, and their shapes where known.
 
         Args:
-            example: a batch of inputs; adds output shapes, memory and multiply-adds.
+            example: a batch of inputs. It adds output shapes, memory and multiply-adds.
             input_shape: the shape of one sample, instead of an example.
             depth: levels of nesting to show. Default None: all.
-            print_fn: called with the text instead of printing it.
+            print_fn: a function that gets the text instead of printing it.
 
         Example:
             >>> import torch, fitkit
@@ -844,28 +854,28 @@ class Model(Module):
     ) -> None:
         """Write the net, as it computes in evaluation mode, to a file that runs without fitkit.
 
-        The model stays as it is. The file is run on batches of two sizes and compared with the
-        net before it takes its place.
+        The model stays unchanged. Before the file takes its place, fitkit runs it on batches of
+        two sizes and compares the outputs with the net's.
 
         Args:
-            path: an existing file is replaced, whole or not at all.
+            path: where to write. An existing file is replaced completely or not at all.
             format: `"torch_export"` (`.pt2`, for `torch.export.load(path).module()`) or `"onnx"`
                 (`.onnx`). Default: by the path's suffix.
-            example: a batch of inputs such as `predict` takes.
-            input_shape: instead, the shape of one sample, as `(1, 28, 28)`, or a dict or tuple of
-                shapes for several inputs.
-            dynamic_batch: whether the file takes batches of any size (default), or of the
-                example's only.
-            dynamic_shapes: other free dimensions, as `torch.export.export` takes them; the file
-                is compared on the example then.
-            opset_version: of ONNX's operators. Default: torch's choice.
-            check: whether the file is compared with the net. Default True.
+            example: a batch of inputs, as for `predict`.
+            input_shape: the shape of one sample instead, such as `(1, 28, 28)`. Pass a dict or
+                tuple of shapes for several inputs.
+            dynamic_batch: whether the file takes batches of any size (default), or only of the
+                example's size.
+            dynamic_shapes: other free dimensions, as `torch.export.export` takes them. The file is
+                then compared on the example.
+            opset_version: the version of ONNX's operators. Default: torch's choice.
+            check: whether to compare the file with the net. Default True.
 
         Raises:
-            ConfigurationError: torch can't export the net (its reason is in the message), or
-                the file computes something else.
+            ConfigurationError: torch can't export the net (the message gives its reason), or the
+                file computes something else.
             MissingPackageError: ONNX needs `pip install 'fitkit[onnx]'`.
-            CheckpointError: the file can't be written; one that was there is untouched.
+            CheckpointError: the file can't be written. An existing file is untouched.
 
         Example:
             >>> import torch, fitkit
@@ -892,7 +902,7 @@ class Model(Module):
             )
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it: what was compiled, its layers, their parameters."""
+        """The view in a notebook: the compiled arguments, the layers and their parameters."""
         from fitkit.pictures.html import model_html
         from fitkit.summary import summarize
 
@@ -901,19 +911,19 @@ class Model(Module):
 
     @only_known_arguments
     def save(self, path: FilePath) -> None:
-        """Write weights, optimizers, schedulers, progress and history to one file.
+        """Save weights, optimizers, schedulers, progress and history to one file.
 
         Args:
-            path: its name ends in `.h5`; it may be a URL (`s3://…`, docs/checkpoints.md). An
-                existing file is replaced, whole or not at all. A name
-                that ends in `.dcp` asks for a folder to which every rank writes what it has.
+            path: a name that ends in `.h5`, or a URL (`s3://…`, see docs/checkpoints.md). An
+                existing file is replaced completely or not at all. A name that ends in `.dcp`
+                makes a folder, to which every rank writes its own part.
 
         Ranks:
-            Collective within a run (in a callback): all ranks call it, rank 0 writes (a folder:
-            all do).
+            Collective within a run (in a callback): all ranks call it and rank 0 writes. For a
+            folder, all ranks write.
 
         Raises:
-            CheckpointError: the file can't be written; one that was there is untouched.
+            CheckpointError: the file can't be written. An existing file is untouched.
 
         Example:
             >>> import torch, fitkit
@@ -926,13 +936,16 @@ class Model(Module):
 
     @only_known_arguments
     def load(self, path: FilePath) -> None:
-        """Put back what `save` wrote, into a model that is built and compiled as it was.
+        """Restore what `save` wrote, into a model that is built and compiled the same way.
 
-        To go on with the training write `fit(…, resume_from=path)`, which loads by itself.
+        To continue a training, call `fit(…, resume_from=path)`, which loads the file itself.
+
+        Args:
+            path: a file or folder that `save` wrote.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointError: damaged, or not for this model; the model is as it was.
+            FileNotFoundError: the file doesn't exist.
+            CheckpointError: the file is damaged, or not for this model. The model is unchanged.
 
         Example:
             >>> import torch, fitkit
@@ -947,17 +960,17 @@ class Model(Module):
 
     @only_known_arguments
     def save_weights(self, path: FilePath, *, trainable_only: bool = False) -> None:
-        """Write the weights to a file, whole or not at all.
+        """Save the weights to a file. An existing file is replaced completely or not at all.
 
         Args:
-            path: the suffix chooses the format: `.h5`, `.safetensors`, `.pt`, `.pth`. A wrapped
-                net's weights get the net's own names.
-            trainable_only: whether parameters that don't learn (`requires_grad`) are left out: an
-                adapter's file, without its base. `load_weights` puts it back onto the base.
-                Default False.
+            path: the suffix sets the format: `.h5`, `.safetensors`, `.pt` or `.pth`. If the model
+                wraps a net, the weights get the net's own names.
+            trainable_only: whether to leave out parameters that don't learn (`requires_grad` is
+                False). This gives an adapter's file, without its base model. `load_weights` loads
+                it into the base model. Default False.
 
         Raises:
-            CheckpointError: the file can't be written; one that was there is untouched.
+            CheckpointError: the file can't be written. An existing file is untouched.
 
         Example:
             >>> import torch, fitkit
@@ -972,22 +985,21 @@ class Model(Module):
     def load_weights(
         self, path: FilePath, *, strict: bool = True, skip_mismatch: bool = False
     ) -> Any:
-        """Read weights from a file.
+        """Load weights from a file.
 
         Args:
-            path: a file that `save_weights` or `save` wrote, a `.safetensors`, or a state dict
-                from `torch.save` (which is never unpickled beyond tensors).
+            path: a file from `save_weights` or `save`, a `.safetensors` file, or a state dict
+                from `torch.save` (only tensors in it are unpickled).
             strict: whether missing or unexpected names are an error. Default True.
-            skip_mismatch: whether weights of another shape are left out, with a warning.
-                Default False.
+            skip_mismatch: whether to skip weights of another shape, with a warning. Default False.
 
         Returns:
-            The names that were `missing` in the file, `unexpected` and `skipped`. A file of
-            `trainable_only=True` leaves the rest of the net as it is: those are `missing`.
+            The names that were `missing` in the file, `unexpected` and `skipped`. A file from
+            `trainable_only=True` leaves the rest of the net unchanged and lists it as `missing`.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointError: damaged, or not for this net; the model is as it was.
+            FileNotFoundError: the file doesn't exist.
+            CheckpointError: the file is damaged, or not for this net. The model is unchanged.
 
         Example:
             >>> import torch, fitkit
@@ -1002,13 +1014,13 @@ class Model(Module):
         widths = [p.dtype.itemsize for p in self.parameters() if p.is_floating_point()]
         with in_use(self, "load_weights", alone=True):
             if widths and precision.input_dtype(self).itemsize > max(widths):
-                # First: the file's weights would lose digits in a module that is narrower still.
+                # First, or the file's weights would lose digits in a narrower module.
                 precision.convert(self)
             module = self._weights_module()
             return load_weights(path, module, strict=strict, skip_mismatch=skip_mismatch)
 
     def _weights_module(self) -> nn.Module:
-        """The module whose names stand in weight files: the net, where the model only wraps it."""
+        """The module whose names weight files use: the net, if the model only wraps it."""
         if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
             beside = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
             if not beside:
@@ -1017,19 +1029,22 @@ class Model(Module):
 
 
 def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[assignment]
-    """A compiled model from a checkpoint whose loss and metrics were given by name.
+    """Load a compiled model from a checkpoint, if its loss and metrics were given by name.
 
-    The optimizer was given by name too, or as an instance of a class of `torch.optim`.
+    The optimizer must have been given by name, too, or as an instance of a `torch.optim` class.
 
     Args:
-        path: a file that `Model.save` wrote. Names in it are looked up among fitkit's own;
+        path: a file that `Model.save` wrote. fitkit looks up the names in it among its own;
             nothing is imported or unpickled.
-        net: the network, built as it was.
+        net: the network, built as it was when the file was saved.
+
+    Returns:
+        The model, compiled and with the saved state.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: damaged, not for this net, or objects were compiled, which no file can
-            hold; the message says what to compile.
+        FileNotFoundError: the file doesn't exist.
+        CheckpointError: the file is damaged or not for this net. Or the model was compiled with
+            objects, which no file can hold; the message says what to compile.
 
     Example:
         >>> import torch, fitkit
@@ -1042,19 +1057,19 @@ def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[
     """
     if isinstance(net, Model):
         raise ArgumentTypeError(
-            f"net is a fitkit.Model already. Write net.load({describe(path)}) instead."
+            f"net is already a fitkit.Model. Write net.load({describe(path)}) instead."
         )
     model: Model = restored_model(path, net, Model)
     return model
 
 
 def _given(local: dict[str, Any], leave_out: str = "") -> dict[str, Any]:
-    """A verb's arguments by name, from its local names at its begin."""
+    """The arguments of a method by name, taken from its local variables at the start."""
     return {name: value for name, value in local.items() if name not in ("self", leave_out)}
 
 
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
-    """A verb's values: a dict, a list, or the loss alone."""
+    """The values as a dict, as a list, or the loss alone."""
     if return_dict:
         return Results(values)
     found = list(values.values())

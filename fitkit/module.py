@@ -1,4 +1,4 @@
-"""Module: what a model's own steps and callbacks override and call; `Model` adds the verbs."""
+"""Module: the hooks and services of a model; `Model` adds `compile`, `fit` and the rest."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from fitkit.optimizers import held_by
 
 
 class Module(nn.Module):
-    """The hooks that a subclass of `Model` may override, and the calls that it offers them.
+    """The hooks that a subclass of `Model` may override, and the methods that they may call.
 
-    Everything below `Model` knows a model by this class. Whether a hook is overridden is found out
-    once a call, so that a model without hooks of its own pays for none.
+    All modules below `model.py` know a model by this class. fitkit looks once per call whether a
+    hook is overridden, so a model without hooks pays nothing for them.
 
     Attributes:
         net: the network that was given, or None.
-        history: the `History` of the last `fit`; None before.
-        stop_training: set it in a callback to end `fit` after the current batch or epoch.
-        stop_evaluating, stop_predicting: set it in a callback to end `evaluate` (or a validation)
-            or `predict` after the current batch, on the rank that sets it.
-        automatic_optimization: whether `fit` makes the updates (default); with False
-            `training_step` makes them by `optimizers()` and `manual_backward`.
-        current_epoch: the number of the epoch that runs or ran last, from 0.
+        history: the `History` of the last `fit`; None before the first.
+        stop_training: set it to True in a callback to end `fit` after the current batch or epoch.
+        stop_evaluating, stop_predicting: set it to True in a callback to end `evaluate` (or a
+            validation) or `predict` after the current batch, on the rank that sets it.
+        automatic_optimization: whether `fit` makes the updates (default). If False,
+            `training_step` makes them with `optimizers()` and `manual_backward`.
+        current_epoch: the number of the current or last epoch, from 0.
     """
 
     _fitkit: Any
@@ -58,9 +58,10 @@ class Module(nn.Module):
         """A parameter, buffer or module of that name.
 
         Raises:
-            AttributeError: there is none; a peer's name is told what it is here.
+            AttributeError: there is none. For a name from Keras or Lightning, the message says
+                what to write instead.
         """
-        # As torch does it, which by super() would cost each look at self.net another call.
+        # As torch does it. Calling super() would make each access to self.net slower.
         own = self.__dict__
         for place in ("_parameters", "_buffers", "_modules"):
             if place in own and name in own[place]:
@@ -70,53 +71,53 @@ class Module(nn.Module):
         raise AttributeError(f"{missing}. {sentence}" if sentence else missing)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the net gives; a subclass may define its own."""
-        net = self._modules.get("net")  # asking a module for an attribute costs microseconds
+        """Call the net. A subclass may define its own."""
+        net = self._modules.get("net")  # an attribute lookup on a module costs microseconds
         net = self.net if net is None else net
         if net is None:
             raise ConfigurationError(
-                f"{type(self).__name__} has neither a net nor a forward of its own. Write "
+                f"{type(self).__name__} has neither a net nor a forward method. Write "
                 "fitkit.Model(net), or define forward(self, x) in the subclass."
             )
         return net(*args, **kwargs)
 
     # ------------------------------------------------------------------ steps
-    # Written as training_step(self, batch, batch_idx) in a subclass; here their arguments are left
-    # open for type checkers' sake, because a subclass may take fewer or more.
+    # Subclasses write training_step(self, batch, batch_idx). The arguments are left open here for
+    # type checkers, because a subclass may take fewer or more.
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
-        """One training batch: its loss.
+        """Compute the loss of one training batch.
 
-        An override may call this one by `super()`: it gives the compiled loss and counts the
-        compiled metrics.
+        An override may call `super().training_step(…)`, which returns the compiled loss and
+        updates the compiled metrics.
 
         Args:
             *arguments: `batch`, as the data gave it, on the model's device, and `batch_idx`, its
-                number in the epoch, from 0, which the hook may leave out. With several optimizers
-                `optimizer_idx` gets the number of the one whose turn it is.
+                number in the epoch, from 0. The hook may leave out `batch_idx`. With several
+                optimizers, `optimizer_idx` is the number of the optimizer whose turn it is.
 
         Returns:
-            The loss, a tensor with one number, the mean over the batch's samples; or a dict that
-            has it as `"loss"`. With `automatic_optimization = False` anything. None leaves the
-            batch out.
+            The loss, a tensor with one number: the mean over the batch's samples. Or a dict with
+            the loss as `"loss"`. With `automatic_optimization = False`, any value. None skips the
+            batch.
         """
         return self._compiled_loss(_batch_of(arguments, named))
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
-        """One batch of `fit`'s validation data, in evaluation mode and without gradients.
+        """Process one batch of `fit`'s validation data, in evaluation mode without gradients.
 
         Returns:
-            Anything; a loss (or a dict with `"loss"`) becomes the pass's `loss`, its mean over
-            samples.
+            Any value. The mean of the losses over samples (or of the `"loss"` entries of dicts)
+            becomes the validation's `loss`.
         """
         return self._compiled_loss(_batch_of(arguments, named))
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
-        """One batch of `evaluate`, as `validation_step`, which stands in where it isn't there."""
+        """Process one batch of `evaluate`. Without it, `evaluate` uses `validation_step`."""
         return self._compiled_loss(_batch_of(arguments, named))
 
     def predict_step(self, *arguments: Any, **named: Any) -> Any:
-        """One batch of `predict`: its outputs."""
+        """Compute the outputs for one batch of `predict`."""
         return self._fitkit.contexts.current.compiled_outputs(self, _batch_of(arguments, named))
 
     # ------------------------------------------------------------------ after the replicas
@@ -125,16 +126,18 @@ class Module(nn.Module):
         return self._fitkit.contexts.current.compiled_loss(self, batch)
 
     def training_step_end(self, outputs: Any) -> Any:
-        """What the step returned, whole; the place for losses over all samples of a batch.
+        """Process what `training_step` returned, for the whole batch.
+
+        Override it to compute a loss over all samples of a batch.
 
         Args:
-            outputs: under `dp` and `ddp2` what the replicas returned, gathered: tensors joined
-                along dimension 0, scalars as a vector with one entry a replica. Elsewhere what
-                the step returned.
+            outputs: under `dp` and `ddp2`, the gathered outputs of the replicas: tensors are
+                joined along dimension 0, scalars become a vector with one entry per replica. With
+                other strategies, what the step returned.
 
         Returns:
-            As `training_step`. Without an override a gathered loss becomes its mean, weighted
-            by the replicas' numbers of samples.
+            The same as `training_step`. Without an override, a gathered loss becomes its mean,
+            weighted by the replicas' numbers of samples.
         """
         return outputs
 
@@ -153,11 +156,11 @@ class Module(nn.Module):
     # ------------------------------------------------------------------ at an epoch's end
 
     def training_epoch_end(self, outputs: list[Any]) -> None:
-        """Called after an epoch's last training batch, before the validation.
+        """Called after the last training batch of an epoch, before the validation.
 
         Args:
-            outputs: what this rank's steps gave, without gradients; kept only where this hook is
-                overridden. Empty on a rank that got no batch (an evaluation of few).
+            outputs: what the steps of this rank returned, without gradients. fitkit keeps them
+                only if this hook is overridden. Empty on a rank that got no batch.
         """
 
     def validation_epoch_end(self, outputs: list[Any]) -> None:
@@ -169,23 +172,23 @@ class Module(nn.Module):
     # ------------------------------------------------------------------ optimizers and devices
 
     def configure_optimizers(self) -> Any:
-        """The optimizers, where `compile` was given none.
+        """Return the optimizers, if `compile` was given none.
 
         Returns:
-            An optimizer; several in a list; `(optimizers, schedulers)`, two lists; a dict with
-            `"optimizer"` and, if wanted, `"lr_scheduler"` (a scheduler, or a dict with
-            `"scheduler"`, `"interval"`, `"frequency"`, `"monitor"`) and `"frequency"`; or a list
-            of such dicts.
+            An optimizer, a list of optimizers, or `(optimizers, schedulers)`, a pair of lists. Or
+            a dict with `"optimizer"` and, optionally, `"frequency"` and `"lr_scheduler"` (a
+            scheduler, or a dict with `"scheduler"`, `"interval"`, `"frequency"`, `"monitor"`). Or a
+            list of such dicts.
         """
         return None
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, *loader: int) -> Any:
-        """The batch on the device; an override does it for batches of one's own kind.
+        """Move a batch to the device. Override it for your own batch types.
 
         Args:
-            batch: as the data gave it.
-            device: where to; under `dp` a replica's.
-            *loader: 0, where the hook takes Lightning's `dataloader_idx`.
+            batch: the batch, as the data gave it.
+            device: the target device; under `dp`, a replica's.
+            *loader: 0, if the hook takes Lightning's `dataloader_idx`.
         """
         return self._fitkit.contexts.current.transferred(batch)
 
@@ -208,32 +211,34 @@ class Module(nn.Module):
         add_dataloader_idx: bool = True,
         enable_graph: bool = False,
     ) -> None:
-        """Add a value to the logs: to the history, to callbacks, to the progress bar.
+        """Add a value to the logs: to the history, the callbacks and the progress bar.
 
         Args:
-            name: the key in the logs. In a validation it gets `val_` in front, unless it begins
-                with `val`.
-            value: a number, a tensor with one number, or a torchmetrics object (which is
-                computed over all ranks' samples at the epoch's end, then reset).
-            prog_bar: whether the progress bar shows it. Default True.
-            on_step: whether batches' logs have the latest value. Default: where `on_epoch=False`.
-            on_epoch: whether the epoch's logs have all values of the epoch as one. Where neither
-                is given, the epoch's, and the running value so far in batches' logs. Both True
-                make two names, `<name>_step` and `<name>_epoch`.
-            reduce_fx: how an epoch's values become one: `"mean"` (default), `"sum"`, `"min"`,
+            name: the key in the logs. A validation puts `val_` in front, unless the name already
+                begins with `val`.
+            value: a number, a tensor with one number, or a torchmetrics object. The latter is
+                computed over all ranks' samples at the end of the epoch, then reset.
+            prog_bar: whether the progress bar shows the value. Default True.
+            on_step: whether the logs of batches have the latest value. Default: only if
+                `on_epoch=False`.
+            on_epoch: whether the epoch's logs have all values of the epoch reduced to one. If you
+                give neither, the epoch's logs have it, and batches' logs the running value so far.
+                If both are True, you get two names, `<name>_step` and `<name>_epoch`.
+            reduce_fx: how the values of an epoch become one: `"mean"` (default), `"sum"`, `"min"`,
                 `"max"`, or torch's function of that name. A mean is over samples.
-            batch_size: by how many samples a mean weighs the value. Default: the batch's.
-            sync_dist: makes the value of a step that of all ranks, at an exchange a step, and
-                checks that all ranks log the same names. An epoch's value is always over all
-                ranks. Default False.
-            rank_zero_only: whether rank 0's value stands for all. Default False.
-            logger, metric_attribute, add_dataloader_idx, enable_graph: accepted for the sake of
-                Lightning's classes; without effect.
+            batch_size: the number of samples that weighs the value in a mean. Default: the size of
+                the batch.
+            sync_dist: whether a step's value is reduced over all ranks. This costs one exchange
+                per step, and checks that all ranks log the same names. An epoch's value always
+                covers all ranks. Default False.
+            rank_zero_only: whether to use rank 0's value for all ranks. Default False.
+            logger, metric_attribute, add_dataloader_idx, enable_graph: accepted so that Lightning
+                classes run. They have no effect.
 
         Raises:
-            ConfigurationError: outside of a run, or in `predict`; the name came with other
-                arguments, or another torchmetrics object, before.
-            ArgumentTypeError: no number.
+            ConfigurationError: called outside of a run, or in `predict`. Or the name was logged
+                before with other arguments or another torchmetrics object.
+            ArgumentTypeError: the value isn't a number.
         """
         if not isinstance(name, str):
             raise ArgumentTypeError(f"self.log got the name {describe(name)}; it must be a string.")
@@ -249,13 +254,13 @@ class Module(nn.Module):
             return
         if self._fitkit.contexts.current is None:
             raise ConfigurationError(
-                f"self.log({name!r}) was called outside of a run, or when its last epoch was over. "
-                "Call it in a step, its _epoch_end, or a callback's hook of epochs or batches."
+                f"self.log({name!r}) was called outside of a run, or after its last epoch. "
+                "Call it in a step, in its _epoch_end, or in an epoch or batch hook of a callback."
             )
         self._fitkit.contexts.current.log(name, loggable, options, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """`log` each entry of a dict (or of a torchmetrics `MetricCollection`).
+        """Log each entry of a dict (or of a torchmetrics `MetricCollection`) with `log`.
 
         Args:
             dictionary: names and values.
@@ -269,12 +274,12 @@ class Module(nn.Module):
             self.log(name, value, **options)
 
     def save_hyperparameters(self, *names: str, ignore: Any = (), logger: bool = True) -> None:
-        """Keep the arguments of `__init__` as `self.hparams`, a dict whose entries are attributes.
+        """Keep the arguments of `__init__` in `self.hparams`, a dict with attribute access.
 
         Args:
-            *names: only these; none for all.
-            ignore: a name or several that are left out.
-            logger: accepted for the sake of Lightning's classes.
+            *names: the arguments to keep. Default: all.
+            ignore: a name or several to leave out.
+            logger: accepted so that Lightning classes run. It has no effect.
         """
         caller = inspect.currentframe()
         left_out = (ignore,) if isinstance(ignore, str) else tuple(ignore)
@@ -283,18 +288,18 @@ class Module(nn.Module):
         self.hparams: Hyperparameters = Hyperparameters({**vars(self).get("hparams", {}), **found})
 
     def freeze(self) -> None:
-        """Let no parameter learn, and go to evaluation mode."""
+        """Freeze all parameters, and switch to evaluation mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Let all parameters learn, and go to training mode."""
+        """Let all parameters learn, and switch to training mode."""
         self.requires_grad_(True)
         self.train()
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter learns; setting it freezes or frees all of them, as in Keras."""
+        """Whether any parameter learns. Setting it freezes or unfreezes all, as in Keras."""
         parameters = self.parameters()
         return any(parameter.requires_grad for parameter in parameters)
 
@@ -304,23 +309,23 @@ class Module(nn.Module):
         self.requires_grad_(value)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print`, on rank 0 alone."""
+        """Print on rank 0 only."""
         if self._fitkit.compilation.strategy.world.rank == 0:
             print(*values, **options)
 
     # ------------------------------------------------------------------ ranks and replicas
 
     def all_gather(self, value: Any) -> Any:
-        """Every rank's tensors, one below the other; for a loss over all ranks' samples, say.
+        """Gather the tensors of all ranks, for example for a loss over all ranks' samples.
 
         Args:
-            value: a tensor, or a tuple, list or dict of them; numbers become tensors.
+            value: a tensor, or a tuple, list or dict of tensors. Numbers become tensors.
 
         Shapes: (N_r, ...) on each rank r, where the N_r may differ, gives (sum of N_r, ...) on
-            all; a number gives (world size,).
+            all ranks. A number gives (world size,).
 
         Returns:
-            The same structure. Gradients flow through it to the rank that each row comes from.
+            The same structure. Gradients flow back to the rank that each row comes from.
 
         Ranks:
             Collective: call it on every rank, in a forward or a callback.
@@ -337,18 +342,18 @@ class Module(nn.Module):
         return trees.map_leaves(join, value)
 
     def _step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
-        """Bring the batch to this replica's device in the model's own way, then call a step."""
+        """Move the batch to this replica's device with the model's own hook, then call a step."""
         moved = self._fitkit.contexts.current.moved(
             self.transfer_batch_to_device, batch, self.device
         )
         return getattr(self, method)(moved, *arguments)
 
     def _begin_replica(self, device: torch.device, samples: int) -> None:
-        """Make this copy of a model a replica, which keeps what it logs for `_end_replicas`."""
+        """Turn this copy into a replica. It keeps what it logs for `_end_replicas`."""
         vars(self).update(_replica_device=device, _replica_notes=[], _replica_samples=samples)
 
     def _end_replicas(self, replicas: list[Any]) -> None:
-        """Log what the replicas of a batch have logged: each name once, for the whole batch."""
+        """Log what the replicas of a batch logged: each name once, for the whole batch."""
         notes: dict[str, list[Any]] = {}
         for replica in replicas:
             own = {id(module): path for path, module in replica.named_modules()}
@@ -367,40 +372,40 @@ class Module(nn.Module):
 
     @property
     def _updates_all(self) -> bool:
-        """Whether each step leads to one update of all parameters, as wrappers like DDP's want it:
-        no optimizers take turns, and the model makes no updates itself."""
+        """Whether each step makes one update of all parameters, as wrappers like DDP require:
+        optimizers don't take turns, and the model doesn't make its own updates."""
         return self.automatic_optimization and not self._fitkit.fit_state.takes_turns
 
     @property
     def global_step(self) -> int:
-        """How many updates were made so far, over all calls of `fit`."""
+        """The number of updates so far, over all calls of `fit`."""
         return self._fitkit.fit_state.updates
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them where there are several; always torch's own."""
+        """The optimizer, or the list of several. They are always torch's own objects."""
         found = self._fitkit.fit_state.optimizers_for(self)
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler of `configure_optimizers`, the list of them, or None."""
+        """The scheduler of `configure_optimizers`, the list of several, or None."""
         found = [plan.scheduler for plan in self._fitkit.fit_state.schedulers]
         return (found[0] if len(found) == 1 else found) if found else None
 
     def manual_backward(self, loss: torch.Tensor, *, count: Any = None, **options: Any) -> None:
-        """Compute a loss's gradients, averaged over the ranks, in a step that makes its updates.
+        """Compute the gradients of a loss, averaged over the ranks, in a manual training step.
 
         Args:
             loss: a tensor with one number: the mean over this rank's samples.
-            count: what the loss is the mean over where that isn't the samples: the number of
-                labels that count, or their weights' sum. Ranks weigh by it. Default None.
-            **options: of `Tensor.backward` (`retain_graph`, …).
+            count: what the loss is a mean over, if not the samples: the number of labels that
+                count, or the sum of their weights. Ranks are weighted by it. Default None: samples.
+            **options: options of `Tensor.backward` (`retain_graph`, …).
 
         Raises:
-            ConfigurationError: called elsewhere than in a `training_step` that makes its updates,
-                or `count` isn't a number from 0.
+            ConfigurationError: called outside of a `training_step` with
+                `automatic_optimization = False`, or `count` is negative or not a number.
 
         Ranks:
-            Collective: every rank calls it equally often.
+            Collective: every rank must call it equally often.
         """
         running = self._fitkit.contexts.current
         if self.automatic_optimization or getattr(running, "backward", None) is None:
@@ -418,7 +423,7 @@ class Module(nn.Module):
         gradient_clip_val: float,
         gradient_clip_algorithm: str = "norm",
     ) -> None:
-        """Limit the gradients of an optimizer's parameters: their common norm, or each entry."""
+        """Clip the gradients of an optimizer's parameters: their total norm, or each entry."""
         check_number("gradient_clip_val", gradient_clip_val, above=0)
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
         for scaling in self._fitkit.fit_state.scalings[:1]:
