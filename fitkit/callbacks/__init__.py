@@ -1,4 +1,4 @@
-"""Callbacks: the base class, and those that ship."""
+"""Callbacks: the base class, and all callbacks of fitkit."""
 
 import importlib
 from typing import Any
@@ -72,10 +72,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`TensorBoard`, which Keras has here: loggers are callbacks, so they lie a layer above.
+    """Return `TensorBoard`, which Keras has here. It isn't imported above: loggers import this.
 
     Raises:
-        AttributeError: any other name; a peer's is told what it is here.
+        AttributeError: any other name. For a name from Keras or Lightning, the message says what to
+            write instead.
     """
     if name == "TensorBoard":
         return importlib.import_module("fitkit.loggers").TensorBoard

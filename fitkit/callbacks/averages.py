@@ -1,4 +1,4 @@
-"""Averages of weights over a training: a moving average, and stochastic weight averaging."""
+"""Averages of the weights over a training: moving average and stochastic weight averaging."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from fitkit.module import Module
 from fitkit.optimizers import put_rate
 
 Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], Any]
-"""Moves averages towards current values, given how many were averaged before."""
+"""Updates averages with current values, given the number of updates before."""
 
 HALF = (torch.float16, torch.bfloat16)
-"""Averages of these are kept in float32: small steps would be rounded away."""
+"""Averages of these dtypes are kept in float32: small steps would be rounded away."""
 
 
 class AveragedWeights:
-    """Averages of a model's floating-point parameters and buffers, beside the model.
+    """Averages of a model's floating-point parameters and buffers, kept outside the model.
 
     Args:
-        model: whose weights are averaged; it starts from those that it has now.
-        average: in place: (averages, values, number before).
-        buffers: whether buffers (running statistics) are averaged too.
+        model: the model to average. The averages start from its current weights.
+        average: an in-place function (averages, values, number before).
+        buffers: whether to average buffers (running statistics), too.
 
     Attributes:
-        count: how many were averaged.
+        count: the number of averaged updates.
     """
 
     def __init__(self, model: Module, average: Average, *, buffers: bool) -> None:
@@ -51,12 +51,12 @@ class AveragedWeights:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the model has the averages at present."""
+        """Whether the model currently holds the averages."""
         return self._own is not None
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the model's present weights into the average."""
+        """Add the model's current weights to the average."""
         assert self._own is None, "the model has the averages themselves"
         by_kind: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for mean, tensor in zip(self._averages, self._tensors, strict=True):
@@ -69,7 +69,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def put_in(self) -> None:
-        """Give the model the averages, in place; does nothing where it has them."""
+        """Put the averages into the model, in place. Does nothing if they are there."""
         if self._own is None:
             self._own = [tensor.detach().clone() for tensor in self._tensors]
             for tensor, mean in zip(self._tensors, self._averages, strict=True):
@@ -77,21 +77,21 @@ class AveragedWeights:
 
     @torch.no_grad()
     def take_out(self) -> None:
-        """Give the model its own weights back; does nothing where it has them."""
+        """Give the model its own weights back. Does nothing if it has them."""
         if self._own is not None:
             for tensor, own in zip(self._tensors, self._own, strict=True):
                 tensor.copy_(own)
             self._own = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by name, how many were averaged, and the model's own weights meanwhile."""
+        """The averages by name, their count, and the model's own weights if they are swapped."""
         own = None if self._own is None else dict(zip(self.names, self._own, strict=True))
         averages = dict(zip(self.names, self._averages, strict=True))
         return {"count": self.count, "averages": averages, "own": own}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave; the model has the weights that it had then."""
+        """Restore what `state_dict` returned. The model has the same weights as then."""
         self.count = int(state["count"])
         for name, mean in zip(self.names, self._averages, strict=True):
             mean.copy_(as_parts(state["averages"][name], mean))
@@ -108,22 +108,22 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class EMA(Callback):
-    """Averages the weights over the updates; validation and the finished model use the average.
+    """Keeps a moving average of the weights, for validation and for the final model.
 
-    After each update `average = decay · average + (1 - decay) · weights`, from the weights that
-    `fit` begins with. The average stands in the model during each validation, and from the end
-    of `fit` on: `evaluate`, `predict` and `save` have it then.
+    After each update, `average = decay · average + (1 - decay) · weights`. It starts from the
+    weights at the beginning of `fit`. The model holds the average during each validation and after
+    the end of `fit`. So `evaluate`, `predict` and `save` use it then.
 
     Args:
-        decay: how slowly the average follows, from 0 to below 1. Default 0.999.
-        update_every_n_steps: updates of the weights for each of the average. Default 1.
-        update_starting_at_epoch: until the end of the epoch before (from 0) the average is the
-            weights themselves. Default 0.
-        use_buffers: whether floating-point buffers (running statistics) are averaged as well.
-            Default True.
+        decay: how slowly the average follows the weights, from 0 to below 1. Default 0.999.
+        update_every_n_steps: the number of weight updates per update of the average. Default 1.
+        update_starting_at_epoch: the first epoch (from 0) that is averaged. Before it, the average
+            equals the weights. Default 0.
+        use_buffers: whether to average floating-point buffers (running statistics), too. Default
+            True.
         swap_on_epoch: whether the average stays in the model from the validation until the next
-            epoch begins, so that callbacks after this one in the list save it, or copy it, at
-            an epoch's end. Default False.
+            epoch begins. Callbacks after this one in the list then save or copy the average at
+            the end of an epoch. Default False.
 
     Example:
         >>> import torch, fitkit
@@ -134,10 +134,10 @@ class EMA(Callback):
         >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[ema])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
 
     Ranks:
-        Each rank keeps the average; equal weights give equal averages.
+        Each rank keeps its own average. Equal weights give equal averages.
 
     Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992.
     """
@@ -171,7 +171,7 @@ class EMA(Callback):
 
     @property
     def weights(self) -> AveragedWeights:
-        """The average; made when fit begins."""
+        """The average, created when `fit` begins."""
         assert self._weights is not None, "fit has not begun"
         return self._weights
 
@@ -207,7 +207,7 @@ class EMA(Callback):
             self.weights.take_out()
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
-        self.weights.take_out()  # also with swap_on_epoch: the epoch's training goes on
+        self.weights.take_out()  # even with swap_on_epoch: the epoch's training continues
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         self._finish_epoch()
@@ -219,7 +219,7 @@ class EMA(Callback):
         self._weights = None
 
     def _finish_epoch(self) -> None:
-        """Take an update that the epoch's end made of a group of batches cut short."""
+        """Include an update that the end of the epoch made from an incomplete group of batches."""
         if not self.weights.is_in_use:
             self.on_train_batch_end(0, {})
 
@@ -230,7 +230,7 @@ class EMA(Callback):
         share_buffers(self.model)
 
     def _is_early(self) -> bool:
-        """Whether the average is still the weights themselves."""
+        """Whether the average still equals the weights."""
         return self._epoch < self.update_starting_at_epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,12 +242,12 @@ class EMA(Callback):
 
 
 class SwapEMAWeights(EMA):
-    """Keras's name for `EMA`; `swap_on_epoch` comes first.
+    """Keras's name for `EMA`. Here `swap_on_epoch` is the first argument.
 
     Args:
         swap_on_epoch: as in `EMA`. Default False.
-        decay: as in `EMA`; Keras keeps it in the optimizer (`ema_momentum`). Default 0.99.
-        **options: `EMA`'s other arguments.
+        decay: as in `EMA`. Keras sets it in the optimizer (`ema_momentum`). Default 0.99.
+        **options: the other arguments of `EMA`.
 
     Example:
         >>> import torch, fitkit
@@ -266,30 +266,31 @@ CURVES: dict[str, Callable[[float], float]] = {
     "cos": lambda part: (1 - math.cos(math.pi * part)) / 2,
     "linear": lambda part: part,
 }
-"""How far the rate has come when a part of the annealing is over, both from 0 to 1."""
+"""The progress of the rate at each part of the annealing, both from 0 to 1."""
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights at the ends of the last epochs, at a rate that stays high.
+    """Averages the weights at the ends of the last epochs, at a constant, high learning rate.
 
-    From the epoch `swa_epoch_start` on the rates go to `swa_lrs` over `annealing_epochs`
-    epochs, and the weights at each epoch's end enter a plain mean. When `fit` ends, the model
-    gets the mean; validations before that see the weights themselves.
+    From epoch `swa_epoch_start` on, the rates move to `swa_lrs` over `annealing_epochs` epochs. The
+    weights at the end of each of these epochs enter a plain mean. When `fit` ends, the model gets
+    the mean. Validations before that use the current weights.
 
-    Batch normalization's running statistics don't belong to averaged weights. They are computed
-    anew from `bn_data`, or, without it, averaged like the weights, which is often close.
+    The running statistics of batch normalization don't match averaged weights. They are computed
+    again from `bn_data`. Without it they are averaged like the weights, which is often close.
 
     Args:
-        swa_lrs: the rate of the averaged epochs, above 0; a list for several parameter groups.
-        swa_epoch_start: the first such epoch: its number (from 0), or a fraction of `epochs`.
+        swa_lrs: the learning rate of the averaged epochs, above 0. A list sets one rate per
+            parameter group.
+        swa_epoch_start: the first averaged epoch, as a number from 0 or a fraction of `epochs`.
             Default 0.8.
-        annealing_epochs: how long the rates take to get there. Default 10.
+        annealing_epochs: the number of epochs in which the rates move to `swa_lrs`. Default 10.
         annealing_strategy: `"cos"` (default) or `"linear"`.
-        bn_data: batches of inputs (or `(inputs, …)`), such as a DataLoader, that can be
-            iterated, on every rank. Default None.
+        bn_data: batches of inputs (or `(inputs, …)`), such as a DataLoader. It must be iterable
+            several times, on every rank. Default None.
 
     Attributes:
-        averaged: how many epochs' weights are in the mean.
+        averaged: the number of epochs in the mean.
 
     Example:
         >>> import torch, fitkit
@@ -300,8 +301,8 @@ class StochasticWeightAveraging(Callback):
         >>> history = model.fit(x, x.sum(1), epochs=4, verbose=0, callbacks=[swa])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a
-            scheduler that sets the rates at each step.
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also when fit begins, if a
+            scheduler sets the rates at each step.
 
     Reference: Izmailov et al., Averaging Weights Leads to Wider Optima and Better
     Generalization, 2018, arXiv:1803.05407.
@@ -325,7 +326,7 @@ class StochasticWeightAveraging(Callback):
             check_count("swa_epoch_start", swa_epoch_start, minimum=0)
         check_count("annealing_epochs", annealing_epochs, minimum=0)
         check_choice("annealing_strategy", annealing_strategy, tuple(CURVES))
-        # Not `iter(bn_data)`: a DataLoader would draw from the training's random numbers there.
+        # Not `iter(bn_data)`: a DataLoader would draw from the training's random numbers.
         is_spent = hasattr(bn_data, "__next__")
         if bn_data is not None and (is_spent or not isinstance(bn_data, Iterable)):
             raise ArgumentTypeError(
@@ -422,9 +423,9 @@ class StochasticWeightAveraging(Callback):
 
 @torch.no_grad()
 def renew_statistics(model: torch.nn.Module, data: Iterable[Any], device: torch.device) -> None:
-    """Compute batch normalization's running statistics anew: plain means over batches.
+    """Compute the running statistics of batch normalization again, as plain means over batches.
 
-    Layers that stay in evaluation mode in training keep theirs.
+    Layers that stay in evaluation mode during training keep theirs.
     """
     kept = kept_in_evaluation(model)
     layers = [
@@ -439,7 +440,7 @@ def renew_statistics(model: torch.nn.Module, data: Iterable[Any], device: torch.
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # torch: a plain mean instead of a moving one
+        layer.momentum = None  # in torch: a plain mean instead of a moving one
     try:
         with modes_restored(model):
             to_training(model, kept)

@@ -1,4 +1,4 @@
-"""Training a new head first, then its pretrained backbone with a rate of its own."""
+"""Fine-tuning: train a new head first, then its pretrained backbone at a lower rate."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def doubled(epoch: int) -> float:
 
 
 class BackboneFinetuning(Callback):
-    """Freezes a part of the net, and lets it learn from some epoch on, at a rate of its own.
+    """Freezes a part of the net, and trains it from a given epoch on, at its own learning rate.
 
-    The part's parameters get a parameter group of their own in the optimizer, which stays after
-    `fit`. What was frozen already stays so.
+    The parameters of the part get their own parameter group in the optimizer. It stays after
+    `fit`. Parameters that were already frozen stay frozen.
 
     Args:
-        unfreeze_backbone_at_epoch: the first epoch (from 0) in which it learns. Default 10.
-        lambda_func: `lambda_func(epoch)`: by what the backbone's rate is multiplied in each
-            epoch after that. Default: doubled.
-        backbone_initial_ratio_lr: the backbone's first rate, as a part of the rest's. Default 0.1.
-        backbone_initial_lr: that rate itself, instead. Default None.
-        should_align: whether the backbone's rate stops growing at the rest's. Default True.
-        train_bn: whether batch normalization in the frozen part goes on learning. Without it, it
-            also keeps its running statistics. Default True.
-        verbose: whether to say when it unfreezes. Default False.
-        backbone: the part's name among the net's modules. Default `"backbone"`.
+        unfreeze_backbone_at_epoch: the first epoch (from 0) in which the part learns. Default 10.
+        lambda_func: a function `lambda_func(epoch)` that returns the factor for the backbone's rate
+            in each later epoch. Default: 2.
+        backbone_initial_ratio_lr: the backbone's first rate, as a fraction of the rest's. Default
+            0.1.
+        backbone_initial_lr: the backbone's first rate itself. Overrides the ratio. Default None.
+        should_align: whether the backbone's rate stops growing at the rest's rate. Default True.
+        train_bn: whether batch normalization in the frozen part keeps learning. If not, it also
+            keeps its running statistics. Default True.
+        verbose: whether to print when the part is unfrozen. Default False.
+        backbone: the name of the part among the net's modules. Default `"backbone"`.
 
     Example:
         >>> import torch, fitkit
@@ -54,8 +55,8 @@ class BackboneFinetuning(Callback):
         >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[later])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a part
-            that isn't there, or a scheduler that sets the rates too.
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also when fit begins, if the
+            part doesn't exist or a scheduler also sets the rates.
     """
 
     stops_alike = True
@@ -119,7 +120,7 @@ class BackboneFinetuning(Callback):
         own = {id(parameter) for parameter in part.parameters()}
         if all(id(p) in own for p in self.model.parameters() if p.requires_grad):
             raise ConfigurationError(
-                f"The whole net that can learn is in {self.backbone!r}; nothing would be left to "
+                f"All parameters that can learn are in {self.backbone!r}. Nothing would be left to "
                 "train while it is frozen."
             )
 
@@ -163,7 +164,7 @@ class BackboneFinetuning(Callback):
             put_rate(own, min(rate, rest) if self.should_align else rate)
 
     def _rates(self) -> list[tuple[dict[str, Any], float]]:
-        """Each group of the backbone, and the rate of the first other one of its optimizer."""
+        """Each group of the backbone, with the rate of the first other group in its optimizer."""
         part = {id(parameter) for parameter in self._part(self.model).parameters()}
         found = []
         for optimizer in optimizers_of(self.model):
@@ -173,7 +174,7 @@ class BackboneFinetuning(Callback):
         return found
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        for parameter in self._frozen:  # fit ended before they were to learn
+        for parameter in self._frozen:  # fit ended before their epoch
             parameter.requires_grad = True
         self._frozen = []
 
@@ -188,10 +189,10 @@ def module_named(model: Module, name: str, what: str) -> nn.Module:
     """A part of the net, by its name among the net's modules.
 
     Args:
-        what: says for the message who has the name.
+        what: the start of the error message, which says where the name comes from.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: the net has no such module.
     """
     net: nn.Module = model if model.net is None else model.net
     modules = dict(net.named_modules())
@@ -206,18 +207,18 @@ def module_named(model: Module, name: str, what: str) -> nn.Module:
 
 
 def split_off(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Give parameters groups of their own, with the options that they have."""
+    """Give parameters their own groups, with the options that they have."""
     own = {id(parameter) for parameter in parameters}
     for group in list(optimizer.param_groups):
         inside = [parameter for parameter in group["params"] if id(parameter) in own]
         if inside and len(inside) < len(group["params"]):
             options = {name: value for name, value in group.items() if name != "params"}
             group["params"] = [p for p in group["params"] if id(p) not in own]
-            # Not add_param_group: these parameters keep their state, and their group's options.
+            # Not add_param_group: these parameters keep their state and their group's options.
             optimizer.param_groups.append({"params": inside, **copy.deepcopy(options)})
 
 
 def normalizations(part: nn.Module) -> list[nn.Module]:
-    """A part's batch normalizations."""
+    """The batch normalizations in a part of the net."""
     kinds = nn.modules.batchnorm._BatchNorm
     return [module for module in part.modules() if isinstance(module, kinds)]

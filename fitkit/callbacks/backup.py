@@ -1,4 +1,4 @@
-"""Backups of a training, from which the same command goes on after an interruption."""
+"""Backups of a training: after an interruption, the same command continues it."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
 
 
 class BackupAndRestore(Callback):
-    """Saves all of a training now and then; the same command, run again, goes on from there.
+    """Saves the whole training regularly, so that the same command continues it when run again.
 
-    Nothing is repeated and nothing left out: weights, optimizer, schedulers, the order of the data
-    and random numbers are as if the training had never been cut. When `fit` has ended, the
-    backups are deleted. One wins over `resume_from=path`,
-    where that training had begun.
+    Nothing is repeated or skipped: weights, optimizer, schedulers, data order and random numbers
+    are as if the training had never stopped. The backups are deleted when `fit` has ended. A
+    backup takes precedence over the `resume_from=path` that its training started from.
 
-    While `fit` runs in the main thread, SIGTERM (and in a SLURM batch job SIGUSR1) lets all ranks
-    finish a step, save, and exit with the status 143 (138); after SIGUSR1 the job is put into the
-    queue again by `scontrol requeue`. A handler of your own is called when the file is there. A
-    signal that comes during a validation takes effect after it.
+    While `fit` runs in the main thread, it handles SIGTERM, and SIGUSR1 in a SLURM batch job. All
+    ranks finish the current step, save, and exit with status 143 (or 138). After SIGUSR1,
+    `scontrol requeue` puts the job back into the queue. Your own signal handler is called once the
+    file is written. A signal during a validation takes effect after it.
 
     Args:
-        backup_dir: a folder for this training alone, or its URL (`s3://…`); it is made. Several
-            nodes must share it.
-        save_freq: `"epoch"` (default), a number of batches, counted over epochs, or False: only at
-            a signal.
-        double_checkpoint: Keras's way to say `keep=2`. Default False.
-        delete_checkpoint: whether the backups are deleted when `fit` has ended. Default True.
-        keep: how many backups to keep: where the newest is damaged, the one before serves, with a
+        backup_dir: a folder for this training only, or its URL (`s3://…`). It is created if
+            needed. If you use several nodes, they must share it.
+        save_freq: `"epoch"` (default), a number of batches, counted across epochs, or False to
+            save only on a signal.
+        double_checkpoint: Keras's spelling of `keep=2`. Default False.
+        delete_checkpoint: whether to delete the backups when `fit` has ended. Default True.
+        keep: how many backups to keep. If the newest is damaged, the one before it is used, with a
             warning. Default 1.
-        catch_signals: default True.
-        asynchronous: whether a thread writes while the training goes on; see `ModelCheckpoint`.
+        catch_signals: whether to handle the signals above. Default True.
+        asynchronous: whether a thread writes while training continues; see `ModelCheckpoint`.
             Default False.
-        sharded: whether each backup is a folder to which every rank writes its part, as
-            `FSDPStrategy` makes worth while, instead of one file. Default False.
+        sharded: whether each backup is a folder to which every rank writes its part, instead of
+            one file. This pays off with `FSDPStrategy`. Default False.
 
     Example:
         >>> import torch, fitkit
@@ -61,16 +60,16 @@ class BackupAndRestore(Callback):
         >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[backup])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; ranks that don't see the
+        ConfigurationError, ArgumentTypeError: an argument is invalid, or the ranks don't see the
             same backups.
-        CheckpointError: a backup can't be written, or all that are there are damaged.
+        CheckpointError: a backup can't be written, or all existing ones are damaged.
     """
 
     restores = True
     stops_alike = True
     comes_last = True
 
-    model: Any = WeakModel()  # hooks that the constructor binds refer to this object
+    model: Any = WeakModel()  # the hooks that the constructor binds refer to this object
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class BackupAndRestore(Callback):
         self._since = 0
         self._due = self._ends = self._in_step = False
         if catch_signals or not isinstance(save_freq, str):
-            # Only then: a hook at batches costs a little.
+            # Only if needed: a batch hook costs a little.
             vars(self)["on_train_batch_begin"] = self._before_batch
             vars(self)["on_train_batch_end"] = self._after_batch
 
@@ -130,7 +129,7 @@ class BackupAndRestore(Callback):
             self._signals.begin()
 
     def _check_alike(self) -> None:
-        """Refuse to train where some ranks go on and others begin.
+        """Refuse to train if some ranks would continue and others start over.
 
         A rank that doesn't see the folder would train on other data than the rest.
         """
@@ -165,7 +164,7 @@ class BackupAndRestore(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self._stops():
-            # That isn't saved: a run that goes on from the backup before decides it again.
+            # Not saved: a run that continues from the backup before decides it again.
             return
         if self._due or self._ends or self.save_freq == "epoch":
             self._save()
@@ -187,12 +186,12 @@ class BackupAndRestore(Callback):
     def on_exception(self, error: BaseException) -> None:
         self._writer.give_up()
         run = run_of(self.model)
-        # The signal has ended the DataLoader's workers before this process saw it.
+        # The signal ended the DataLoader's workers before this process saw it.
         ended = self._signals.arrived is not None and "DataLoader worker" in str(error)
         self._signals.restore(leaving=ended)
         if not ended or run is None:
             return
-        # With several ranks there is nobody to save with: the last backup serves.
+        # With several ranks, no other rank may be left to save with: the last backup is used.
         whole = not several_ranks(self.model) and not self._in_step
         if whole and run.is_between_groups:
             self._ends = True
@@ -200,7 +199,7 @@ class BackupAndRestore(Callback):
         raise Preempted(self._signals.arrived or 0)
 
     def _stops(self) -> bool:
-        """Whether a callback ends the training; takes note of signals on the way."""
+        """Whether a callback ends the training. Also checks for signals."""
         own = self.model.stop_training, self._signals.arrived is not None
         everyones = from_all_ranks(self.model, own)
         self._ends = self._ends or any(arrived for _, arrived in everyones)
@@ -209,9 +208,9 @@ class BackupAndRestore(Callback):
     # ------------------------------------------------------------------ saving
 
     def _save(self) -> None:
-        """Write a backup; after a signal it is the last thing that this process does."""
+        """Write a backup. After a signal this is the last thing that the process does."""
         self._due = False
-        self._writer.finish(self.model)  # A backup's number is taken when it is there.
+        self._writer.finish(self.model)  # a backup gets its number when it is written
         path = from_rank_zero(self.model, self._next_path())
         self._writer.save(self.model, path, self._prune)
         if self._ends:
@@ -219,13 +218,13 @@ class BackupAndRestore(Callback):
             self._exit(f"saved {path}")
 
     def _exit(self, done: str) -> None:
-        """Leave as the scheduler wants it, on all ranks."""
+        """Exit on all ranks in the way that the scheduler expects."""
         arrived = from_all_ranks(self.model, self._signals.arrived)
         number = next(each for each in arrived if each is not None)
         error = Preempted(number)
         self._signals.restore(leaving=True)
         if self.model.is_global_zero:
-            said = f"fitkit: got signal {number}, {done}; ends with status {error.code}."
+            said = f"fitkit: got signal {number}, {done}; exits with status {error.code}."
             print(said, file=sys.stderr, flush=True)
             if number != 15:
                 requeue()
@@ -233,7 +232,7 @@ class BackupAndRestore(Callback):
         raise error
 
     def _there(self) -> list[str]:
-        """The backups that are there, the oldest first."""
+        """The existing backups, the oldest first."""
         folder = os.fspath(self.backup_dir)
         if remote.is_url(folder):
             paths = remote.files_in(folder)
@@ -252,7 +251,7 @@ class BackupAndRestore(Callback):
         return os.path.join(self.backup_dir, name)
 
     def _prune(self) -> None:
-        """Delete what a newer backup stands for now."""
+        """Delete the backups that newer ones replace."""
         damaged, self._damaged = self._damaged, []
         whole = [path for path in self._there() if path not in damaged]
         for path in [*damaged, *whole[: -self.keep]]:
@@ -264,13 +263,13 @@ class BackupAndRestore(Callback):
         if isinstance(self.backup_dir, str):
             remote.remove_folder(self.backup_dir)
             return
-        with contextlib.suppress(OSError):  # it has other files
+        with contextlib.suppress(OSError):  # the folder holds other files
             self.backup_dir.rmdir()
 
     # ------------------------------------------------------------------ going on
 
     def last_path(self) -> str | None:
-        """The newest backup that is whole; None where there is none.
+        """The newest intact backup; None if there is no backup.
 
         Raises:
             CheckpointError: there are backups, and all are damaged.
@@ -287,14 +286,14 @@ class BackupAndRestore(Callback):
 
 
 CHILD_GRACE_S = 10
-"""How long a forked child lives on after SIGTERM."""
+"""How long a forked child may continue after SIGTERM, in seconds."""
 
 
 class Preempted(SystemExit):
-    """The training was cut by a signal; all of it is in a file.
+    """A signal ended the training, after all of it was saved.
 
     Attributes:
-        code: the status that a shell gives to a process ended by this signal: 143 for SIGTERM.
+        code: the exit status that a shell reports for this signal: 143 for SIGTERM.
     """
 
     def __init__(self, number: int) -> None:
@@ -302,29 +301,29 @@ class Preempted(SystemExit):
 
 
 class SignalNotes:
-    """Takes note of SIGTERM, and of SIGUSR1 in a SLURM batch job, until `restore`.
+    """Records SIGTERM, and SIGUSR1 in a SLURM batch job, until `restore`.
 
-    Only the main thread can have handlers; elsewhere nothing is noted. A signal that is ignored
-    stays ignored.
+    Only the main thread can have signal handlers; in other threads nothing is recorded. An ignored
+    signal stays ignored.
 
     Attributes:
-        arrived: the first signal that came; None before.
+        arrived: the first signal received; None before.
     """
 
     def __init__(self) -> None:
         self.arrived: int | None = None
         self._came: tuple[int, FrameType | None] | None = None
-        self._previous: dict[int, Any] = {}  # handlers that ours stand for now
-        self._handlers: dict[int, Any] = {}  # those that are back
-        self._childrens: Any = None  # torch's handler for the end of children
+        self._previous: dict[int, Any] = {}  # the handlers that ours replace now
+        self._handlers: dict[int, Any] = {}  # the handlers that are restored
+        self._childrens: Any = None  # torch's handler for the end of child processes
         self._owner = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send other ranks nothing: each has handlers of its own."""
+        """Send other ranks nothing: each has its own handlers."""
         return vars(SignalNotes())
 
     def begin(self) -> None:
-        """Put the handlers in."""
+        """Install the handlers."""
         self.restore()
         self.arrived, self._came = None, None
         self._owner = os.getpid()
@@ -332,15 +331,15 @@ class SignalNotes:
             return
         for number in noted_signals():
             previous = signal.getsignal(number)
-            # None: a handler that Python can't put back.
+            # None: a handler that Python can't restore.
             if previous is not None and previous != signal.SIG_IGN:
                 signal.signal(number, self._note)
                 self._previous[number] = previous
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            # A forked child, which the step that is still made may need; but nobody may wait for
-            # ever for a child that was told to end.
+            # This is a forked child. The current step may still need it, but nobody should wait
+            # forever for a child that was told to end.
             if number == signal.SIGTERM:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(CHILD_GRACE_S)
@@ -350,25 +349,25 @@ class SignalNotes:
             self._let_workers_go()
 
     def _let_workers_go(self) -> None:
-        """Let the step be finished although a DataLoader's workers got the signal, too, and ended.
+        """Let the step finish although the signal also ended a DataLoader's workers.
 
-        torch raises in the midst of a step when one has; their next batch fails anyway.
+        torch would raise in the middle of the step. The next batch of these workers fails anyway.
         """
         if hasattr(signal, "SIGCHLD") and callable(signal.getsignal(signal.SIGCHLD)):
             self._childrens = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def restore(self, *, leaving: bool = False) -> None:
-        """Put the handlers back that were there before.
+        """Restore the earlier handlers.
 
         Args:
-            leaving: whether the process ends now. torch's handler would raise in its last moments
-                because a DataLoader's workers have ended before it.
+            leaving: whether the process ends now. torch's handler would then raise, because a
+                DataLoader's workers ended before the process.
         """
         previous, self._previous = self._previous, {}
         if not previous or self._owner != os.getpid():
             return
         for number, handler in previous.items():
-            if signal.getsignal(number) == self._note:  # else somebody has set another since
+            if signal.getsignal(number) == self._note:  # otherwise another one was set since
                 signal.signal(number, handler)
         self._handlers = previous
         if self._childrens is not None and not leaving:
@@ -376,7 +375,7 @@ class SignalNotes:
             self._childrens = None
 
     def pass_on(self) -> None:
-        """After `restore`: call the handler that was there before, where that was a function."""
+        """Call the earlier handler, if it was a function. Call this after `restore`."""
         came, self._came = self._came, None
         if came is None:
             return
@@ -386,7 +385,7 @@ class SignalNotes:
 
 
 def noted_signals() -> list[int]:
-    """The signals that mean that a job is to end."""
+    """The signals that mean that a job must end."""
     numbers = [signal.SIGTERM]
     if slurm_job() is not None and hasattr(signal, "SIGUSR1"):
         numbers.append(signal.SIGUSR1)
@@ -394,7 +393,7 @@ def noted_signals() -> list[int]:
 
 
 def slurm_job() -> str | None:
-    """This SLURM batch job's number as `scontrol` takes it; None in none, or in a shell of one."""
+    """The number of this SLURM batch job, as `scontrol` takes it; None outside a batch job."""
     if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
     array, task = (os.environ.get(f"SLURM_ARRAY_{what}_ID") for what in ("JOB", "TASK"))
@@ -404,11 +403,11 @@ def slurm_job() -> str | None:
 
 
 def requeue() -> None:
-    """Put this SLURM job into the queue again, where there is a `scontrol`; else warn."""
+    """Put this SLURM job back into the queue with `scontrol`; warn if there is none."""
     job, program = slurm_job(), shutil.which("scontrol")
     if job is None or program is None:
-        warn("There is no scontrol here to requeue the job; submit it again to go on.")
+        warn("There is no scontrol here to requeue the job. Submit it again to continue.")
         return
     done = subprocess.run([program, "requeue", job], capture_output=True, text=True, check=False)
     if done.returncode:
-        warn(f"scontrol requeue {job} failed ({done.stderr.strip()}); submit it again to go on.")
+        warn(f"scontrol requeue {job} failed ({done.stderr.strip()}). Submit it again to continue.")

@@ -1,4 +1,4 @@
-"""The moments of a run, the base class for whoever acts at them, and the list that a run calls."""
+"""The callback hooks: the base class of callbacks, and the list that a run calls."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Logs = Mapping[str, Any]
 
 
 class Run(Protocol):
-    """The `fit` that runs, as far as callbacks use it.
+    """The running `fit`, as far as callbacks use it.
 
     Attributes:
-        steps_done: the steps made in this epoch.
-        is_between_groups: whether no batch waits for others to make an update with it, so that a
-            save is whole.
-        resumed: where the training goes on (`epoch`, `steps`); None where it begins anew.
-        batch: of the last step on this rank, as the source gave it; None between epochs.
-        seen_values: the values of the epoch's last validation, where callbacks have seen them
-            within the epoch already (`on_validation_within_epoch`); else empty.
+        steps_done: the number of steps made in this epoch.
+        is_between_groups: whether no batch waits for others to make an update with it. A save is
+            complete only then.
+        resumed: where the training continues (`epoch`, `steps`); None for a new one.
+        batch: the batch of the last step on this rank, as the source gave it; None between epochs.
+        seen_values: the values of the epoch's last validation, if callbacks have already seen
+            them within the epoch (`on_validation_within_epoch`); else empty.
     """
 
     steps_done: int
@@ -39,7 +39,7 @@ class Run(Protocol):
     def resumed(self) -> Any: ...
 
     def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
-        """Collect the weights for a checkpoint, on all ranks; `spread`: each rank its part."""
+        """Collect the weights for a checkpoint, on all ranks. `spread`: each rank its part."""
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
@@ -48,20 +48,20 @@ class Run(Protocol):
 
 
 def run_of(model: Module) -> Run | None:
-    """The `fit` that runs; None outside one."""
+    """The running `fit`, or None."""
     run: Run | None = model._fitkit.fit_state.run
     return run
 
 
 MODELS = ("model", "_model")
-"""Where a callback has its model."""
+"""The attribute that holds a callback's model."""
 
 
 class WeakModel:
-    """A callback's `model` that doesn't keep the model alive; None where it has gone.
+    """A callback's `model` that doesn't keep the model alive. It is None once the model is gone.
 
-    For callbacks in a cycle of references, in which a model would wait for the garbage collector
-    with all of its memory.
+    Use it for callbacks in a reference cycle. Otherwise the model, and all of its memory, would
+    stay until the garbage collector runs.
     """
 
     def __get__(self, callback: Any, kind: type | None = None) -> Any:
@@ -73,42 +73,45 @@ class WeakModel:
 
 
 class Callback:
-    """Acts at moments of `fit`, `evaluate` and `predict`: override the hooks you need.
+    """Base class of callbacks: override the hooks of `fit`, `evaluate` and `predict` you need.
 
-    Hooks are called in this order. In `fit`: `on_train_begin`, then for each epoch
-    `on_epoch_begin`, `on_train_batch_begin` and `on_train_batch_end` for each batch, where
-    there is a validation `on_test_begin`, `on_test_batch_begin` and `on_test_batch_end` for
-    each of its batches, `on_test_end`, then `on_epoch_end`; at last `on_train_end`.
-    A validation within an epoch (`validation_freq=0.2`) has the test hooks, too, and then
-    `on_validation_within_epoch`.
-    `evaluate` calls the test hooks, `predict` the predict hooks. Epochs and batches count
-    from 0. A callback pays only for the hooks that it overrides.
+    `fit` calls the hooks in this order:
 
-    `logs` has the numbers so far: in batch hooks the running means over the epoch's samples
-    (a mapping that reads the device only when you read it), at an epoch's end the
-    training's and the validation's (`val_…`) values. The epoch's logs are one dict, shared
-    by all callbacks in list order: what you add, later callbacks and the history see.
+    1. `on_train_begin`
+    2. in each epoch: `on_epoch_begin`; for each batch `on_train_batch_begin` and
+       `on_train_batch_end`; for a validation `on_test_begin`, `on_test_batch_begin` and
+       `on_test_batch_end` for each batch, and `on_test_end`; then `on_epoch_end`
+    3. `on_train_end`
+
+    A validation within an epoch (`validation_freq=0.2`) calls the test hooks, too, and then
+    `on_validation_within_epoch`. `evaluate` calls the test hooks, `predict` the predict hooks.
+    Epochs and batches count from 0. Hooks that you don't override cost nothing.
+
+    `logs` holds the numbers so far. In batch hooks they are running means over the epoch's samples;
+    the device is read only when you read them. At the end of an epoch they are the values of the
+    training and of the validation (`val_…`). All callbacks share the dict of the epoch's logs in
+    list order. Later callbacks and the history see what you add.
 
     Ranks:
-        Every rank calls the hooks of its own copy of a callback; the object that you passed is
-        rank 0's. So what changes weights or rates does it everywhere, and what prints or writes
-        files asks `self.model.is_global_zero`. `fit` makes as many training steps on each rank,
-        and the epoch's logs are the same on all: hooks of training batches and of epochs may
-        be collective, those of test and predict batches not.
+        Every rank calls the hooks of its own copy of a callback. The object that you passed is
+        rank 0's. Change weights or rates on every rank. Print and write files only if
+        `self.model.is_global_zero`. `fit` makes the same number of training steps on each rank,
+        and the epoch's logs are the same on all. So hooks of training batches and of epochs may
+        make collective calls. Hooks of test and predict batches may not.
 
     Attributes:
         model: the Model that runs.
-        params: what is known of the run: `stage` (`"fit"`, `"evaluate"`, `"predict"`),
-            `epochs`, `initial_epoch`, `steps` (batches an epoch; None where unknown),
-            `validation` (whether there is any), `validation_freq`, `validation_steps`, `samples`,
-            `batch_size`, `verbose`. All callbacks of a run share this dict.
-        stops_alike: whether this callback, where it sets `model.stop_training` at a batch, does
-            so at the same batch on every rank (or never does). Where one that acts at batches
-            doesn't say so, the ranks ask each other after every step.
-        comes_last: whether the hooks are called after those of all other callbacks, fitkit's own
-            too: what saves has to see what they have done.
-        watches_losses: whether this callback acts on losses that are NaN or infinite; a run then
-            leaves out its own warning about them.
+        params: a dict about the run: `stage` (`"fit"`, `"evaluate"`, `"predict"`), `epochs`,
+            `initial_epoch`, `steps` (batches per epoch; None if unknown), `validation` (whether
+            there is one), `validation_freq`, `validation_steps`, `samples`, `batch_size`,
+            `verbose`. All callbacks of a run share this dict.
+        stops_alike: whether this callback, if it sets `model.stop_training` at a batch, does so at
+            the same batch on every rank (or never does). If a callback with batch hooks doesn't
+            set this to True, the ranks ask each other after every step.
+        comes_last: whether the hooks are called after those of all other callbacks, including
+            fitkit's own. Callbacks that save need this to see the others' changes.
+        watches_losses: whether this callback handles losses that are NaN or infinite. The run then
+            omits its own warning about them.
 
     Example:
         >>> import torch, fitkit
@@ -128,95 +131,96 @@ class Callback:
     watches_losses: bool = False
 
     def set_model(self, model: Module) -> None:
-        """Called once before the first hook with the model that runs."""
+        """Called once with the model, before the first hook."""
         self.model = model
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Called once before the first hook with what is known of the run."""
+        """Called once with the run's parameters, before the first hook."""
         self.params = params
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send other ranks all but the model, which is there already."""
+        """Send other ranks everything but the model, which they have."""
         return {name: value for name, value in vars(self).items() if name not in MODELS}
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a checkpoint keeps of this callback: plain data and tensors."""
+        """Return what a checkpoint keeps of this callback: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave; called after `on_train_begin`, which begins anew."""
+        """Restore what `state_dict` returned. Called after `on_train_begin`, which resets."""
 
     def around_hooks(self, hooks: dict[str, tuple[Callable[..., Any], ...]]) -> Any:
-        """The hooks that a run will call, by name and in order; here as they are given.
+        """Return the hooks that the run will call, by name and in order. Default: as given.
 
-        For a callback that watches the others; called once before a run's first hook.
+        Override it in a callback that watches the others. Called once before a run's first hook.
         """
         return hooks
 
     def prepare_optimizers(self, model: Module) -> None:
-        """Arrange parameter groups as the callback's runs have them, before a resumed fit loads.
+        """Set up the parameter groups that the callback needs, before a resumed fit loads.
 
-        A stored optimizer's state fits an optimizer of the same groups only.
+        A stored optimizer state fits only an optimizer with the same groups.
         """
 
     # fit
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """`fit` begins."""
+        """Called when `fit` begins."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """`fit` ends; `logs` are the last epoch's."""
+        """Called when `fit` ends. `logs` are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """An epoch begins; the modules are in training mode already, but for what was in evaluation
-        mode when `fit` began."""
+        """Called when an epoch begins. The modules are already in training mode, except those that
+        were in evaluation mode when `fit` began."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        """An epoch ended, its validation included."""
+        """Called when an epoch has ended, after its validation."""
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
-        """A validation within an epoch ended, after training batch `batch` (`validation_freq`).
+        """Called after a validation within an epoch, at training batch `batch` (`validation_freq`).
 
-        `logs` are its values alone (`val_…`), the same on all ranks. After the validation at an
-        epoch's end comes `on_epoch_end`.
+        `logs` holds the validation's values only (`val_…`), the same on all ranks. After the
+        validation at the end of an epoch, `on_epoch_end` is called instead.
         """
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A training batch begins."""
+        """Called before a training batch."""
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """A training batch ended."""
+        """Called after a training batch."""
 
     def on_exception(self, error: BaseException) -> None:
-        """`fit` ends by an exception, also by Ctrl-C or `sys.exit`; `on_train_end` isn't called.
+        """Called if `fit` ends with an exception, including Ctrl-C and `sys.exit`.
 
-        Other ranks may have failed or gone: nothing here may be collective.
+        `on_train_end` isn't called then. Make no collective calls here: other ranks may have failed
+        or gone.
         """
 
     # evaluate, and the validation in fit
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """`evaluate` or a validation begins."""
+        """Called when `evaluate` or a validation begins."""
 
     def on_test_end(self, logs: Logs) -> None:
-        """`evaluate` or a validation ended; `logs` are its values, without prefix."""
+        """Called when `evaluate` or a validation has ended. `logs` are its values, no prefix."""
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of an evaluation begins."""
+        """Called before a batch of an evaluation."""
 
     def on_test_batch_end(self, batch: int, logs: Logs) -> None:
-        """A batch of an evaluation ended."""
+        """Called after a batch of an evaluation."""
 
     # predict
     def on_predict_begin(self, logs: Logs | None = None) -> None:
-        """`predict` begins."""
+        """Called when `predict` begins."""
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        """`predict` ended."""
+        """Called when `predict` has ended."""
 
     def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of `predict` begins."""
+        """Called before a batch of `predict`."""
 
     def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
-        """A batch of `predict` ended; `logs["outputs"]` is what the net gave."""
+        """Called after a batch of `predict`. `logs["outputs"]` holds the net's outputs."""
 
     # Keras's short names for the training's batch hooks
     def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
@@ -233,7 +237,7 @@ SHORT_NAMES = {
     "on_batch_begin": "on_train_batch_begin",
     "on_batch_end": "on_train_batch_end",
 }
-"""Hooks with a second name, and the hook that each stands for."""
+"""Hooks with a second name, and the hook that each name stands for."""
 
 
 def overrides(callback: Callback, hook: str) -> bool:
@@ -244,13 +248,13 @@ def overrides(callback: Callback, hook: str) -> bool:
 
 
 class LambdaCallback(Callback):
-    """Calls the functions that it was given, each at the hook of its name.
+    """Calls the functions that you give it, each at the hook of its name.
 
     Args:
-        **hooks: functions by the hook's name, with that hook's arguments.
+        **hooks: functions by hook name. Each takes that hook's arguments.
 
     Raises:
-        ArgumentTypeError: a name that is no hook, or a value that can't be called.
+        ArgumentTypeError: a name isn't a hook, or a value isn't callable.
 
     Example:
         >>> import torch, fitkit
@@ -284,10 +288,10 @@ Hook = Callable[..., Any]
 
 
 class CallbackList:
-    """Calls hooks on several callbacks, in list order.
+    """Calls the hooks of several callbacks, in list order.
 
-    Only overridden hooks are kept, so a loop asks `hooks("on_train_batch_end")` once and
-    pays nothing for what nobody listens to.
+    It keeps overridden hooks only. A loop asks `hooks("on_train_batch_end")` once and pays nothing
+    for hooks that no callback overrides.
 
     Args:
         callbacks: a callback, a (nested) list of them, or None.
@@ -303,7 +307,7 @@ class CallbackList:
         self._hooks: dict[str, tuple[Hook, ...]] = {}
 
     def begin(self, model: Module, params: dict[str, Any]) -> None:
-        """Tell every callback its model and the run's parameters."""
+        """Give every callback the model and the run's parameters."""
         for callback in self.callbacks:
             callback.set_model(model)
             callback.set_params(params)
@@ -319,7 +323,7 @@ class CallbackList:
                     yield getattr(callback, each)
 
     def hooks(self, name: str) -> tuple[Hook, ...]:
-        """The bound hooks of that name which somebody overrides."""
+        """The bound hooks of that name, from the callbacks that override it."""
         return self._hooks[name]
 
     def call(self, name: str, *args: Any) -> None:
@@ -328,7 +332,7 @@ class CallbackList:
             hook(*args)
 
     def warning_of(self, logs: Logs) -> str | None:
-        """The warning about losses that are NaN or infinite; None where a callback watches them."""
+        """The warning about NaN or infinite losses; None if a callback handles them."""
         losses = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
         found = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
         if not found or any(callback.watches_losses for callback in self.callbacks):
@@ -342,14 +346,14 @@ class CallbackList:
 Callbacks: TypeAlias = (
     Callback | CallbackList | Iterable[Callback | CallbackList | Iterable[Any]] | None
 )
-"""What the verbs take: a callback, or a list of them, in which there may be lists."""
+"""The `callbacks` argument: a callback, or a list of callbacks, which may contain lists."""
 
 
 def flatten(callbacks: object) -> Iterator[Callback]:
-    """The callbacks in a callback, a CallbackList, a nested list of them, or None.
+    """Yield the callbacks in a callback, a CallbackList, a nested list of them, or None.
 
     Raises:
-        ArgumentTypeError: for anything else; a class gets told to add `()`.
+        ArgumentTypeError: for anything else. For a class, the message says to add `()`.
     """
     if callbacks is None:
         return

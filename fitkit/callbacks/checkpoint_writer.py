@@ -1,4 +1,4 @@
-"""Writing checkpoints from callbacks: at once or by a thread, and which of them are whole."""
+"""Writing checkpoints from callbacks, directly or in a thread, and finding intact ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fitkit.module import Module
 
 
 def remove_unwanted(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, where it is there; a warning where it can't be."""
+    """Delete a checkpoint if it exists. Warns if that fails."""
     try:
         with contextlib.suppress(FileNotFoundError):
             remove_checkpoint(path)
@@ -39,21 +39,21 @@ def remove_unwanted(path: str | os.PathLike[str]) -> None:
 
 
 def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str | None:
-    """The first of `paths` that can be gone on from, with a warning for each before it; None: none.
+    """The first usable checkpoint of `paths`, with a warning for each damaged one; None if none.
 
     Args:
         paths: checkpoints, the newest first.
-        refused: gets those that can't be used.
+        refused: a list that gets the paths that can't be used.
 
     Raises:
-        CheckpointError: there are some, and none can be used.
+        CheckpointError: there are checkpoints, and none can be used.
     """
     errors: list[CheckpointError] = []
     for path in paths:
         try:
             with open_checkpoint(path):
                 pass
-        except FileNotFoundError:  # another process has deleted it
+        except FileNotFoundError:  # another process deleted it
             continue
         except CheckpointError as error:
             errors.append(error)
@@ -61,7 +61,7 @@ def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str 
                 refused.append(path)
             continue
         for problem in errors:
-            warn(f"{problem} The training goes on from {path}, which is older.")
+            warn(f"{problem} Training continues from {path}, which is older.")
         return path
     if len(errors) > 1:
         raise CheckpointError(f"None of {len(errors)} checkpoints can be used. {errors[0]}")
@@ -71,13 +71,15 @@ def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str 
 
 
 class CheckpointWriter:
-    """Writes a model's checkpoints: rank 0 does, to a folder every rank; all share a failure.
+    """Writes a model's checkpoints: rank 0 writes files, all ranks write folders.
+
+    A failure is raised on all ranks.
 
     Args:
-        weights_only: whether the files get the weights alone.
-        trainable_only: whether parameters that don't learn are left out.
-        asynchronous: whether a thread writes them, from copies in main memory. One is written at
-            a time: the next save waits for it. Its error comes at the next save, or at `finish`.
+        weights_only: whether the files hold the weights only.
+        trainable_only: whether to leave out parameters that don't learn.
+        asynchronous: whether a thread writes them, from copies in main memory. It writes one at a
+            time, and the next save waits for it. Its error is raised at the next save or `finish`.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send other ranks how to write, and nothing that is being written."""
+        """Send other ranks the settings, without what is being written."""
         fresh = CheckpointWriter(
             weights_only=self.weights_only,
             trainable_only=self.trainable_only,
@@ -119,16 +121,16 @@ class CheckpointWriter:
             self._share(model)
 
     def save(self, model: Module, path: str, then: Callable[[], None] = lambda: None) -> None:
-        """Write a file; its folder is made where it lacks.
+        """Write a file, and create its folder if needed.
 
         Args:
-            then: called on rank 0 when the file is there.
+            then: called on rank 0 once the file is written.
 
         Ranks:
             Collective.
 
         Raises:
-            CheckpointError: this file or, asynchronously, the one before can't be written.
+            CheckpointError: this file, or the one before (if asynchronous), can't be written.
         """
         self.finish(model)
         if is_folder_name(path):
@@ -147,7 +149,7 @@ class CheckpointWriter:
         self._share(model)
 
     def _save_folder(self, model: Module, path: str, then: Callable[[], None]) -> None:
-        """Let every rank write its part; what follows is rank 0's."""
+        """Let every rank write its part. Rank 0 does the rest."""
         strategy, run = model._fitkit.compilation.strategy, _running(model)
         state: dict[str, Any] | None = None
         if self.weights_only:
@@ -168,13 +170,13 @@ class CheckpointWriter:
         self._share(model)
 
     def finish(self, model: Module) -> None:
-        """Wait for what is being written.
+        """Wait until everything is written.
 
         Ranks:
             Collective.
 
         Raises:
-            CheckpointError: it couldn't be.
+            CheckpointError: it couldn't be written.
         """
         if self.asynchronous:
             if self._folder is not None and several_ranks(model):
@@ -183,17 +185,17 @@ class CheckpointWriter:
             self._share(model)
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Let a thread do it."""
+        """Run the work in a thread."""
         self._thread = threading.Thread(
             target=self._attempt,
             args=(work,),
             name="fitkit-checkpoint",
-            daemon=False,  # The interpreter waits for a file that is half written.
+            daemon=False,  # the interpreter waits for a file that is half written
         )
         self._thread.start()
 
     def _meet(self, model: Module, folder: FolderByThreads) -> None:
-        """Wait for the other ranks' parts; rank 0's thread, for one that has failed, no more."""
+        """Wait for the parts of the other ranks. Rank 0's thread stops waiting for a failed one."""
         if not model.is_global_zero:
             self.wait()
         own = self._error
@@ -205,15 +207,15 @@ class CheckpointWriter:
             self._error = own or first
 
     def wait(self) -> None:
-        """Wait on this rank alone; an error stays for the next save or `finish`."""
+        """Wait on this rank only. An error stays for the next save or `finish`."""
         thread, self._thread, self._folder = self._thread, None, None
         if thread is not None:
             thread.join()
 
     def give_up(self) -> None:
-        """The run has failed: wait on this rank; an error is a warning."""
+        """Wait on this rank after the run has failed. An error becomes a warning."""
         if self._thread is not None and self._folder is not None:
-            self._thread.join(GRACE_S)  # other ranks may still write their parts
+            self._thread.join(GRACE_S)  # other ranks may still be writing their parts
             self._folder.stop()
         self.wait()
         error, self._error = self._error, None
@@ -246,12 +248,12 @@ class CheckpointWriter:
 def _running(model: Module) -> Run:
     run = run_of(model)
     if run is None:
-        raise ConfigurationError("Checkpoints are saved within fit; use model.save elsewhere.")
+        raise ConfigurationError("Checkpoints are saved within fit. Use model.save elsewhere.")
     return run
 
 
 def _make_folder(path: str) -> None:
-    """Make the folder that a checkpoint goes into, without what killed writers left there."""
+    """Create the folder for a checkpoint, and remove what killed processes left in it."""
     if is_url(path):
         make_folder(parent(path))
         return
@@ -267,13 +269,13 @@ def _make_folder(path: str) -> None:
 
 
 class StateCopies:
-    """Copies of tensors in main memory, which is used again for the next copies."""
+    """Copies of tensors in main memory, in buffers that the next copies use again."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
 
     def of(self, value: Any) -> Any:
-        """A copy of nested dicts, lists and tuples; the one before must no longer be in use.
+        """Copy nested dicts, lists and tuples. The copy before must no longer be in use.
 
         Tensors that share memory share it in the copy, too.
         """
@@ -300,7 +302,7 @@ class StateCopies:
                     item.storage_offset(), item.shape, item.stride(),
                 )  # fmt: skip
             if isinstance(item, dict):
-                twin = copy.copy(item)  # A state dict has attributes, too.
+                twin = copy.copy(item)  # a state dict has attributes, too
                 twin.update((key, copied(entry)) for key, entry in item.items())
                 return twin
             if type(item) in (list, tuple):
@@ -314,6 +316,6 @@ class StateCopies:
 
 
 def _host_memory(size_bytes: int, for_cuda: bool) -> torch.UntypedStorage:
-    """New memory; pinned, where it is filled from a GPU."""
+    """New memory, pinned if it is filled from a GPU."""
     made = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=for_cuda)
     return made.untyped_storage()

@@ -1,7 +1,7 @@
-"""Where progress is shown: a terminal, a notebook's cell, or a file that gets plain lines.
+"""Displays for progress: a terminal, a notebook cell, or a file that gets plain lines.
 
-The lines are rich's Texts, which know how wide letters are. `rich.progress` draws no such line: it
-cuts each column a little where the terminal is narrow, and needs ipywidgets in a notebook.
+The lines are rich Texts, which know how wide letters are. `rich.progress` isn't used: in a narrow
+terminal it cuts each column a little, and in a notebook it needs ipywidgets.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # rich takes a while to import: only where a bar is drawn
+if TYPE_CHECKING:  # rich is slow to import: import it only where a bar is drawn
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
 BAR_WIDTHS = (30, 20, 10)
-"""Few sizes, so that the bar doesn't tremble when a number beside it gets a digit more."""
+"""A few sizes only, so that the bar stays still when a number beside it gets another digit."""
 
 TITLE, NAME, BAR, REST, BAD = "bold", "cyan", "green", "bright_black", "bold red"
 
@@ -31,17 +31,17 @@ Metrics = Sequence[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Where a running epoch, evaluation or prediction is.
+    """The progress of a running epoch, evaluation or prediction.
 
     Attributes:
         title: what runs (`"Epoch 3/10"`).
         done: batches done.
-        total: batches that there are; None where unknown.
-        phase: what it does beside the obvious (`"validating"`).
+        total: all batches; None if unknown.
+        phase: what it does besides training (`"validating"`).
         metrics: names with their values as text.
-        steps_per_s: batches a second; None where not known yet.
-        samples_per_s: samples a second; None where not known.
-        elapsed_s: time since the beginning, in seconds.
+        steps_per_s: batches per second; None if not yet known.
+        samples_per_s: samples per second; None if unknown.
+        elapsed_s: seconds since the beginning.
     """
 
     title: str
@@ -55,14 +55,14 @@ class Moment:
 
     @property
     def time(self) -> str:
-        """The time left where it can be told, else the time that passed."""
+        """The time left if known, else the time elapsed."""
         if self.total is None or not self.steps_per_s:
             return f"{clock_time(self.elapsed_s)} elapsed"
         return f"{clock_time((self.total - self.done) / self.steps_per_s)} left"
 
     @property
     def count(self) -> str:
-        """The batches done, of how many, and what is being done with them."""
+        """The batches done, out of how many, and the phase."""
         if self.total is None:
             count = f"{self.done} steps"
         else:
@@ -83,7 +83,7 @@ def number(value: float) -> str:
 
 
 def shown_metrics(logs: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """The names and values of logs that fit into a line: numbers and short words."""
+    """The names and values of logs that fit on a line: numbers and short words."""
     shown = []
     for name, value in logs:
         if isinstance(value, str):
@@ -101,7 +101,7 @@ def shown_metrics(logs: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
 
 
 def short_count(value: float) -> str:
-    """A count in three digits or so: `7.5`, `812`, `1.3k`, `26k`, `4.1M`."""
+    """A count in about three digits: `7.5`, `812`, `1.3k`, `26k`, `4.1M`."""
     for unit in ("", "k", "M", "G"):
         if value < 999.5 or unit == "G":
             digits = 1 if value < 9.95 and (unit or value % 1) else 0
@@ -111,7 +111,7 @@ def short_count(value: float) -> str:
 
 
 def speed(steps_per_s: float) -> str:
-    """The speed in steps a second, or seconds a step where they are slow."""
+    """The speed in steps per second, or in seconds per step if slow."""
     if steps_per_s >= 1:
         return f"{short_count(steps_per_s)} steps/s"
     return f"{short_count(1 / steps_per_s)} s/step"
@@ -137,10 +137,10 @@ def duration(seconds: float) -> str:
 
 
 def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> Text:
-    """The line of a bar, at most `width` columns wide; what matters less is left out first.
+    """The line of a bar, at most `width` columns wide. The least important parts are dropped first.
 
-    Kept longest are the title and the count, then the first metric (the loss), the time, the
-    bar, the other metrics in their order, and the speeds.
+    The title and the count stay longest. Then come the first metric (the loss), the time, the bar,
+    the other metrics in their order, and the speeds.
     """
     from rich.text import Text
 
@@ -177,10 +177,10 @@ def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> Text:
 
 
 class ResultLines:
-    """The results of one run's epochs in a width; nothing is left out.
+    """The result lines of a run's epochs, in a given width. Nothing is left out.
 
-    From the first line that is too long on, validation's values stand beside the training's;
-    what is still too long goes on in a further line.
+    Once a line is too long, the validation's values stand beside the training's from then on. If
+    that is still too long, the line wraps.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class ResultLines:
         *,
         ascii_only: bool = False,
     ) -> list[Text]:
-        """Make the lines that stay when an epoch or an evaluation is over."""
+        """Make the lines that stay when an epoch or an evaluation has ended."""
         from rich.text import Text
 
         dot = _dot(ascii_only)
@@ -238,14 +238,14 @@ def _value(text: str) -> tuple[str, str]:
 
 
 class TerminalDisplay:
-    """A bar in the last line of a terminal, by rich; what is printed goes above it.
+    """A bar in the last line of a terminal, by rich. Printed text goes above it.
 
     Args:
         console: the terminal.
         interval_s: the shortest time between two calls of `show`, in seconds.
 
     Attributes:
-        shows_at_once: whether a beginning is shown before the first batch is done.
+        shows_at_once: whether to show something before the first batch is done.
     """
 
     shows_at_once = True
@@ -257,7 +257,7 @@ class TerminalDisplay:
         self._results = ResultLines()
 
     def show(self, moment: Moment) -> None:
-        """Show where things are, in place of what was shown before."""
+        """Show the current progress in place of the last."""
         ascii_only = self._console.options.ascii_only
         content = self._joined([bar_line(moment, self._console.width, ascii_only=ascii_only)])
         if self._live is None:
@@ -267,16 +267,16 @@ class TerminalDisplay:
                 content,
                 console=self._console,
                 auto_refresh=False,
-                # Where stderr goes to a file, rich would take it from there into the terminal.
+                # If stderr goes to a file, rich would redirect it into the terminal.
                 redirect_stderr=_is_terminal(sys.stderr),
             )
             self._live.start()
-            # rich hides the cursor: a process that gets killed would leave a terminal without.
+            # rich hides the cursor: a killed process would leave a terminal without one.
             self._console.show_cursor(True)
         self._live.update(content, refresh=True)
 
     def keep(self, title: str, elapsed_s: float, metrics: Metrics) -> None:
-        """Put a result in place of what was shown; it stays."""
+        """Replace the progress with a result, which stays."""
         console = self._console
         ascii_only = console.options.ascii_only
         content = self._joined(
@@ -289,14 +289,14 @@ class TerminalDisplay:
             self.close(erase=False)
 
     def close(self, *, erase: bool) -> None:
-        """Give the place back. What is shown now stays, unless `erase`."""
+        """Close the display. What it shows stays, unless `erase`."""
         live, self._live = self._live, None
         if live is not None:
             live.transient = erase
             live.stop()
 
     def _joined(self, lines: Sequence[Text]) -> Text:
-        """Lines as one text that the terminal's encoding has."""
+        """Lines as one text, in the terminal's encoding."""
         from rich.text import Text
 
         text = Text("\n", no_wrap=True, overflow="crop").join(lines)
@@ -305,9 +305,9 @@ class TerminalDisplay:
 
 
 class NotebookDisplay:
-    """One output of a notebook's cell, updated in place; it needs IPython alone.
+    """One output of a notebook cell, updated in place. It needs only IPython.
 
-    As `TerminalDisplay`.
+    Same interface as `TerminalDisplay`.
     """
 
     shows_at_once = True
@@ -361,7 +361,7 @@ class NotebookDisplay:
 class LinesDisplay:
     """Plain lines in a file or a pipe, without colour or control characters.
 
-    As `TerminalDisplay`, but for the width: no line is cut.
+    Same interface as `TerminalDisplay`, but no line is cut to a width.
     """
 
     shows_at_once = False
@@ -391,7 +391,7 @@ class LinesDisplay:
 Display = TerminalDisplay | NotebookDisplay | LinesDisplay
 
 LINES_ONLY_INTERVAL_S = 60.0
-"""A sign of life where there is no bar: a line a minute within a long epoch."""
+"""A sign of life without a bar: one line per minute within a long epoch."""
 
 
 def display_for(
@@ -400,13 +400,13 @@ def display_for(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Display | None:
-    """The place for progress; None where nothing is to be shown.
+    """The display for progress; None if nothing is shown.
 
     Args:
-        verbose: 0, 1, 2 or `"auto"`, as `ProgressBar` has it.
+        verbose: 0, 1, 2 or `"auto"`, as in `ProgressBar`.
         interval_s: the shortest time between two drawings of a bar, in seconds.
         console: the rich console to write to; None writes to `sys.stdout`.
-        clock: seconds from any beginning.
+        clock: a function that returns seconds since any start.
     """
     file = sys.stdout if console is None else console.file
     if verbose == 0 or file is None:
@@ -423,7 +423,7 @@ def display_for(
     if console is None:
         from rich.console import Console
 
-        # Asked for by isatty() alone: FORCE_COLOR makes rich take a pipe for a terminal.
+        # Decided by isatty() alone: FORCE_COLOR makes rich take a pipe for a terminal.
         console = Console(file=file, force_terminal=True, force_jupyter=False)
     return TerminalDisplay(console, interval_s)
 
@@ -446,12 +446,12 @@ def encodable(text: str, encoding: str | None) -> str:
 def _is_terminal(file: Any) -> bool:
     try:
         return bool(file.isatty())
-    except (AttributeError, ValueError):  # no such thing, or a closed file
+    except (AttributeError, ValueError):  # no isatty, or a closed file
         return False
 
 
 def _can_show_bar(file: Any) -> bool:
-    """Whether a bar can be drawn there: a terminal, and no other live display is in it."""
+    """Whether a bar can be drawn there: it is a terminal without another live display."""
     if not _is_terminal(file) or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         return False
     return not hasattr(file, "rich_proxied_file")

@@ -1,4 +1,4 @@
-"""Stopping when a value no longer improves: a training, or a trial of an Optuna study."""
+"""Early stopping of a training, and pruning of an Optuna trial."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from fitkit.callbacks.ranks import from_rank_zero, print_on_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 
 KEPT = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")
-"""What a checkpoint keeps of it."""
+"""The attributes that a checkpoint keeps."""
 
 
 class EarlyStopping(Callback):
-    """Ends `fit` when the monitored value has not improved for some epochs.
+    """Ends `fit` when the monitored value has stopped improving.
 
-    An epoch improves where its value is better than the best so far by more than `min_delta`;
-    NaN never is. Epochs without the value (validation_freq) don't count. Where `fit` validates
-    several times an epoch, each validation counts in place of an epoch.
+    An epoch is an improvement if its value is better than the best so far by more than
+    `min_delta`. NaN never is. Epochs without the value (`validation_freq`) don't count. If `fit`
+    validates several times per epoch, each validation counts as an epoch.
 
     Args:
-        monitor: a name of the epoch's logs. Default `"val_loss"`.
-        min_delta: the least improvement that counts, at least 0. Default 0.
-        patience: epochs without improvement after which to stop. Default 0, which is as 1.
-        verbose: 1 says when it stops and what it restores. Default 0.
-        mode: `"min"`, `"max"` or `"auto"` (default): by the name, where it tells.
-        baseline: a value to beat: improvements that don't reach it let the patience run out.
-        restore_best_weights: whether the model gets the best epoch's weights and buffers when
-            `fit` ends, early or not. The optimizer's state isn't rewound. Copies are kept in
-            main memory. Default False.
-        start_from_epoch: earlier epochs (from 0) are not looked at. Default 0.
-        stopping_threshold: a value that is good enough: once it is better, `fit` ends. Default
-            None.
-        divergence_threshold: a value too bad to go on: once it is worse, `fit` ends. Default None.
-        check_finite: whether `fit` ends once the value is NaN or infinite, patience or not.
-            Default False (Lightning: True).
+        monitor: the name of a value in the epoch's logs. Default `"val_loss"`.
+        min_delta: the smallest improvement that counts, at least 0. Default 0.
+        patience: the number of epochs without improvement after which to stop. Default 0, which
+            means the same as 1.
+        verbose: 1 prints when training stops and which weights are restored. Default 0.
+        mode: `"min"`, `"max"` or `"auto"` (default), which infers it from the name.
+        baseline: a value to beat. Improvements that don't reach it don't reset the patience.
+        restore_best_weights: whether the model gets the weights and buffers of the best epoch when
+            `fit` ends, early or not. The optimizer's state stays. Copies are kept in main memory.
+            Default False.
+        start_from_epoch: the first epoch (from 0) to look at. Default 0.
+        stopping_threshold: end `fit` once the value is better than this. Default None.
+        divergence_threshold: end `fit` once the value is worse than this. Default None.
+        check_finite: whether to end `fit` at once when the value is NaN or infinite. Default False
+            (Lightning: True).
 
     Attributes:
         best: the best value so far; infinite before the first.
-        best_epoch: its epoch, from 0.
-        wait: epochs since.
-        stopped_epoch: the epoch that it stopped in; 0 where it did not.
+        best_epoch: the epoch of the best value, from 0.
+        wait: the number of epochs since the best.
+        stopped_epoch: the epoch in which training stopped; 0 if it did not.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; at the end of the first
-            epoch that should have it, a name that the logs don't have.
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also at the end of the first
+            epoch that should have the value, if the logs don't have it.
 
     Example:
         >>> import torch, fitkit
@@ -131,7 +131,7 @@ class EarlyStopping(Callback):
         if value is None or epoch < self.start_from_epoch:
             return
         if self.restore_best_weights and self.best_weights is None:
-            self._keep_weights(epoch)  # Also of a first epoch that is NaN.
+            self._keep_weights(epoch)  # even if the first epoch is NaN
         self.wait += 1
         if self._watch.better(value, self.best):
             self.best = value
@@ -145,7 +145,7 @@ class EarlyStopping(Callback):
             self._stop(epoch, when, f": {self.monitor} is {value:g}, {reason}")
 
     def _reason(self, value: float) -> str:
-        """Why a value ends the training whatever the patience; empty where it doesn't."""
+        """Why a value ends the training whatever the patience; empty if it doesn't."""
         if self.check_finite and not math.isfinite(value):
             return "not finite"
         good, bad = self.stopping_threshold, self.divergence_threshold
@@ -176,7 +176,7 @@ class EarlyStopping(Callback):
     def _keep_weights(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
-            # Within an epoch a schedule-free optimizer shows the weights that it trains at.
+            # Within an epoch, a schedule-free optimizer holds the weights that it trains at.
             with self.model._fitkit.fit_state.evaluated():
                 self.best_weights = copied_to_host(self.model.state_dict())
 
@@ -188,7 +188,7 @@ class EarlyStopping(Callback):
 
 
 def copied_to_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a module's state, with its tensors in main memory."""
+    """A copy of a module's state dict, with its tensors in main memory."""
     return {
         name: value.detach().to("cpu", copy=True)
         if isinstance(value, torch.Tensor)
@@ -198,15 +198,15 @@ def copied_to_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class OptunaPruning(Callback):
-    """Tells an Optuna trial each epoch's value, and ends the trial where its pruner says so.
+    """Reports each epoch's value to an Optuna trial, and ends the trial if its pruner says so.
 
-    `fit` raises `optuna.TrialPruned` then, which the study expects. Epochs without the value
-    (validation_freq) tell nothing. Steps are epochs, from 0.
+    `fit` then raises `optuna.TrialPruned`, which the study expects. Epochs without the value
+    (`validation_freq`) report nothing. Optuna's steps are epochs, from 0.
 
     Args:
-        trial: what the study passes to the objective.
-        monitor: a name of the epoch's logs. Default `"val_loss"`. Whether lower or higher is
-            better is the study's direction.
+        trial: the trial that the study passes to the objective.
+        monitor: the name of a value in the epoch's logs. Default `"val_loss"`. The study's
+            direction says whether lower or higher is better.
 
     Example:
         >>> import torch, fitkit
@@ -218,13 +218,14 @@ class OptunaPruning(Callback):
         ...     return model.fit(x, x.sum(1), verbose=0, callbacks=[pruning]).history["loss"][-1]
 
     Raises:
-        ArgumentTypeError: no trial, or no name.
-        ConfigurationError: a study of several objectives, which Optuna can't prune; at the end of
-            the first epoch that should have it, a name that the logs don't have.
+        ArgumentTypeError: `trial` isn't a trial, or `monitor` isn't a name.
+        ConfigurationError: the study has several objectives, which Optuna can't prune. Also at the
+            end of the first epoch that should have the value, if the logs don't have it.
 
     Ranks:
-        The trial stays with rank 0, which asks; all ranks end alike. Under `strategy="ddp"` each
-        rank runs the whole script, with a study of its own: use `ddp_spawn` (which `"auto"` is).
+        The trial stays on rank 0, which asks the pruner. All ranks end together. Under
+        `strategy="ddp"` each rank runs the whole script with its own study. Use `ddp_spawn`
+        instead, which is the default.
     """
 
     stops_alike = True
@@ -237,8 +238,8 @@ class OptunaPruning(Callback):
         study = getattr(trial, "study", None)
         if len(getattr(study, "directions", ())) > 1:
             raise ConfigurationError(
-                "Optuna can't prune trials of a study of several objectives. Leave OptunaPruning "
-                "out, or give the study one direction."
+                "Optuna can't prune trials of a study with several objectives. Leave out "
+                "OptunaPruning, or give the study one direction."
             )
         self.trial = trial
         self.monitor = monitor
@@ -267,7 +268,7 @@ class OptunaPruning(Callback):
 
 
 def _pruned(message: str) -> Exception:
-    """The error that tells a study of a pruned trial."""
+    """The exception by which a study recognizes a pruned trial."""
     try:
         import optuna
     except ImportError:

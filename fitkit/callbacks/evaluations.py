@@ -1,4 +1,4 @@
-"""Values over further data at the ends of epochs: the compiled ones, or other metrics."""
+"""Evaluation on further data at the ends of epochs: the compiled values, or other metrics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fitkit.metrics import CompiledMetrics
 
 
 class EvaluateEvery(Callback):
-    """Evaluates the model on a further data set every so many epochs.
+    """Evaluates the model on another data set every few epochs.
 
-    Adds `<name>_loss`, `<name>_accuracy`, … to those epochs' logs; callbacks after it in the list
-    can monitor them.
+    It adds `<name>_loss`, `<name>_accuracy`, … to the logs of those epochs. Callbacks after it in
+    the list can monitor them.
 
     Args:
-        x, y, batch_size, sample_weight, steps: as in `model.evaluate`; data that can be read
+        x, y, batch_size, sample_weight, steps: as in `model.evaluate`. The data must be readable
             more than once.
-        every: epochs between two evaluations; 1 (default) is after each.
-        name: what the logs' names begin with. Default `"extra"`.
+        every: evaluate after every so many epochs. Default 1.
+        name: the prefix of the names in the logs. Default `"extra"`.
 
     Example:
         >>> import torch, fitkit
@@ -34,10 +34,10 @@ class EvaluateEvery(Callback):
         >>> history = model.fit(x + 1, x.sum(1), epochs=2, verbose=0, callbacks=[every])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
 
     Ranks:
-        The values are over all samples, each counted once, however many ranks there are.
+        The values cover all samples, each counted once, whatever the number of ranks.
     """
 
     stops_alike = True
@@ -89,16 +89,16 @@ class EvaluateEvery(Callback):
 
 
 class MetricCallback(EvaluateEvery):
-    """Computes metrics over a whole data set at epochs' ends, beside those that compile has.
+    """Computes metrics over a whole data set at the ends of epochs, besides those of `compile`.
 
-    For what makes no sense batch by batch, or costs too much in training: AUROC, a confusion
-    matrix, FID. Metrics get probabilities and labels as compile's do.
+    Use it for metrics that make no sense batch by batch or cost too much in training: AUROC, a
+    confusion matrix, FID. The metrics get probabilities and labels, as in `compile`.
 
     Args:
-        metrics: what compile's `metrics` takes: names, torchmetrics objects, a
-            `MetricCollection`, callables `(prediction, target)`; a list or dict of them.
+        metrics: as for `compile`: names, torchmetrics objects, a `MetricCollection`, callables
+            `(prediction, target)`, or a list or dict of them.
         x, y, batch_size, sample_weight, steps, every: as in `EvaluateEvery`.
-        name: what the logs' names begin with. Default `"val"`.
+        name: the prefix of the names in the logs. Default `"val"`.
 
     Example:
         >>> import torch, fitkit
@@ -129,6 +129,6 @@ class MetricCallback(EvaluateEvery):
             values = super()._values()
         finally:
             self.model._fitkit.compilation = compilation
-        # The loss, and those of several outputs, are none of these metrics.
+        # The loss, and the losses of several outputs, aren't among these metrics.
         losses = {name for name in values if name == "loss" or name.endswith("_loss")}
         return {name: value for name, value in values.items() if name not in losses}

@@ -1,4 +1,4 @@
-"""Letting a pretrained net learn part by part, from the epochs that a table gives."""
+"""Gradual unfreezing: train a pretrained net part by part, from the epochs of a table."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from fitkit.optimizers import put_rate
 
 
 class GradualUnfreezing(Callback):
-    """Freezes the named parts of the net, and lets each learn from its epoch on.
+    """Freezes the named parts of the net, and trains each part from its own epoch on.
 
-    What no stage names learns from the beginning. Each part gets a parameter group of its own in
-    the optimizer, which stays after `fit`. What was frozen already stays so.
+    Parts that no stage names learn from the beginning. Each named part gets its own parameter group
+    in the optimizer. It stays after `fit`. Parameters that were already frozen stay frozen.
 
     Args:
-        stages: by epoch (from 0) the modules that learn from then on, by their names in the net: a
-            name, a list of names, or a dict of names and learning rates. A part of one that comes
-            later (`"backbone.layer4"`, then `"backbone"`) has its own stage. A name that comes
-            again gets that stage's rate.
-        ratio_lr: the rate of a part that is given none, as a part of that of the first group
-            which no stage names. Default 0.1.
-        train_bn: whether batch normalization in frozen parts goes on learning. Without it, it
-            also keeps its running statistics. Default True.
-        verbose: whether to say what begins to learn. Default False.
+        stages: a dict from epoch (from 0) to the modules that learn from then on, by their names in
+            the net: a name, a list of names, or a dict of names and learning rates. A submodule
+            can have its own, earlier stage (`"backbone.layer4"`, then `"backbone"`). A name
+            that appears again gets the new stage's rate.
+        ratio_lr: the rate of a part without a given rate, as a fraction of the rate of the first
+            group that no stage names. Default 0.1.
+        train_bn: whether batch normalization in frozen parts keeps learning. If not, it also keeps
+            its running statistics. Default True.
+        verbose: whether to print which part begins to learn. Default False.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a part
-            that isn't there, nothing to learn at first, or a scheduler that sets the rates too.
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also when fit begins, if a
+            part doesn't exist, nothing learns at first, or a scheduler also sets the rates.
 
     Example:
         >>> import torch, fitkit
@@ -92,7 +92,7 @@ class GradualUnfreezing(Callback):
                 split_off(optimizer, own)
 
     def _parts(self, model: Module) -> dict[str, list[torch.nn.Parameter]]:
-        """Each named module's parameters, without those of modules inside it that come earlier."""
+        """The parameters of each named module, without modules inside it that come earlier."""
         taken: set[int] = set()
         parts: dict[str, list[torch.nn.Parameter]] = {}
         for name in [name for named in self.stages.values() for name in named]:
@@ -177,7 +177,7 @@ class GradualUnfreezing(Callback):
                     print_on_rank_zero(self.model, line)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        for own in self._frozen.values():  # fit ended before they were to learn
+        for own in self._frozen.values():  # fit ended before their epoch
             for parameter in own:
                 parameter.requires_grad = True
         self._frozen = {}

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 class History(Callback):
-    """The values of each epoch; what `fit` returns, and `model.history` afterwards.
+    """The values of each epoch. `fit` returns it, and `model.history` keeps it.
 
     Attributes:
-        history: name → list of floats, one an epoch. Values that only some epochs have
-            (`val_…` with `validation_freq`) have shorter lists, without padding.
+        history: a dict from name to a list of floats, one per epoch. Values that only some epochs
+            have (`val_…` with `validation_freq`) have shorter lists, without padding.
         epoch: the epochs' numbers, from 0.
-        validations: with validations within epochs (`validation_freq=0.2`) all of them in order,
-            those at epochs' ends too: dicts of `epoch` (from 0), `batches` (of the epoch, made
-            before it) and the `val_…` values. `history` has an epoch's last one. Else empty.
-        params: what is known of the run.
+        validations: if `fit` validates within epochs (`validation_freq=0.2`), all validations in
+            order, including those at the ends of epochs. Each is a dict of `epoch` (from 0),
+            `batches` (made in the epoch before it) and the `val_…` values. `history` has only the
+            last one of each epoch. Otherwise empty.
+        params: the parameters of the run.
         model: the Model, as long as something else keeps it alive; else None.
 
     `history["loss"]` is short for `history.history["loss"]`.
@@ -43,7 +44,7 @@ class History(Callback):
         ([0, 1, 2], ['loss'])
     """
 
-    model: Any = WeakModel()  # the model has its history
+    model: Any = WeakModel()  # the model refers to its history
 
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}
@@ -53,10 +54,10 @@ class History(Callback):
         self._epochs_with: dict[str, list[int]] = {}
 
     def __getitem__(self, name: str) -> list[Any]:
-        """The values of one name, one an epoch.
+        """The values of one name, one per epoch.
 
         Raises:
-            KeyError: there is no such name.
+            KeyError: the history doesn't have the name.
         """
         if name in self.history:
             return self.history[name]
@@ -66,7 +67,7 @@ class History(Callback):
         raise KeyError(f"the history has no {name!r}.{suggestion} It has: {names}.")
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
+        """Iterate over the names."""
         return iter(self.history)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -90,18 +91,19 @@ class History(Callback):
         size: tuple[float, float] | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> Figure:
-        """Draw the learning curves: a panel for each log, training and validation together.
+        """Draw the learning curves: one panel per log, with training and validation together.
 
-        The best epoch is marked where the name tells which direction is better. A notebook shows
-        the figure that a cell ends with. In a script give `path`, or `figure=plt.figure()` for a
+        The best epoch is marked if the name says which direction is better. A notebook shows the
+        figure when the cell ends with it. In a script, pass `path`, or `figure=plt.figure()` for a
         window that `plt.show()` opens.
 
         Args:
-            metrics: a name or several, without `val_`; None draws all that are numbers.
-            figure: a matplotlib Figure to draw in; None makes one that pyplot doesn't know.
-            axes: instead, one Axes for each metric.
-            size: the new figure's width and height in inches; None suits the number of panels.
-            path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
+            metrics: a name or a list of names, without `val_`. Default None: all that are numbers.
+            figure: a matplotlib Figure to draw in. Default None: a new one that pyplot doesn't
+                manage.
+            axes: instead of a figure, one Axes per metric.
+            size: width and height of the new figure in inches. Default None: fits the panels.
+            path: a file to write as well: `.png`, `.svg`, `.pdf`, ….
 
         Returns:
             The figure. Its numbers are in `history`.
@@ -136,8 +138,8 @@ class History(Callback):
     def _epochs_of(self, name: str) -> list[int]:
         """The epochs that have a log.
 
-        Of a training that went on from a checkpoint, which doesn't keep them, the earlier ones
-        are taken to lie evenly.
+        A checkpoint doesn't keep them. After a resume, the earlier ones are assumed to be evenly
+        spaced.
         """
         noted = self._epochs_with.get(name, [])
         wanted = len(self.history[name]) - len(noted)
@@ -150,7 +152,7 @@ class History(Callback):
         return before[every - 1 :: every][:wanted] + noted
 
     def _directions(self) -> dict[str, str]:
-        """`"min"` or `"max"` for the logs whose names tell."""
+        """`"min"` or `"max"` for each log whose name says which is better."""
         found = {}
         for name in self.history:
             with contextlib.suppress(ConfigurationError):
@@ -158,7 +160,7 @@ class History(Callback):
         return found
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it: small curves, and each log's first, best and last value."""
+        """The view in a notebook: small curves, and each log's first, best and last value."""
         from fitkit.pictures.html import history_html
 
         return history_html(self._curves(), self._directions(), len(self.epoch))

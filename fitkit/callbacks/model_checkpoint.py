@@ -1,4 +1,4 @@
-"""Checkpoints of the best, the last or all epochs, under names with their numbers."""
+"""Checkpoints of the best, the last or all epochs, with numbers in their names."""
 
 from __future__ import annotations
 
@@ -41,58 +41,59 @@ WHOLE = (".h5", ".hdf5", ".dcp")
 
 
 class ModelCheckpoint(Callback):
-    """Saves the model after epochs, or within them.
+    """Saves the model at the ends of epochs, or within them.
 
-    Where `fit` validates several times an epoch (`validation_freq=0.2`), what is saved by a
-    validation's value is saved after each validation; names have only its values then (`val_…`).
+    If `fit` validates several times per epoch (`validation_freq=0.2`), a checkpoint that depends on
+    a validation's value is saved after each validation. Its name can then use only the validation's
+    values (`val_…`).
 
-    A file is there whole or not at all. Where batches are accumulated, a save within an epoch waits
-    for the update that is due. Missing folders are made.
+    A file is written completely or not at all. If batches are accumulated, a save within an epoch
+    waits for the next update. Missing folders are created.
 
     Args:
-        filepath: the file's name; numbers in braces are filled in, like
+        filepath: the file's name. Numbers in braces are filled in, as in
             `"{epoch:02d}-{val_loss:.2f}.h5"`: `epoch` (from 1), `step` (updates so far), `batch`
-            (of the epoch, from 1), and the logs. A name that ends in `.dcp` asks for
-            a folder to which every rank writes its part, whole or weights alone.
-        monitor: the log that tells which is best. Default None: `"val_loss"`, where one is needed.
-        verbose: 1 says what is saved. Default 0.
-        save_best_only: whether only epochs are saved whose value is better than all before.
-            Default False.
-        save_weights_only: whether files get the weights alone (`.h5`, `.safetensors`, `.pt`);
-            default False: everything that `fit(resume_from=…)` needs (`.h5`).
-        trainable_only: whether parameters that don't learn are left out: an adapter's files,
-            without its base. A training goes on from one on the same base. Default False.
-        mode: `"min"`, `"max"` or `"auto"` (default): by the name, where it tells.
-        save_freq: `"epoch"` (default), or a number of batches, counted over epochs.
-        initial_value_threshold: a value that the first best has to beat. Default none.
-        save_top_k: how many of the best to keep; files of this callback that are no longer among
-            them are deleted. 0 keeps none (with `save_last`), -1 all, ranked where `monitor` is
-            given. Default None: all are kept; where `dirpath` or `filename` is given beside a
-            `monitor`, 1, as in Lightning.
-        save_last: whether `last.h5` (with `filepath`'s folder and suffix) always has the
-            newest. Default False.
-        dirpath, filename: Lightning's way to say `filepath`: the folder (default: the working
-            folder), and the name in it (default `"{epoch}-{step}"`), which is filled in as
-            `filepath` is and gets `.h5` where it has no suffix.
+            (in the epoch, from 1), and the logs. A name that ends in `.dcp` makes a folder, to
+            which every rank writes its part, for whole checkpoints and for weights.
+        monitor: the log that decides which checkpoint is best. Default None: `"val_loss"`, if one
+            is needed.
+        verbose: 1 prints what is saved. Default 0.
+        save_best_only: whether to save only if the value is better than all before. Default False.
+        save_weights_only: whether files hold the weights only (`.h5`, `.safetensors`, `.pt`).
+            Default False: everything that `fit(resume_from=…)` needs (`.h5`).
+        trainable_only: whether to leave out parameters that don't learn: an adapter's files,
+            without its base model. Training can resume from them on the same base. Default False.
+        mode: `"min"`, `"max"` or `"auto"` (default), which infers it from the name.
+        save_freq: `"epoch"` (default), or a number of batches, counted across epochs.
+        initial_value_threshold: a value that the first best must beat. Default: none.
+        save_top_k: how many of the best files to keep. Files of this callback that fall out of the
+            ranking are deleted. 0 keeps none (with `save_last`), -1 all, ranked if `monitor` is
+            given. Default None: all are kept. With a `monitor` and `dirpath` or `filename`, the
+            default is 1, as in Lightning.
+        save_last: whether `last.h5` (with `filepath`'s folder and suffix) always holds the newest
+            checkpoint. Default False.
+        dirpath, filename: Lightning's spelling of `filepath`: the folder (default: the working
+            folder), and the name in it (default `"{epoch}-{step}"`). It is filled in like
+            `filepath`, and gets `.h5` if it has no suffix.
         every_n_epochs: save after every so many epochs. Default None: after each.
-        every_n_train_steps: another way to say `save_freq`: a number of batches.
-        train_time_interval: save when so much time has passed, in seconds or as a timedelta.
-        save_on_exception: whether `exception.h5` in `filepath`'s folder is written when `fit`
-            fails or is interrupted. It goes on at the step that failed; the random numbers
-            drawn in it aren't drawn again. Where one of several ranks has failed there is
-            nobody to save with, and nothing is written. Default False.
-        asynchronous: whether a thread writes while the training goes on, one file at a time. It
-            costs a copy, in main memory, of all that a rank saves. An error comes at the next save,
-            or at the end of `fit`. Default False.
+        every_n_train_steps: another spelling of `save_freq`: a number of batches.
+        train_time_interval: save whenever this time has passed, in seconds or as a timedelta.
+        save_on_exception: whether to write `exception.h5` in `filepath`'s folder if `fit` fails or
+            is interrupted. A resumed training continues at the failed step, and doesn't draw that
+            step's random numbers again. If one of several ranks has failed, the others can't save,
+            and nothing is written. Default False.
+        asynchronous: whether a thread writes while training continues, one file at a time. It
+            costs a copy in main memory of all that the rank saves. An error is raised at the next
+            save or at the end of `fit`. Default False.
 
     Attributes:
-        best: the best value so far; infinite before the first. Stays from one fit to the next.
-        best_model_path: its file; None before the first, or where nothing is monitored.
+        best: the best value so far; infinite before the first. It stays from one fit to the next.
+        best_model_path: the best file; None before the first, or if nothing is monitored.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; at the first save a name in
-            `filepath` that the logs don't have.
-        CheckpointError: a file can't be written; what was there is untouched. At a URL, missing
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also at the first save, if
+            `filepath` has a name that the logs don't have.
+        CheckpointError: a file can't be written. An existing file is untouched. At a URL, missing
             credentials are found when fit begins.
 
     Example:
@@ -153,8 +154,8 @@ class ModelCheckpoint(Callback):
         check_count("every_n_epochs", every_n_epochs, optional=True)
         if every_n_epochs is not None and self._within_epochs:
             raise ConfigurationError(
-                "every_n_epochs saves at epochs' ends, but another argument asks for saves within "
-                "them. Give one, or one callback for each."
+                "every_n_epochs saves at the ends of epochs, but another argument asks for saves "
+                "within them. Give one, or one callback for each."
             )
         self.filepath: str = self._names.template
         self.monitor: str = "val_loss" if monitor is None else monitor
@@ -172,7 +173,7 @@ class ModelCheckpoint(Callback):
             )
         self._check_names()
         if self._within_epochs or save_on_exception:
-            # Only then: a hook at batches costs a little.
+            # Only if needed: a batch hook costs a little.
             vars(self)["on_train_batch_end"] = self._after_batch
         self.trainable_only = trainable_only
         self._writer = CheckpointWriter(
@@ -180,7 +181,7 @@ class ModelCheckpoint(Callback):
         )
         self._flag_of_any = AnyRankFlag()
         self._kept: list[tuple[float, str]] = []  # the best first
-        self._removing: list[str] = []  # what the newest save ends
+        self._removing: list[str] = []  # what the newest save replaces
         self._last: str | None = None
         self._since = self._updates_before = 0
         self._due = False
@@ -194,12 +195,12 @@ class ModelCheckpoint(Callback):
     def _check_names(self) -> None:
         if self.save_best_only and self.save_top_k is not None:
             raise ConfigurationError(
-                "save_best_only keeps every file that was the best in its time; save_top_k=1 keeps "
-                "the best alone. Give one of them."
+                "save_best_only keeps every file that was the best when it was saved. save_top_k=1 "
+                "keeps only the best. Give one of them."
             )
         if self.save_top_k not in (None, 0, 1) and not self._names.fields:
             raise ConfigurationError(
-                f"save_top_k={self.save_top_k} needs as many names, but "
+                f"save_top_k={self.save_top_k} needs several names, but "
                 f"filepath={self.filepath!r} is one. Write {{epoch}} into it."
             )
         if (
@@ -208,13 +209,13 @@ class ModelCheckpoint(Callback):
             and Path(self.filepath) == Path(self._last_name)
         ):
             raise ConfigurationError(
-                f"filepath={self.filepath!r} is to have the best, and save_last=True writes each "
-                "newest there. Write another name, like 'best.h5'."
+                f"filepath={self.filepath!r} is for the best checkpoint, but save_last=True writes "
+                "each newest one there. Write another name, like 'best.h5'."
             )
 
     @property
     def best_model_score(self) -> float | None:
-        """The value of the best file; None as long as there is none."""
+        """The value of the best file; None before the first."""
         return None if self.best_model_path is None else self.best
 
     @property
@@ -224,7 +225,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str | None:
-        """The last of the files that `save_top_k` keeps; None where there is none."""
+        """The worst of the files that `save_top_k` keeps; None if there is none."""
         return self._kept[-1][1] if self._kept else None
 
     @property
@@ -249,8 +250,8 @@ class ModelCheckpoint(Callback):
             return
         if self._within_epochs and self.monitor.startswith("val_"):
             raise ConfigurationError(
-                f"ModelCheckpoint is to save within epochs by monitor={self.monitor!r}, which is "
-                f"known at their ends only. Write save_freq='epoch' or "
+                f"ModelCheckpoint saves within epochs by monitor={self.monitor!r}, which is "
+                f"known only at their ends. Write save_freq='epoch' or "
                 f"monitor={self.monitor.removeprefix('val_')!r}."
             )
         self._watch.begin(self.model, self.params)
@@ -265,7 +266,7 @@ class ModelCheckpoint(Callback):
             self._save(logs)
 
     def _is_due(self) -> bool:
-        """Whether this batch's end is a moment to save, on all ranks alike."""
+        """Whether to save at the end of this batch. The same on all ranks."""
         if self._steps is not None:
             self._since += self.params.get("steps_per_execution", 1)
             if self._since < self._steps:
@@ -305,7 +306,7 @@ class ModelCheckpoint(Callback):
         self._remove_abandoned()
 
     def _remove_abandoned(self) -> None:
-        """Remove what killed processes left unfinished where this callback writes."""
+        """Remove unfinished files that killed processes left in this callback's folders."""
         if self.model.is_global_zero:
             for folder in {self._names.folder, *self._names.folders()}:
                 files.remove_abandoned(folder)
@@ -323,26 +324,26 @@ class ModelCheckpoint(Callback):
             weights_only=self.save_weights_only, trainable_only=self.trainable_only
         )
         at_once.save(self.model, path)
-        print_on_rank_zero(self.model, f"fit ended by {type(error).__name__}; saved {path}.")
+        print_on_rank_zero(self.model, f"fit ended with {type(error).__name__}; saved {path}.")
 
     # ------------------------------------------------------------------ saving
 
     def _save(self, logs: Mapping[str, Any]) -> None:
-        """Save what this moment asks for."""
+        """Save what is due now."""
         self._due, self._saved_at = False, time.monotonic()
         path = self._path(logs)
         removed: list[str] = []
         wanted = self.save_top_k != 0
         if self._watch is not None:
-            # Within an epoch, reading logs waits for the device: only where one is needed.
+            # Within an epoch, reading logs waits for the device: do it only if needed.
             known = logs if isinstance(logs, dict) else dict(logs)
             value = self._watch.read(self.model, self.params, known)
-            # An epoch without the value is kept only where all are.
+            # An epoch without the value is kept only if all are.
             wanted = self.save_top_k == -1 if value is None else self._take(value, path, removed)
         last = self._last_name if self.save_last else None
         if not wanted and last is None:
             return
-        # Before it is saved: the file itself tells a resumed run of it.
+        # Before saving, because the file itself tells a resumed run about it.
         self._last = path if last is None else last
         first = path if wanted else self._last
         if last in (first, *removed):
@@ -353,7 +354,7 @@ class ModelCheckpoint(Callback):
             print_on_rank_zero(self.model, f"Saved {first}.")
 
     def _path(self, logs: Mapping[str, Any]) -> str:
-        """This save's name, the same on all ranks."""
+        """The name for this save, the same on all ranks."""
         numbers = {"epoch": self.model.current_epoch + 1, "step": self.model.global_step}
         run = run_of(self.model)
         if run is not None and "batch" in self._names.fields:
@@ -361,10 +362,10 @@ class ModelCheckpoint(Callback):
         return from_rank_zero(self.model, self._names.name(numbers, logs))
 
     def _take(self, value: float, path: str, removed: list[str]) -> bool:
-        """Whether a value's file is to be saved.
+        """Whether to save the file for a value.
 
         Args:
-            removed: gets the files that aren't wanted any longer.
+            removed: a list that gets the files that are no longer wanted.
         """
         assert self._watch is not None
         is_best = self._watch.better(value, self.best)
@@ -383,7 +384,7 @@ class ModelCheckpoint(Callback):
     def _is_among_best(self, value: float, path: str, removed: list[str]) -> bool:
         assert self._watch is not None and self.save_top_k
         if any(name == path and not self._outranks(value, known) for known, name in self._kept):
-            return False  # one name has its best
+            return False  # a single name holds the best
         others = [(known, name) for known, name in self._kept if name != path]
         place = len(others)
         while place and self._outranks(value, others[place - 1][0]):
@@ -407,9 +408,9 @@ class ModelCheckpoint(Callback):
         return self._names.beside("last")
 
     def last_path(self) -> str | None:
-        """The newest checkpoint of this callback, of this run or of one before; None: none.
+        """The newest checkpoint of this callback, from this run or an earlier one; else None.
 
-        One that is damaged is passed over, with a warning.
+        A damaged file is skipped with a warning.
 
         Raises:
             ConfigurationError: its files hold weights only.
@@ -431,17 +432,17 @@ class ModelCheckpoint(Callback):
             "best": self.best,
             "best_model_path": self.best_model_path,
             "kept": [[value, path] for value, path in self._kept],
-            # A kill before their end leaves them to the run that goes on from here.
+            # If the process is killed before they are deleted, the resumed run deletes them.
             "removing": [[path, written_at(path)] for path in self._removing],
             "since": self._since,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
-        Files that a checkpoint names may be deleted; so only those count whose names `filepath`
-        could have given. The ones that were about to be deleted are, where nobody has written
-        them again.
+        This callback may delete the files that a checkpoint names. So it counts only those whose
+        names `filepath` could have produced. It deletes files whose deletion was due, unless they
+        were written again.
         """
         self.best = float(state["best"])
         best = state["best_model_path"]
@@ -463,7 +464,7 @@ class ModelCheckpoint(Callback):
 
 
 def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
-    """The template that `filepath`, or `dirpath` and `filename`, ask for."""
+    """The template given by `filepath`, or by `dirpath` and `filename`."""
     if dirpath is None and filename is None:
         if filepath is None:
             raise ConfigurationError(
@@ -472,15 +473,15 @@ def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
         return filepath
     if filepath is not None:
         raise ConfigurationError(
-            "filepath says both the folder and the name; dirpath and filename do so each for "
-            "itself. Give the one or the others."
+            "filepath gives both the folder and the name; dirpath and filename give one each. "
+            "Use filepath, or the other two."
         )
     if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
         raise ArgumentTypeError(f"dirpath={describe(dirpath)} must be a path.")
     if filename is not None and (not isinstance(filename, str) or not filename):
         raise ArgumentTypeError(f"filename={describe(filename)} must be a string.")
     name = filename or "{epoch}-{step}"
-    if not name.lower().endswith(tuple(FORMATS)):  # a point may stand in a format, too
+    if not name.lower().endswith(tuple(FORMATS)):  # a format may contain a dot, too
         name += ".h5"
     # Braces in a folder's name are not fields.
     folder = os.fspath(dirpath or "").replace("{", "{{").replace("}", "}}")
@@ -490,7 +491,7 @@ def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
 def _frequency(
     save_freq: Any, every_n_train_steps: Any, train_time_interval: Any
 ) -> tuple[int | None, float | None]:
-    """After how many batches, or seconds, to save; neither: after each epoch."""
+    """After how many batches, or seconds, to save. Neither: after each epoch."""
     check_count("every_n_train_steps", every_n_train_steps, optional=True)
     if isinstance(train_time_interval, timedelta):
         train_time_interval = train_time_interval.total_seconds()
@@ -515,7 +516,7 @@ def _frequency(
 
 
 def _link_and_remove(path: str, last: str | None, removed: list[str]) -> None:
-    """Give a file that was written its second name, and delete those that it replaces."""
+    """Give a written file its second name, and delete the files that it replaces."""
     if last is not None:
         files.link_checkpoint(path, last)
     for other in removed:
@@ -523,24 +524,25 @@ def _link_and_remove(path: str, last: str | None, removed: list[str]) -> None:
 
 
 _NUMBER = r" *(?:[-+]?\d[\d.,_]*(?:e[-+]?\d+)?%?|[-+]?inf%?|nan%?)"
-"""What a field may look like in a name, for finding files again."""
+"""The pattern of a field's text in a name, to find files again."""
 
 
 class FileNames:
-    """Names by a template like `"{epoch:02d}-{val_loss:.2f}.h5"`.
+    """File names from a template like `"{epoch:02d}-{val_loss:.2f}.h5"`.
 
     Args:
-        template: a path; what stands in braces is replaced by numbers of that name, in the given
-            format. Braces in a name are written twice.
-        suffixes: how the name may end.
+        template: a path. Names in braces are replaced by the numbers of that name, in the given
+            format. Double a brace to keep it.
+        suffixes: the allowed suffixes.
         purpose: what the files hold, for messages.
 
     Attributes:
         fields: the names in braces.
-        folder: where the files go, as far as it is the same for all of them.
+        folder: the part of the folder that is the same for all files.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: no path, fields without a name, another suffix.
+        ArgumentTypeError, ConfigurationError: not a path, a field without a name, or another
+            suffix.
     """
 
     def __init__(
@@ -564,7 +566,7 @@ class FileNames:
             remote.refuse_url(template, "a folder of shards", "Write a name that ends in .h5.")
 
     def beside(self, name: str) -> str:
-        """The path of a file of another name, in the folder and with the suffix of these."""
+        """The path of a file with another name, in the same folder and with the same suffix."""
         path = os.path.join(self.folder, name + self.suffix)
         return path if remote.is_url(path) else str(Path(path))
 
@@ -572,11 +574,11 @@ class FileNames:
         """The name with an epoch's numbers.
 
         Args:
-            values: a run's numbers: epoch, step.
-            known: further ones; read only where the template names them.
+            values: the run's numbers: epoch, step.
+            known: further numbers; read only if the template names them.
 
         Raises:
-            ConfigurationError: a field that nothing is known for, or of another kind.
+            ConfigurationError: a field has no value, or one of the wrong type.
         """
         text = []
         for literal, field, form in self._parts:
@@ -587,7 +589,7 @@ class FileNames:
                 value = values[field]
             elif field in known:
                 value = known[field]
-            elif f"{field}_epoch" in known:  # as a monitor finds it
+            elif f"{field}_epoch" in known:  # as Monitor looks it up
                 value = known[f"{field}_epoch"]
             else:
                 raise self._unknown(field, [*values, *known])
@@ -603,7 +605,7 @@ class FileNames:
         )
 
     def matches(self, path: str) -> bool:
-        """Whether a path could be a name by this template."""
+        """Whether the template could have produced a path."""
         pattern = "".join(
             re.escape(literal) + ("" if field is None else _NUMBER)
             for literal, field, _ in self._parts
@@ -611,14 +613,14 @@ class FileNames:
         return re.fullmatch(pattern, path) is not None
 
     def found(self) -> list[str]:
-        """The files that are there with such names."""
+        """The existing files with such names."""
         if remote.is_url(self.template):
             depth = self.template.count("/") - self.folder.rstrip("/").count("/")
             return [p for p in remote.files_in(self.folder, max(depth, 1)) if self.matches(p)]
         return [path for path in glob.glob(self._glob()) if self.matches(path) and is_there(path)]
 
     def folders(self) -> list[str]:
-        """The folders that are there for such files."""
+        """The existing folders for such files."""
         if remote.is_url(self.template):
             return []
         return glob.glob(os.path.dirname(self._glob()) or os.curdir)

@@ -1,4 +1,4 @@
-"""A value of the epoch's logs that a callback watches, and which of two values is better."""
+"""Monitoring: a value in the epoch's logs that a callback watches, and which is better."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ WORDS = {
     "concordance reward",
 }
 DIRECTIONS = {word: mode for mode, words in WORDS.items() for word in words.split()}
-"""Words of names, and which of their values are better."""
+"""Words in names, and which of their values are better."""
 
 
 class Monitor:
-    """One watched value.
+    """A monitored value.
 
     Args:
-        name: its name in the epoch's logs; `x` finds `x_epoch`, too, as `self.log` names what it
-            logs both by step and by epoch.
-        mode: `"min"`, `"max"`, or `"auto"`: by the name, where it tells.
-        min_delta: by how much more than this a value must be better than another, at least 0.
-        callback: whose watch it is, for messages.
-        within_epochs: whether the callback looks at validations within epochs, too
-            (`read_within`): each validation counts once.
+        name: its name in the epoch's logs. `x` also finds `x_epoch`, which is `self.log`'s name for
+            a value logged both by step and by epoch.
+        mode: `"min"`, `"max"`, or `"auto"`, which infers it from the name.
+        min_delta: the difference above which a value is better than another, at least 0.
+        callback: the callback's name, for messages.
+        within_epochs: whether the callback also looks at validations within epochs
+            (`read_within`). Each validation then counts once.
 
     Attributes:
         mode: `"min"` or `"max"`.
-        worst: what any finite value is better than.
+        worst: a value that any finite one is better than.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: arguments that can't be, or a name that doesn't
-            tell which direction is better.
+        ArgumentTypeError, ConfigurationError: an argument is invalid, or the name doesn't say
+            which direction is better.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Monitor:
         self._was_there = False
 
     def begin(self, model: Module, params: dict[str, Any]) -> None:
-        """Begin a fit; warn of a validation's value where fit has nothing to validate on."""
+        """Begin a fit. Warn if it monitors a validation's value without validation data."""
         self._was_there = False
         own = self.name.removeprefix("val_")
         if params.get("validation") is not False or own == self.name:
@@ -82,25 +82,25 @@ class Monitor:
         if own in model.metrics_names and not evaluated and model.is_global_zero:
             warn(
                 f"{self.callback} monitors {self.name!r}, but fit has no validation data. Give fit "
-                f"validation_data or validation_split, or write monitor={own!r}. Where no callback "
+                f"validation_data or validation_split, or write monitor={own!r}. If no callback "
                 f"before it logs {self.name!r}, fit ends with an error after its first epoch.",
                 code="FK031",
             )
 
     def better(self, value: float, than: float) -> bool:
-        """Whether a value is better by more than `min_delta`; NaN never is."""
+        """Whether a value is better by more than `min_delta`. NaN never is."""
         if self.mode == "min":
             return value < than - self.min_delta
         return value > than + self.min_delta
 
     def read(self, model: Module, params: dict[str, Any], logs: dict[str, Any]) -> float | None:
-        """The value in an epoch's logs; None in an epoch that doesn't have it.
+        """The value in an epoch's logs; None if the epoch doesn't have it.
 
-        None, too, where the epoch's values are those of a validation that `read_within` has seen.
+        Also None if the epoch's values come from a validation that `read_within` has seen.
 
         Raises:
-            ConfigurationError: it isn't one number, or it is missing in the first epoch that
-                should have it.
+            ConfigurationError: the value isn't one number, or it is missing in the first epoch
+                that should have it.
 
         Ranks:
             Collective: rank 0's value counts.
@@ -123,20 +123,20 @@ class Monitor:
         suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ConfigurationError(
             f"{self.callback} monitors {self.name!r}, but the logs have {', '.join(there)}."
-            f"{suggestion} What another callback adds is there only for those after it in the "
-            "list.",
+            f"{suggestion} Values that another callback adds are visible only to callbacks after "
+            "it in the list.",
             code="FK030",
         )
 
     def read_within(
         self, model: Module, params: dict[str, Any], logs: dict[str, Any]
     ) -> float | None:
-        """The value of a validation within an epoch; None where a validation doesn't have it."""
+        """The value of a validation within an epoch; None if the validation doesn't have it."""
         has_it = self.name in logs or f"{self.name}_epoch" in logs
         return self.read(model, params, logs) if has_it else None
 
     def is_seen(self, model: Module) -> bool:
-        """Whether the epoch's value is that of a validation which `read_within` has seen."""
+        """Whether the epoch's value comes from a validation that `read_within` has seen."""
         run = run_of(model) if self.within_epochs else None
         seen = {} if run is None else run.seen_values
         return self.name in seen or f"{self.name}_epoch" in seen
@@ -155,7 +155,8 @@ def is_due(every: Any, epoch: int) -> bool:
     """Whether epoch `epoch` (from 0) ends with an evaluation.
 
     Args:
-        every: a number of epochs, or the numbers of some (from 1); all else is within epochs.
+        every: a number of epochs, or a list of epoch numbers (from 1). Other values mean within
+            epochs.
     """
     if isinstance(every, (list, tuple, set)):
         return epoch + 1 in every
@@ -163,10 +164,10 @@ def is_due(every: Any, epoch: int) -> bool:
 
 
 def direction_of(name: str) -> str:
-    """`"min"` or `"max"`, by the last word of a name that tells.
+    """`"min"` or `"max"`, by the last word in a name that says which is better.
 
     Raises:
-        ConfigurationError: none does.
+        ConfigurationError: no word does.
     """
     words = re.findall("[a-z0-9]+", name.lower())
     for word in reversed(words):
@@ -183,7 +184,7 @@ def direction_of(name: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A value as a float; None where it isn't one number."""
+    """A value as a float; None if it isn't one number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

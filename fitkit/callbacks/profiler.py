@@ -1,4 +1,4 @@
-"""Where an epoch's time goes."""
+"""A profiler for the parts of an epoch."""
 
 from __future__ import annotations
 
@@ -31,35 +31,42 @@ RANKS, VALIDATION, REST = "ranks", "validation", "rest"
 
 
 class Profiler(Callback):
-    """Prints at an epoch's end where its time went, and what to do about it.
+    """Prints where an epoch's time went, and what to do about it.
 
-    The parts are `"data"` (waiting for the next batch; a GPU's batches are brought there ahead,
-    which counts here), `"to device"` (from a batch's begin to the net), `"forward"` (the net, and
-    what a `training_step` of your own does before it), `"metrics"` (with the loss, its own
-    gradient, and logs), `"backward"` (with clipping), `"optimizer"`, `"callbacks"`, `"ranks"`
-    (waiting for other ranks), `"validation"` and `"rest"`. Together they are the epoch's whole
-    time. What `jit_compile` compiles is one piece, which counts as `"forward"`.
+    The parts are:
 
-    On a GPU they are the GPU's: data that are ready before it has finished cost nothing. Nothing
-    waits for it but the end of the epoch. A fit without this callback pays nothing for it; with it
-    a step takes some 20 µs more.
+    - `"data"`: waiting for the next batch. Prefetching batches to a GPU counts here, too.
+    - `"to device"`: from the start of the step until the net is called.
+    - `"forward"`: the net, and what your own `training_step` does before it.
+    - `"metrics"`: metrics, the loss and its own gradient, and logs.
+    - `"backward"`: the backward pass, with gradient clipping.
+    - `"optimizer"`, `"callbacks"`, `"validation"` and `"rest"`.
+    - `"ranks"`: waiting for other ranks.
+
+    Together they are the epoch's whole time. Code that `jit_compile` compiles is one piece, which
+    counts as `"forward"`.
+
+    On a GPU the times are the GPU's: data that are ready before it has finished cost nothing. The
+    profiler waits for the GPU only at the end of the epoch. Without this callback, profiling costs
+    nothing. With it, a step takes about 20 µs more.
 
     Args:
-        every: print after every so many epochs; 0 never, for programs that read the attributes.
-            Default 1.
+        every: print after every so many epochs. 0 never prints, for programs that read the
+            attributes. Default 1.
         log: whether to add the seconds to the epoch's logs, as `seconds/data` and so on, and so to
-            the history. They are without the callbacks that come after this one. Default False.
+            the history. They don't include callbacks that come after this one. Default False.
 
     Attributes:
-        seconds: the last epoch's seconds by part, of this rank.
-        wall_s: the last epoch's seconds by the clock.
-        ranks: the last epoch's seconds by part of each rank. As gradients are exchanged within the
-            backward pass, what a rank's takes longer than the shortest rank's is in `"ranks"`.
+        seconds: the last epoch's seconds by part, on this rank.
+        wall_s: the last epoch's wall-clock seconds.
+        ranks: the last epoch's seconds by part, for each rank. Gradients are exchanged within the
+            backward pass. The time that a rank's backward pass takes beyond the shortest rank's
+            counts as `"ranks"`.
         epochs: `seconds` of each epoch of the last fit.
         callbacks: the last epoch's seconds of each callback, by class.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
 
     Example:
         >>> import torch, fitkit
@@ -93,7 +100,7 @@ class Profiler(Callback):
         self._handles: list[Any] = []
         self._has_own_step = False
         self._in_step = False
-        self._depth = 0  # of the net's modules that compute
+        self._depth = 0  # nesting depth of the modules that compute now
         self._is_before_net = False
         self._before_update = ""
 
@@ -103,7 +110,7 @@ class Profiler(Callback):
     # ------------------------------------------------------------------ by callbacks' hooks
 
     def around_hooks(self, hooks: Hooks) -> Hooks:
-        """The run's hooks, each with a clock around it, and this callback's own at both ends."""
+        """The run's hooks, each timed, with this callback's own hooks at both ends."""
         if self.params.get("stage") != "fit":
             return hooks
         owners = [_owner(hook) for these in hooks.values() for hook in these]
@@ -130,7 +137,7 @@ class Profiler(Callback):
         return found
 
     def _timed(self, hook: Hook) -> Hook:
-        """A callback's hook, whose time counts for the callbacks."""
+        """A callback's hook. Its time counts for the callbacks."""
         owner = _owner(hook)
         name = getattr(hook, "__qualname__", "?") if owner is None else type(owner).__name__
 
@@ -157,7 +164,7 @@ class Profiler(Callback):
         self._clock = PartClock(self.model.device)
         self._has_own_step = type(self.model).training_step is not Module.training_step
         net = self.model.net
-        # Steps of a model without a net may call its layers alone.
+        # Steps of a model without a net may call its layers only.
         modules = [self.model, *self.model.children()] if net is None else [net]
         for module in modules:
             self._handles += [
@@ -188,7 +195,7 @@ class Profiler(Callback):
 
     def _begin_epoch(self, epoch: int, logs: Logs | None = None) -> None:
         if self._clock is not None:
-            self._clock.take()  # what was before this epoch
+            self._clock.take()  # discard the time before this epoch
             self.seconds, self.callbacks = {}, {}
             self._began_s = time.perf_counter()
 
@@ -209,7 +216,7 @@ class Profiler(Callback):
 
     def _end_batches(self, *given: Any) -> None:
         if self._clock is not None:
-            if self._clock.part == DATA:  # No batch came: the epoch's values were computed.
+            if self._clock.part == DATA:  # no batch came: the epoch's values were computed
                 self._clock.part = METRICS
             self._clock.switch(REST)
 
@@ -223,7 +230,7 @@ class Profiler(Callback):
             self._clock.switch(REST)
 
     def _take(self) -> None:
-        """Add what the clock has to the epoch's seconds."""
+        """Add the clock's times to the epoch's seconds."""
         assert self._clock is not None
         for part, seconds in self._clock.take().items():
             self.seconds[part] = self.seconds.get(part, 0.0) + seconds
@@ -243,14 +250,14 @@ class Profiler(Callback):
             print_on_rank_zero(self.model, text if busy is None else f"{text}\n-> {busy}")
 
     def _may_fuse(self) -> bool:
-        """Whether an optimizer could update all weights in one kernel, and doesn't."""
+        """Whether an optimizer could update all weights in one kernel, but doesn't."""
         return any(
             class_of(optimizer) in FUSED and not all(g.get("fused") for g in optimizer.param_groups)
             for optimizer in optimizers_of(self.model)
         )
 
     # ------------------------------------------------------------------ by torch's hooks
-    # What torch.compile traces goes past them: they must leave no trace in its graph.
+    # torch.compile skips these when it traces: they must leave nothing in its graph.
 
     def _before_forward(self, module: Any, given: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_step_here():
@@ -259,7 +266,7 @@ class Profiler(Callback):
         self._depth += 1
         if self._depth == 1:
             if self._is_before_net:
-                self._clock.part = DEVICE  # what has passed since the batch's begin
+                self._clock.part = DEVICE  # the time since the batch began
                 self._is_before_net = False
             self._clock.switch(FORWARD)
 
@@ -277,12 +284,12 @@ class Profiler(Callback):
                 self._clock.switch(METRICS)
 
     def _is_step_here(self) -> bool:
-        """Whether a step runs in this thread; replicas compute in others."""
+        """Whether a step runs in this thread. Replicas compute in others."""
         clock = self._clock
         return self._in_step and clock is not None and clock.thread == threading.get_ident()
 
     def _begin_backward(self, gradient: torch.Tensor) -> None:
-        # A GPU's gradients are computed in a thread of torch's, for which the step's one waits.
+        # torch computes a GPU's gradients in another thread, for which the step's thread waits.
         clock = self._clock
         if self._in_step and clock is not None and clock.part in (FORWARD, METRICS):
             clock.switch(BACKWARD)
@@ -294,32 +301,32 @@ class Profiler(Callback):
     def _after_step(self, *given: Any) -> None:
         if torch.compiler.is_compiling() or self._clock is None:
             return
-        if not self._in_step:  # an update at the epoch's end, of the batches that were left
+        if not self._in_step:  # an update at the epoch's end, from the remaining batches
             self._clock.switch(self._before_update)
         else:
             self._clock.switch(FORWARD if self._has_own_step else REST)
 
 
 def _owner(hook: Hook) -> Any:
-    """The callback that a hook belongs to; None for a function that somebody put there."""
+    """The callback that a hook belongs to; None for a plain function."""
     return getattr(hook, "__self__", None)
 
 
 LONGEST_QUEUE = 512
-"""CUDA events that may wait to be read; beyond, those that have come are."""
+"""CUDA events that may wait to be read. With more, those that are complete are read."""
 
 
 class PartClock:
     """Counts seconds by part of the work.
 
     Args:
-        device: whose time counts. On a GPU the marks are CUDA events, which the GPU reaches in its
-            own time: nobody waits for it, and what it does while the host waits for data counts
-            as its work. Elsewhere marks are times of the host's clock.
+        device: the device whose time counts. On a GPU the marks are CUDA events, which the GPU
+            reaches in its own time. Nothing waits for it, and GPU work during the host's wait for
+            data counts as work. On other devices, marks are times of the host's clock.
 
     Attributes:
-        part: what the time counts for now, since the last `switch`.
-        thread: the thread in which it was made.
+        part: the part that the time counts for now, since the last `switch`.
+        thread: the thread that created the clock.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -330,19 +337,19 @@ class PartClock:
         self.part: str = REST
 
     def switch(self, part: str) -> str:
-        """Let the time from now on count for `part`; the part for which it counted before."""
+        """Count the time from now on for `part`. Returns the part it counted for before."""
         before, self.part = self.part, part
         self._marks.mark(before)
         return before
 
     def take(self) -> dict[str, float]:
-        """The seconds by part since the last time; on a GPU this waits for it."""
+        """The seconds by part since the last call. On a GPU this waits for it."""
         self.switch(self.part)
         return self._marks.take()
 
 
 class HostMarks:
-    """Times of the host's clock."""
+    """Marks by the host's clock."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -359,7 +366,7 @@ class HostMarks:
 
 
 class EventMarks:
-    """CUDA events in a GPU's current stream; their distances are read once it has passed them."""
+    """Marks by CUDA events in a GPU's current stream, read once the GPU has passed them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -387,7 +394,7 @@ class EventMarks:
         return event
 
     def _read(self) -> None:
-        """Take the oldest event out of the queue."""
+        """Take the oldest event from the queue."""
         part, event = self._queue.popleft()
         passed = self._since.elapsed_time(event) / 1e3
         self._seconds[part] = self._seconds.get(part, 0.0) + passed
@@ -407,7 +414,7 @@ TITLES = {
     VALIDATION: "validation",
     REST: "the rest",
 }
-"""The parts in the table's order, and what it calls them."""
+"""The parts in the order of the table, and their titles in it."""
 
 NOTABLE = {
     DATA: 0.2,
@@ -419,11 +426,11 @@ NOTABLE = {
     VALIDATION: 0.4,
     REST: 0.25,
 }
-"""From which share of the time on there is something to say about a part."""
+"""The share of the time above which a part gets advice."""
 
 ADVICE = {
     DATA: "give the DataLoader num_workers=4 (or more) and persistent_workers=True, or give fit "
-    "the arrays themselves where they fit in memory; where they are there, take larger batches.",
+    "the arrays themselves if they fit in memory; if it has them already, take larger batches.",
     DEVICE: "give the DataLoader pin_memory=True, and x in the dtype that the net takes.",
     OPTIMIZER: "larger batches or accumulate_grad_batches make fewer updates.",
     METRICS: "metrics by name (metrics=['accuracy']) cost less than objects; give metrics that "
@@ -448,13 +455,13 @@ def table(
     *,
     may_fuse: bool = False,
 ) -> str:
-    """An epoch as text: rank 0's seconds by part, beside those of the rank that others wait for.
+    """An epoch as text: rank 0's seconds by part, beside those of the slowest rank.
 
     Args:
         title: the first line.
-        ranks: seconds by part of each rank.
+        ranks: seconds by part, for each rank.
         callbacks: rank 0's seconds of each callback, by class.
-        may_fuse: whether an optimizer could update all weights in one kernel, and doesn't.
+        may_fuse: whether an optimizer could update all weights in one kernel, but doesn't.
     """
     slowest = slowest_of(ranks)
     shown = sorted({0, slowest})
@@ -470,21 +477,21 @@ def table(
 
 
 def _cell(seconds: dict[str, float], part: str) -> str:
-    """A part's seconds and share of the whole."""
+    """A part's seconds and its share of the whole."""
     spent = seconds.get(part, 0.0)
     return f"{spent:12,.3f} s {spent / max(sum(seconds.values()), 1e-9):9.1%}"
 
 
 def slowest_of(ranks: Sequence[dict[str, float]]) -> int:
-    """The rank that waited least for others."""
+    """The rank that waited least for the others."""
     return min(range(len(ranks)), key=lambda rank: ranks[rank].get(RANKS, 0.0))
 
 
 def with_waits(ranks: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """The ranks' seconds with the waits inside their backward passes as waits.
+    """The ranks' seconds, with the waits inside their backward passes counted as waits.
 
-    Gradients are exchanged within the backward pass: a rank that is there early waits in it for
-    the last. What a rank's takes longer than the shortest one is taken for that wait.
+    Gradients are exchanged within the backward pass: a rank that is early waits in it for the last
+    one. The time beyond the shortest rank's is counted as that wait.
     """
     shortest = min(seconds.get(BACKWARD, 0.0) for seconds in ranks)
     found = []

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar, or a line an epoch."""
+"""The progress of a run: a bar, or one line per epoch."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 QUIET_S = 1.0
-"""How long evaluate and predict run before `verbose="auto"` shows them, in seconds."""
+"""How long evaluate and predict run before `verbose="auto"` shows a bar, in seconds."""
 
 LARGEST_SHARE = 0.05
-"""The part of the time that drawing may take, on however slow a terminal."""
+"""The share of the time that drawing may take, even on a slow terminal."""
 
 
 class ProgressBar(Callback):
-    """Shows how far `fit`, `evaluate` or `predict` is; `fit` adds one by itself.
+    """Shows the progress of `fit`, `evaluate` or `predict`. `fit` adds one by itself.
 
-    Only rank 0 shows anything. A batch costs one look at the clock; logs are read, and a
-    device waited for, only when the bar is drawn.
+    Only rank 0 shows anything. Per batch it only reads the clock. Logs are read, and the device
+    waited for, only when the bar is drawn.
 
     Args:
-        verbose: 0 shows nothing; 1 a bar in a terminal or a notebook, elsewhere plain lines
-            (one an epoch, and one a minute within longer ones); 2 one plain line an epoch.
-            `"auto"` is 1, in continuous integration (`CI` is set) 2's lines, and shows
-            evaluate and predict only once they have run for a second; the environment's
-            FITKIT_VERBOSE replaces it. None takes what the call was given.
+        verbose: 0 shows nothing. 1 shows a bar in a terminal or notebook; elsewhere one plain line
+            per epoch, and one per minute within longer epochs. 2 prints one plain line per epoch.
+            `"auto"` is 1, or 2 in continuous integration (`CI` is set), and shows evaluate and
+            predict only after one second. The environment variable FITKIT_VERBOSE replaces
+            `"auto"`. None uses the call's `verbose`.
         refresh_per_second: how often the bar is drawn at most.
-        console: the rich console to write to; None writes to `sys.stdout`.
-        clock: seconds from any beginning.
+        console: the rich console to write to. None writes to `sys.stdout`.
+        clock: a function that returns seconds since any start.
 
     Example:
         >>> import torch, fitkit
@@ -82,14 +82,14 @@ class ProgressBar(Callback):
         self._done = 0
         self._began_s = 0.0
         self._pace = self._train_pace
-        # What the first epoch showed, for data whose length nobody knows.
+        # The number of batches in the first epoch, for data of unknown length.
         self._train_steps: int | None = None
         self._test_steps: int | None = None
 
     def close(self) -> None:
-        """Give the terminal back; more calls do nothing.
+        """Close the display. Further calls do nothing.
 
-        Of what was interrupted the bar stays, so that one sees how far it came.
+        The bar of an interrupted run stays, so that you see how far it came.
         """
         if self._is_shown:
             self._draw(self._clock(), None)
@@ -115,7 +115,7 @@ class ProgressBar(Callback):
         )
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        # As _advance, without the call: this runs after every step.
+        # Like _advance, but without the call: this runs after every step.
         self._done = batch + 1
         if self._clock() >= self._due_s or self._pace.paused:
             self._advance(batch, logs)
@@ -149,7 +149,7 @@ class ProgressBar(Callback):
         self._draw_when_due()
 
     def on_test_batch_end(self, batch: int, logs: Logs) -> None:
-        # In fit the line goes on showing the training's values.
+        # In fit, the line keeps showing the training's values.
         self._advance(batch, None if self._in_fit else logs)
 
     def on_test_end(self, logs: Logs) -> None:
@@ -167,16 +167,16 @@ class ProgressBar(Callback):
         self._begin("Predict", self.params.get("steps"), self._test_pace)
 
     def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
-        self._advance(batch, None)  # Its logs are outputs.
+        self._advance(batch, None)  # its logs are outputs
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        if self._quiet_until_s == -NEVER:  # Otherwise nobody asked for it.
+        if self._quiet_until_s == -NEVER:  # otherwise nobody asked for it
             self._keep([])
         self._close(erase=True)
 
     # what they share
     def _open(self) -> None:
-        """Find the place to show things in."""
+        """Find a display."""
         self.close()
         given = self.params.get("verbose", "auto") if self.verbose is None else self.verbose
         verbose = chosen_verbose(given)
@@ -206,7 +206,7 @@ class ProgressBar(Callback):
             self._draw(now, None)
 
     def _advance(self, batch: int, logs: Logs | None) -> None:
-        """A batch is done: all that happens between two drawings is in the first lines."""
+        """A batch is done. The first lines are all that runs between two drawings."""
         now = self._clock()
         self._done = batch + 1
         if now >= self._due_s:
@@ -236,7 +236,7 @@ class ProgressBar(Callback):
             now - self._began_s,
         )
         self._is_shown = True
-        # Reading the logs may have waited for a device; that is no cost of drawing.
+        # Reading the logs may have waited for a device. That isn't a cost of drawing.
         began_s = self._clock()
         self._guarded(display.show, moment)
         if self._display is not None:
@@ -254,7 +254,7 @@ class ProgressBar(Callback):
 
     def _samples_a_step(self) -> int | None:
         if self._phase:
-            return None  # The validation's batches may have another size.
+            return None  # the validation's batches may have another size
         batch_size = self.params.get("batch_size")
         world_size = getattr(getattr(self, "model", None), "world_size", 1)
         return batch_size * world_size if batch_size else None
@@ -266,7 +266,7 @@ class ProgressBar(Callback):
             self._guarded(self._display.keep, self._title, elapsed_s, metrics)
 
     def _guarded(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Show something; a terminal that has gone ends the display, not the training."""
+        """Show something. If the terminal is gone, the display ends and training continues."""
         try:
             act(*args, **kwargs)
         except OSError:
@@ -279,7 +279,7 @@ class ProgressBar(Callback):
 
 
 def logged_as(name: str) -> set[str]:
-    """The names by which a step may have logged a value of the logs."""
+    """The names under which a step may have logged a value of the logs."""
     plain = name.removeprefix("val_")
     return {
         name,
@@ -289,13 +289,13 @@ def logged_as(name: str) -> set[str]:
 
 
 class Pace:
-    """Steps a second, averaged over the last seconds; pauses don't count.
+    """Steps per second, averaged over the last seconds. Pauses don't count.
 
-    The step after a pause isn't measured, since compiling and starting workers fall into it.
+    The step after a pause isn't measured, because it may include compiling and starting workers.
 
     Attributes:
         steps_per_s: the speed; None until known.
-        paused: whether the next update only begins to measure.
+        paused: whether the next update only starts the measurement.
     """
 
     window_s: float = 3.0
@@ -308,11 +308,11 @@ class Pace:
         self._measured_s = 0.0
 
     def pause(self) -> None:
-        """Forget when the last step was."""
+        """Forget the time of the last step."""
         self.paused = True
 
     def update(self, steps: int, now_s: float) -> None:
-        """So many steps were done at that time."""
+        """Record that so many steps were done by that time."""
         passed_s, done = now_s - self._since_s, steps - self._steps
         if not self.paused and (passed_s <= 0 or done <= 0):
             return

@@ -1,4 +1,4 @@
-"""What callbacks exchange with their copies on other ranks; one rank alone exchanges nothing."""
+"""Exchanges between the copies of a callback on all ranks. A single rank exchanges nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def from_rank_zero(model: Module, value: Value) -> Value:
-    """Rank 0's value, so that every rank decides alike.
+    """Rank 0's value, so that every rank makes the same decision.
 
     Ranks:
         Collective.
@@ -31,8 +31,8 @@ def from_all_ranks(model: Module, value: Value) -> list[Value]:
 
 
 def share_buffers(model: Module) -> None:
-    """Make the ranks' modules equal: weights that they hold apart, and buffers, which are rank 0's
-    (running statistics differ between ranks that see other data).
+    """Make the ranks' modules equal: weights that they hold separately, and buffers. Buffers are
+    taken from rank 0, because running statistics differ between ranks that see other data.
 
     Ranks:
         Collective.
@@ -44,13 +44,13 @@ def share_buffers(model: Module) -> None:
 
 
 def print_on_rank_zero(model: Module, text: str) -> None:
-    """Print a line, on rank 0 only."""
+    """Print a line on rank 0 only."""
     if model.is_global_zero:
         print(text, flush=True)
 
 
 def several_ranks(model: Module) -> bool:
-    """Whether there are ranks to talk to."""
+    """Whether there are other ranks."""
     size: int = model._fitkit.compilation.strategy.collectives.world_size
     return size > 1
 
@@ -65,28 +65,28 @@ def any_rank(model: Module, flag: Any) -> bool:
 
 
 PERIOD_S = 0.05
-"""About how long a flag may wait until the ranks compare theirs."""
+"""About how long a flag may wait until the ranks compare theirs, in seconds."""
 MOST_STEPS = 100
-"""Between two exchanges, however short the steps are: they may become longer."""
+"""The most steps between two exchanges, even if the steps are short: they may become longer."""
 
 
 class AnyRankFlag:
-    """Tells all ranks at the same step that one has a flag set, by a signal or a clock.
+    """Tells all ranks at the same step that one of them has set a flag, by a signal or a clock.
 
-    An exchange after every step would cost too much; so several steps pass between two, as many
-    as rank 0 makes in a twentieth of a second.
+    An exchange after every step would cost too much. So several steps pass between two exchanges:
+    as many as rank 0 makes in a twentieth of a second.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A fit begins."""
+        """Start a fit."""
         self._pause = self._left = 1
         self._asked_at = time.monotonic()
 
     def after_step(self, model: Module, flag: bool) -> bool:
-        """Whether some rank's flag was set at an exchange; False in between.
+        """Whether any rank's flag was set at an exchange. False in between.
 
         Ranks:
             Collective: after each step on each rank.
@@ -101,7 +101,7 @@ class AnyRankFlag:
         return any(flagged for flagged, _ in answers)
 
     def _next_pause(self) -> int:
-        """How many steps to make until the next exchange."""
+        """The number of steps until the next exchange."""
         now = time.monotonic()
         step_s = max(now - self._asked_at, 1e-9) / self._pause
         self._asked_at = now

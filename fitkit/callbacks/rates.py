@@ -1,4 +1,4 @@
-"""Callbacks that set and log learning rates, and how many batches make an update."""
+"""Callbacks that set or log learning rates, or set the number of batches per update."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def groups_of(model: Module) -> Iterator[dict[str, Any]]:
 
 
 def rate_of(model: Module) -> float:
-    """The learning rate: the first group's, where there are several."""
+    """The learning rate. With several groups, the first group's."""
     return float(next(groups_of(model))["lr"])
 
 
 def set_rate(model: Module, rate: float) -> None:
-    """Give the first group that rate; the others keep their ratio to it.
+    """Give the first group that rate. The others keep their ratio to it.
 
-    A ratio to a rate of 0 isn't known: all groups get the same rate then.
+    If the rate was 0, the ratio isn't known, and all groups get the same rate.
     """
     before = rate_of(model)
     if before == rate:
@@ -48,7 +48,7 @@ def set_rate(model: Module, rate: float) -> None:
 
 
 def change_rates(model: Module, change: Callable[[float], float]) -> bool:
-    """Replace each group's rate by what a function makes of it; whether any differs now."""
+    """Replace each group's rate by `change(rate)`. Returns whether any rate changed."""
     differs = False
     for group in groups_of(model):
         before = float(group["lr"])
@@ -60,12 +60,12 @@ def change_rates(model: Module, change: Callable[[float], float]) -> bool:
 
 
 def updates_of(model: Module) -> int:
-    """How many updates the model's weights have had."""
+    """The number of updates of the model's weights so far."""
     return int(model._fitkit.fit_state.updates)
 
 
 def refuse_scheduler(model: Module, callback: str) -> None:
-    """Refuse two that set the same rates.
+    """Refuse a callback that sets the rates if a scheduler sets them, too.
 
     Raises:
         ConfigurationError: there is a learning-rate scheduler.
@@ -78,13 +78,13 @@ def refuse_scheduler(model: Module, callback: str) -> None:
 
 
 class LearningRateScheduler(Callback):
-    """Sets the learning rate at each epoch's begin, and logs it as `learning_rate`.
+    """Sets the learning rate at the start of each epoch, and logs it as `learning_rate`.
 
     Args:
-        schedule: `schedule(epoch, rate) -> rate` or `schedule(epoch) -> rate`; epochs count from
-            0. Called on rank 0. Where there are several parameter groups, the first has this
-            rate and the others keep their ratio to it.
-        verbose: 1 says each epoch's rate. Default 0.
+        schedule: a function `schedule(epoch, rate) -> rate` or `schedule(epoch) -> rate`. Epochs
+            count from 0. It is called on rank 0. With several parameter groups, the first gets
+            this rate, and the others keep their ratio to it.
+        verbose: 1 prints each epoch's rate. Default 0.
 
     Example:
         >>> import torch, fitkit
@@ -96,8 +96,9 @@ class LearningRateScheduler(Callback):
         ... ])
 
     Raises:
-        ArgumentTypeError: no function of one or two arguments, or one that gives no number.
-        ConfigurationError: when fit begins, a scheduler that sets the rates too; a rate below 0.
+        ArgumentTypeError: `schedule` isn't a function of one or two arguments, or doesn't return a
+            number.
+        ConfigurationError: a scheduler also sets the rates (when fit begins), or a rate is below 0.
     """
 
     stops_alike = True
@@ -140,9 +141,9 @@ class LearningRateScheduler(Callback):
 
 
 def _takes_rate(schedule: object) -> bool:
-    """Whether a schedule takes the rate beside the epoch.
+    """Whether a schedule takes the rate besides the epoch.
 
-    By its signature: trying it with two arguments would hide errors that come from inside it.
+    Its signature decides. Trying it with two arguments would hide errors from inside it.
     """
     if not callable(schedule):
         raise ArgumentTypeError(
@@ -150,7 +151,7 @@ def _takes_rate(schedule: object) -> bool:
         )
     try:
         signature = inspect.signature(schedule)
-    except ValueError:  # A builtin that doesn't tell.
+    except ValueError:  # a builtin without a signature
         return False
     for arguments in ((0, 0.0), (0,)):
         try:
@@ -164,13 +165,14 @@ def _takes_rate(schedule: object) -> bool:
 class LearningRateMonitor(Callback):
     """Adds `learning_rate`, the rate of the epoch's last step, to the epoch's logs.
 
-    Further parameter groups get `learning_rate_1`, and so on, through all optimizers. A group that
-    has a `"name"` gets `learning_rate/<name>`. A scheduler to which `configure_optimizers` gives a
-    `"name"` has it in the place of `learning_rate` (and `<name>-momentum`,
-    `<name>-weight_decay`) for its optimizer's groups, which are numbered for themselves.
+    Further parameter groups get `learning_rate_1` and so on, counted over all optimizers. A group
+    that has a `"name"` gets `learning_rate/<name>`. You can also give a scheduler a `"name"` in
+    `configure_optimizers`. It then replaces `learning_rate` for the groups of that optimizer (with
+    `<name>-momentum` and `<name>-weight_decay`), which are counted separately.
 
     Args:
-        logging_interval: `"step"` keeps each step's rate too; `"epoch"` or None (default) not.
+        logging_interval: `"step"` also keeps the rate of each step. `"epoch"` or None (default)
+            doesn't.
         log_momentum: whether to add `momentum` (Adam's first beta). Default False.
         log_weight_decay: whether to add `weight_decay`. Default False.
 
@@ -210,11 +212,11 @@ class LearningRateMonitor(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.rates = []
-        # Asking the model for them looks through all parameters: not at each batch.
+        # Not at each batch: asking the model for them looks through all parameters.
         self._optimizers = optimizers_of(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        # At a batch's end a scheduler that counts steps has moved on already.
+        # At the end of a batch, a scheduler that counts steps has already moved on.
         self._used = [group["lr"] for group in self._groups()]
         if self.logging_interval == "step":
             self.rates.append(float(self._used[0]))
@@ -239,7 +241,7 @@ class LearningRateMonitor(Callback):
                 logs[key] = float(value)
 
     def _names(self, name: str) -> list[str]:
-        """What one setting is called for each group."""
+        """The name of one setting for each group."""
         named = {
             id(plan.optimizer): plan.name
             for plan in self.model._fitkit.fit_state.schedulers
@@ -266,29 +268,29 @@ def _momentum(group: dict[str, Any]) -> Any:
 
 
 KEPT = ("best", "wait", "cooldown_counter")
-"""What a checkpoint keeps of it."""
+"""The attributes that a checkpoint keeps."""
 
 
 class ReduceLROnPlateau(Callback):
-    """Multiplies the learning rates when the monitored value has not improved for some epochs.
+    """Lowers the learning rates when the monitored value has stopped improving.
 
-    Adds `learning_rate`, the rate that the epoch used, to the epoch's logs.
+    It also adds `learning_rate`, the rate that the epoch used, to the epoch's logs.
 
     Args:
-        monitor: a name of the epoch's logs. Default `"val_loss"`. Where `fit` validates several
-            times an epoch, each validation counts in place of an epoch.
-        factor: by which the rates are multiplied, above 0 and below 1. Default 0.1.
-        patience: epochs without improvement after which to do so. Default 10.
-        verbose: 1 says it. Default 0.
-        mode: `"min"`, `"max"` or `"auto"` (default): by the name, where it tells.
-        min_delta: the least improvement that counts. Default 1e-4.
-        cooldown: epochs after a reduction in which nothing is counted. Default 0.
-        min_lr: no rate becomes lower. Default 0.
+        monitor: the name of a value in the epoch's logs. Default `"val_loss"`. If `fit` validates
+            several times per epoch, each validation counts as an epoch.
+        factor: the factor by which the rates are multiplied, above 0 and below 1. Default 0.1.
+        patience: the number of epochs without improvement after which to lower them. Default 10.
+        verbose: 1 prints each reduction. Default 0.
+        mode: `"min"`, `"max"` or `"auto"` (default), which infers it from the name.
+        min_delta: the smallest improvement that counts. Default 1e-4.
+        cooldown: the number of epochs after a reduction in which nothing counts. Default 0.
+        min_lr: a lower limit for the rates. Default 0.
 
     Attributes:
         best: the best value so far.
-        wait: epochs since.
-        cooldown_counter: epochs of the cooldown that are left.
+        wait: the number of epochs since the best.
+        cooldown_counter: the number of epochs left in the cooldown.
 
     Example:
         >>> import torch, fitkit
@@ -300,8 +302,8 @@ class ReduceLROnPlateau(Callback):
         ... ])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; when fit begins, a
-            scheduler that sets the rates too.
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also when fit begins, if a
+            scheduler also sets the rates.
     """
 
     stops_alike = True
@@ -365,7 +367,7 @@ class ReduceLROnPlateau(Callback):
 
     def _reduce(self, epoch: int) -> None:
         if not change_rates(self.model, self._lowered):
-            return  # All are at their lowest.
+            return  # all are at their lowest
         self.cooldown_counter = self.cooldown
         self.wait = 0
         if self.verbose:
@@ -385,12 +387,12 @@ class ReduceLROnPlateau(Callback):
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets, from given epochs on, how many batches' gradients make one update.
+    """Sets the number of batches per update from given epochs on.
 
     Args:
-        scheduling: epoch (from 0) → number of batches: `{0: 8, 4: 2}` accumulates 8 batches
-            in the epochs 0 to 3, then 2. Epochs before the first one keep what compile was
-            given as `accumulate_grad_batches`, and so do later fits.
+        scheduling: a dict from epoch (from 0) to number of batches. `{0: 8, 4: 2}` accumulates 8
+            batches in epochs 0 to 3, then 2. Epochs before the first one, and later fits, use
+            `compile`'s `accumulate_grad_batches`.
 
     Example:
         >>> import torch, fitkit
@@ -402,7 +404,8 @@ class GradientAccumulationScheduler(Callback):
         ... ])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: an empty dict, epochs below 0, numbers below 1.
+        ConfigurationError, ArgumentTypeError: the dict is empty, an epoch is below 0, or a number
+            is below 1.
     """
 
     stops_alike = True
@@ -421,7 +424,7 @@ class GradientAccumulationScheduler(Callback):
         self.scheduling: dict[int, int] = dict(sorted(scheduling.items()))
 
     def batches_in(self, epoch: int) -> int | None:
-        """How many batches make an update in that epoch; None where it isn't said."""
+        """The number of batches per update in an epoch; None if the schedule doesn't say."""
         begun = [number for first, number in self.scheduling.items() if first <= epoch]
         return begun[-1] if begun else None
 

@@ -1,4 +1,4 @@
-"""Reports to Ray Train: values of epochs, and checkpoints from which the next attempt goes on."""
+"""Reports to Ray Train: the values of epochs, and checkpoints for the next attempt."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from fitkit.callbacks.base import Callback
 from fitkit.errors import missing_package
 
 FILE = "model.h5"
-"""What a reported checkpoint holds."""
+"""The name of the file in a reported checkpoint."""
 
 
 class RayTrainReport(Callback):
     """Reports each epoch's values to Ray Train, with a checkpoint.
 
-    For a function that `ray.train.torch.TorchTrainer` runs. Ray puts the checkpoints where its
-    `RunConfig` says, and its `Result` has the values. After a failure Ray calls the function again:
-    `resume_from=report.last_checkpoint()` goes on from the last one, as if nothing had happened.
+    Use it in a function that `ray.train.torch.TorchTrainer` runs. Ray stores the checkpoints where
+    its `RunConfig` says, and its `Result` has the values. After a failure, Ray calls the function
+    again. `resume_from=report.last_checkpoint()` then continues from the last one, as if nothing
+    had happened.
 
     Args:
-        save_freq: epochs between two checkpoints; the last epoch has one, too. None for values
-            alone. Default 1.
+        save_freq: the number of epochs between two checkpoints. The last epoch has one, too. None
+            reports values only. Default 1.
 
     Raises:
         ArgumentTypeError, ConfigurationError: `save_freq` isn't a number of epochs.
@@ -54,13 +55,13 @@ class RayTrainReport(Callback):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the folder of this process."""
+        """Send other processes everything but the folder of this one."""
         return {**super().__getstate__(), "_folder": None}
 
     def last_checkpoint(self) -> str | None:
-        """The file that an earlier attempt has reported last; None where none has.
+        """The file that an earlier attempt reported last; None if there is none.
 
-        It is there as long as this callback is.
+        The file exists as long as this callback does.
         """
         checkpoint = _ray_train().get_checkpoint()
         if checkpoint is None:
@@ -84,7 +85,7 @@ class RayTrainReport(Callback):
 
 
 def _ray_train() -> Any:
-    """Ray's module for trainings."""
+    """Ray's `ray.train` module."""
     try:
         import ray.train
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a training takes: a limit on its time, its speed, the devices' memory and use."""
+"""Callbacks for time limits, throughput, and the memory and use of devices."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from fitkit.data.sharding import RankBatch
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 LONGEST_GAP_S = 1.0
-"""On several ranks, how often rank 0's clock is asked."""
+"""With several ranks, how often rank 0's clock is checked."""
 
 WRITTEN = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class Timer(Callback):
-    """Ends `fit` after a time, and tells how long it and its validations took, and `evaluate`.
+    """Ends `fit` after a given time, and measures `fit`, its validations and `evaluate`.
 
     Args:
-        duration: how long: `"DD:HH:MM:SS"`, a `timedelta`, or a dict of its arguments
+        duration: the time limit: `"DD:HH:MM:SS"`, a `timedelta`, or a dict of its arguments
             (`{"hours": 8}`). None (default) only measures.
-        interval: `"step"` (default) stops after the batch in which time runs out (on several
-            ranks up to a second later, since they ask each other), `"epoch"` after the epoch.
-        verbose: whether to say that time ran out. Default True.
+        interval: `"step"` (default) stops after the batch in which the time runs out. With several
+            ranks this may be up to a second later, because they ask each other. `"epoch"` stops
+            after the epoch.
+        verbose: whether to print when the time has run out. Default True.
 
     Example:
         >>> import torch, fitkit
@@ -47,7 +48,7 @@ class Timer(Callback):
         >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[timer])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
 
     Ranks:
         Rank 0's clock counts.
@@ -77,11 +78,11 @@ class Timer(Callback):
         self._pass_began_s: float | None = None
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds that a stage has taken.
+        """The seconds that a stage has taken.
 
         Args:
-            stage: `"train"` (default): the last (or present) fit, with its validations and the
-                time before a checkpoint; `"validate"`: its validations so far; `"test"`: the last
+            stage: `"train"` (default): the current or last fit, with its validations and the time
+                before a checkpoint. `"validate"`: its validations so far. `"test"`: the last
                 `evaluate`.
         """
         check_choice("stage", stage, ("train", "validate", "test"))
@@ -95,14 +96,14 @@ class Timer(Callback):
         return self._before_s + end - self._began_s
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds until the limit, at least 0; None where there is none."""
+        """Seconds until the limit, at least 0; None without a limit."""
         if self.duration_s is None:
             return None
         return max(self.duration_s - self.time_elapsed(stage), 0.0)
 
     @property
     def _stage(self) -> str:
-        """Whose pass over data the test hooks are called in."""
+        """The stage that the test hooks belong to."""
         return "validate" if self.params.get("stage") == "fit" else "test"
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
@@ -142,7 +143,7 @@ class Timer(Callback):
         return self.time_remaining() == 0.0
 
     def _gap(self) -> int:
-        """Steps until the clock is asked again: each on one rank, a second's on several."""
+        """Steps until the clock is checked again: one on one rank, a second's on several."""
         if not several_ranks(self.model):
             return 1
         elapsed, remaining = self.time_elapsed() - self._before_s, self.time_remaining() or 0.0
@@ -154,7 +155,7 @@ class Timer(Callback):
         if self.verbose and not self._said:
             self._said = True
             limit = timedelta(seconds=self.duration_s or 0.0)
-            print_on_rank_zero(self.model, f"The time limit of {limit} is over; training ends.")
+            print_on_rank_zero(self.model, f"The time limit of {limit} is over. Training stops.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed_s": self.time_elapsed()}
@@ -167,7 +168,7 @@ def seconds_of(duration: object) -> float:
     """A duration in seconds.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: nothing that is one, or none above 0.
+        ConfigurationError, ArgumentTypeError: it isn't a duration, or isn't above 0.
     """
     if isinstance(duration, str):
         found = WRITTEN.fullmatch(duration.strip())
@@ -199,29 +200,29 @@ PEAK_FLOPS = {
     "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A40": 149.7e12, "A10": 125e12,
     "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
-"""Operations a second of half precision, dense, by what is in torch's name of the device; from the
-makers' data sheets. The longer names come first."""
+"""Half-precision operations per second, dense, by a part of torch's name for the device. From the
+makers' data sheets. Longer names come first."""
 
 
 class ThroughputMonitor(Callback):
-    """Adds `batches_per_sec` and `samples_per_sec` to the epoch's logs, and what tokens ask for.
+    """Adds `batches_per_sec` and `samples_per_sec` to the epoch's logs, and token rates on request.
 
-    Over the epoch's last steps on all ranks together, without the first (which compiles and
-    warms up) and without the validation. An epoch of one step has none.
+    They cover the epoch's last steps on all ranks together. The first step (which compiles and
+    warms up) and the validation don't count. An epoch of one step has no values.
 
-    With `tokens` also `tokens_per_sec`, and where the devices' peak is known `mfu`: which part of
-    it the net's multiplications use. A token takes 6 operations for each number of the net's that
-    learns and 4 for each that is frozen; embeddings and attention itself aren't counted.
+    `tokens` also adds `tokens_per_sec`. If the devices' peak is known, it adds `mfu`, too: the
+    fraction of the peak that the net's multiplications use. A token takes 6 operations for each
+    parameter that learns and 4 for each frozen one. Embeddings and attention itself don't count.
 
     Args:
-        window_size: at most so many steps. Default 100.
-        separator: what joins the names to `prefix`. Default `"/"`.
-        prefix: what the names begin with: `"train"` gives `train/batches_per_sec`. Default `""`.
-        tokens: True for the whole numbers of the inputs (`"input_ids"` in a dict; without what its
-            `"attention_mask"` hides), a number for that many tokens a sample, or a function that
-            gives a batch's tokens. Default None: not counted.
-        peak_flops: what a device can compute, in operations a second. Default None: known GPUs'
-            in half precision, where the training is in half precision.
+        window_size: the most steps to average over. Default 100.
+        separator: the text between `prefix` and a name. Default `"/"`.
+        prefix: the prefix of the names: `"train"` gives `train/batches_per_sec`. Default `""`.
+        tokens: True counts the integers in the inputs (`"input_ids"` in a dict, without those that
+            its `"attention_mask"` hides). A number means that many tokens per sample. A function
+            returns the number of tokens in a batch. Default None: not counted.
+        peak_flops: a device's peak in operations per second. Default None: the half-precision peak
+            of known GPUs, if training is in half precision.
 
     Example:
         >>> import torch, fitkit
@@ -233,8 +234,8 @@ class ThroughputMonitor(Callback):
         ... ])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be, or inputs in which no tokens
-            are found.
+        ConfigurationError, ArgumentTypeError: an argument is invalid, or the inputs have no
+            tokens.
     """
 
     stops_alike = True
@@ -283,7 +284,7 @@ class ThroughputMonitor(Callback):
         tokens = 0.0
         if self.tokens:
             tokens = sum(from_all_ranks(self.model, float(sum(self._tokens))))
-            # Ranks that compute a batch together have counted the same.
+            # Ranks that compute a batch together have counted the same tokens.
             tokens /= self.model._fitkit.compilation.strategy.ranks_per_batch
         if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0]:
             return
@@ -301,7 +302,7 @@ class ThroughputMonitor(Callback):
                 logs[self._name("mfu")] = rate * operations_of_token(self.model) / peak
 
     def _note_end(self) -> None:
-        # A GPU works behind the loop; by now its losses were read, so it has caught up.
+        # A GPU runs behind the loop. By now its losses were read, so it has caught up.
         if self._end_s is None:
             self._end_s = self._clock()
 
@@ -316,9 +317,9 @@ class ThroughputMonitor(Callback):
         return f"{self.prefix}{self.separator}{name}" if self.prefix else name
 
     def _tokens_of(self, batch: Any) -> Any:
-        """A batch's tokens: a number, or a tensor () on the device."""
+        """The number of tokens in a batch: a number, or a tensor () on the device."""
         if isinstance(batch, RankBatch):
-            if not batch.count:  # it only fills a place
+            if not batch.count:  # a placeholder batch
                 return 0
             batch = batch.batch
         if callable(self.tokens):
@@ -333,14 +334,14 @@ class ThroughputMonitor(Callback):
         found = arrays[0] if arrays else None
         if found is None or found.is_floating_point() or found.is_complex():
             raise ConfigurationError(
-                "ThroughputMonitor(tokens=True) found no whole numbers in the inputs that could be "
-                "tokens. Write tokens=128, say, for that many in a sample, or give a function of a "
-                "batch."
+                "ThroughputMonitor(tokens=True) found no integers in the inputs that could be "
+                "tokens. Write the number of tokens in a sample, like tokens=128, or give a "
+                "function of a batch."
             )
         return mask.sum() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else found.numel()
 
     def _peak_of_all(self) -> float | None:
-        """What all devices of the run can compute together, in operations a second."""
+        """The peak of all devices in the run together, in operations per second."""
         strategy = self.model._fitkit.compilation.strategy
         peak = self.peak_flops
         if peak is None and strategy.device.type == "cuda" and "16" in strategy.precision.name:
@@ -350,13 +351,13 @@ class ThroughputMonitor(Callback):
 
 
 def operations_of_token(net: torch.nn.Module) -> float:
-    """The operations of a token's forward and backward, by the numbers of a net's parameters.
+    """The operations for one token's forward and backward pass, by the number of parameters.
 
     Reference: Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B.
     """
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     tables = {id(m.weight) for m in net.modules() if isinstance(m, embeddings)}
-    # One that is the head, too, multiplies.
+    # An embedding that is also the head does multiply.
     tables -= {id(m.weight) for m in net.modules() if isinstance(m, torch.nn.Linear)}
     return float(
         sum(
@@ -377,18 +378,18 @@ MIB = 2**20
 
 
 class DeviceStatsMonitor(Callback):
-    """Adds the devices' memory to the epoch's logs; asked once an epoch, not in the loop.
+    """Adds the devices' memory to the epoch's logs. It asks once per epoch, not in the loop.
 
-    On CUDA `gpu_memory_peak_mib` is the most that torch held on any of the run's GPUs in the
-    epoch. On the CPU `cpu_percent` is this process's use of one core (rank 0's, over the epoch),
-    `cpu_memory_peak_mib` its peak so far.
+    On CUDA, `gpu_memory_peak_mib` is the most memory that torch held on any GPU of the run during
+    the epoch. On the CPU, `cpu_percent` is this process's use of one core (rank 0's, over the
+    epoch), and `cpu_memory_peak_mib` its peak so far.
 
     Args:
-        cpu_stats: whether to log the CPU's; None (default): where the run is on the CPU.
-        log_gpu_memory: `"all"` adds for each GPU of the run `gpu_<index>_memory_mib`, what is
-            used there by anybody, as nvidia-smi shows it (on several nodes
-            `rank_<rank>_gpu_<index>_…`); `"min_max"` adds the least and the most of them,
-            `gpu_memory_min_mib` and `gpu_memory_max_mib`. None (default): neither.
+        cpu_stats: whether to log the CPU's values. Default None: if the run is on the CPU.
+        log_gpu_memory: `"all"` adds `gpu_<index>_memory_mib` for each GPU of the run: the memory in
+            use by anyone, as nvidia-smi shows it. On several nodes the name is
+            `rank_<rank>_gpu_<index>_…`. `"min_max"` adds the smallest and largest of these,
+            `gpu_memory_min_mib` and `gpu_memory_max_mib`. None (default) adds neither.
 
     Example:
         >>> import torch, fitkit
@@ -400,7 +401,7 @@ class DeviceStatsMonitor(Callback):
         ... ])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
     """
 
     stops_alike = True
@@ -426,7 +427,7 @@ class DeviceStatsMonitor(Callback):
             logs.update(self._gpu_values(from_all_ranks(self.model, mine)))
 
     def _gpus(self) -> list[torch.device]:
-        """The GPUs of this rank: its own, or all where one process has them."""
+        """The GPUs of this rank: its own, or all if one process uses several."""
         strategy = self.model._fitkit.compilation.strategy
         devices = list(strategy.devices) if strategy.world.size == 1 else [strategy.device]
         return [device for device in devices if device.type == "cuda"]
@@ -440,7 +441,7 @@ class DeviceStatsMonitor(Callback):
         return values
 
     def _gpu_values(self, ranks: list[dict[int, tuple[float, float]]]) -> dict[str, float]:
-        """The logs from every rank's (peak, used) by device index."""
+        """The logs, from each rank's (peak, used) by device index."""
         places = [(rank, index) for rank, found in enumerate(ranks) for index in found]
         several_nodes = len({index for _, index in places}) < len(places)
         used = {}
@@ -458,12 +459,12 @@ class DeviceStatsMonitor(Callback):
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """The most that torch held since the epoch's begin, and what anybody uses now, in MiB."""
+    """The most memory that torch held in the epoch, and all memory in use now, in MiB."""
     free, total = torch.cuda.mem_get_info(device)
     return torch.cuda.max_memory_allocated(device) / MIB, (total - free) / MIB
 
 
 def _times() -> tuple[float, float]:
-    """Seconds of computing by this process, and of the clock."""
+    """Seconds of CPU time of this process, and of the clock."""
     times = os.times()
     return times.user + times.system, time.monotonic()

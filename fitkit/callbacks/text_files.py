@@ -1,4 +1,4 @@
-"""Text files that grow while a training runs: tables (CSV), and JSON by lines."""
+"""Text files that grow during training: tables (CSV) and JSON lines."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from fitkit.checkpoint.remote import downloaded, is_url, refuse_url
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 ABSENT = "NA"
-"""What a table has where a row lacks a value."""
+"""The cell for a value that a row lacks."""
 
 UNKNOWN = "backslashreplace"
-"""How what UTF-8 can't say (half of a surrogate pair) is written: `\\ud800`."""
+"""How text that UTF-8 can't encode (half of a surrogate pair) is written: `\\ud800`."""
 
 
 class TextFile:
-    """A file of lines that are there whole or not at all, however the writing process ended.
+    """A file of complete lines, however the writing process ended.
 
     Args:
-        path: the file, whose folder must be there, or its URL: what can't be added to is written
-            anew each time.
-        key: the column with a number that grows: the epoch or the step.
+        path: the file, in an existing folder, or its URL. A file that can't be appended to is
+            rewritten each time.
+        key: the column with a growing number: the epoch or the step.
     """
 
     def __init__(self, path: Path | str, key: str) -> None:
         self.path = path
         self.key = key
-        self._remote = ""  # all of the file at a URL
+        self._remote = ""  # the whole text of a file at a URL
 
     def begin(self, *, keeps: bool, before: int | None = None) -> None:
-        """Begin the file anew, or go on with what is there but for a line that was cut short.
+        """Start the file, or continue an existing one without a line that was cut short.
 
         Args:
-            keeps: whether to go on.
-            before: with it, only lines stay whose number comes before: those after are made again.
+            keeps: whether to continue.
+            before: if given, keep only lines with a smaller number: the rest are made again.
 
         Raises:
-            OSError: it can't be written.
+            OSError: the file can't be written.
         """
         if isinstance(self.path, str):
             self._remote = _text_at(self.path) if keeps else ""
@@ -60,11 +60,11 @@ class TextFile:
             self._replace(kept)
 
     def add(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Write a line; it is in the file when this returns.
+        """Write a line. It is in the file when this returns.
 
         Args:
-            own: the line's number, and other columns of the file's own; None: there is none.
-            values: by name. One that has the name of an own column is written with `_` after it.
+            own: the line's number, and other columns of the file itself. None: there is none.
+            values: values by name. A name that is also a column of the file itself gets a `_`.
         """
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class TextFile:
         raise NotImplementedError
 
     def _text(self) -> str:
-        """The file's text; a last line that was cut short is taken off the file."""
+        """The file's text. An incomplete last line is removed from the file."""
         if isinstance(self.path, str):
             return self._remote
         with self.path.open(encoding="utf-8", newline="") as file:
@@ -96,7 +96,7 @@ class TextFile:
 
 
 class Table(TextFile):
-    """A CSV file; a name that first appears later becomes a new column, `NA` in the rows above."""
+    """A CSV file. A name that first appears later becomes a new column, with `NA` above."""
 
     def __init__(self, path: Path | str, key: str, separator: str = ",") -> None:
         super().__init__(path, key)
@@ -143,13 +143,13 @@ class Table(TextFile):
 
 
 class JSONLinesFile(TextFile):
-    """A file with a JSON object in each line; NaN and infinity, which JSON lacks, become null."""
+    """A file with a JSON object per line. NaN and infinity, which JSON lacks, become null."""
 
     def add(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         self.write({**own, **beside(own, values)})
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a line without a number, such as settings."""
+        """Write a line without a number, such as the settings."""
         self._append(json.dumps(as_json(record)) + "\n")
 
     def _before(self, text: str, number: int) -> str:
@@ -165,7 +165,7 @@ class JSONLinesFile(TextFile):
 
 
 class _EpochFile(Callback):
-    """Writes a line for each epoch."""
+    """Writes a line per epoch."""
 
     stops_alike = True
     append: bool
@@ -182,18 +182,18 @@ class _EpochFile(Callback):
 
 
 class CSVLogger(_EpochFile):
-    """Writes a table with a row for each epoch: `epoch` (from 0), then the logs.
+    """Writes a CSV table with a row per epoch: `epoch` (from 0), then the logs.
 
-    Rank 0 writes, an epoch at a time, so that a crash loses none. A log that first appears in a
-    later epoch gets a new column, with `NA` in the rows above. A log called `epoch` is in the
-    column `epoch_`.
+    Rank 0 writes after each epoch, so a crash loses none. A log that first appears in a later
+    epoch gets a new column, with `NA` in the rows above. A log named `epoch` gets the column
+    `epoch_`.
 
     Args:
-        filename: the file, whose folder must be there, or its URL (`s3://…`).
-        separator: what stands between the columns, one character. Default `","`.
-        append: whether to go on with the table that is there (after a restart, say), adding the
-            columns that it lacks. A fit that begins with a later epoch than 0 replaces the rows
-            of the epochs that it makes again. Default False: each fit begins the file anew.
+        filename: the file, in an existing folder, or its URL (`s3://…`).
+        separator: the character between columns. Default `","`.
+        append: whether to continue an existing table, for example after a restart. Missing columns
+            are added. A fit that begins with an epoch after 0 replaces the rows of the epochs that
+            it repeats. Default False: each fit starts the file again.
 
     Example:
         >>> import torch, fitkit
@@ -205,8 +205,8 @@ class CSVLogger(_EpochFile):
         ... ])
 
     Raises:
-        ArgumentTypeError, ConfigurationError: arguments that can't be.
-        OSError: when fit begins, a file that can't be written.
+        ArgumentTypeError, ConfigurationError: an argument is invalid.
+        OSError: the file can't be written (when fit begins).
     """
 
     def __init__(
@@ -224,14 +224,14 @@ class CSVLogger(_EpochFile):
 
 
 class JSONLogger(_EpochFile):
-    """Writes a line with a JSON object for each epoch: `epoch` (from 0) and the logs.
+    """Writes a line with a JSON object per epoch: `epoch` (from 0) and the logs.
 
-    Rank 0 writes, an epoch at a time. JSON knows no NaN and no infinity; they become null. A log
-    called `epoch` is written as `epoch_`.
+    Rank 0 writes after each epoch. JSON has no NaN and no infinity, so they become null. A log
+    named `epoch` is written as `epoch_`.
 
     Args:
-        filename: the file, whose folder must be there, or its URL (`s3://…`).
-        append: whether to go on with the file that is there, as in `CSVLogger`. Default False.
+        filename: the file, in an existing folder, or its URL (`s3://…`).
+        append: whether to continue an existing file, as in `CSVLogger`. Default False.
 
     Example:
         >>> import torch, fitkit
@@ -243,8 +243,8 @@ class JSONLogger(_EpochFile):
         ... ])
 
     Raises:
-        ArgumentTypeError: arguments that can't be.
-        OSError: when fit begins, a file that can't be written.
+        ArgumentTypeError: an argument is invalid.
+        OSError: the file can't be written (when fit begins).
     """
 
     def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:
@@ -255,10 +255,10 @@ class JSONLogger(_EpochFile):
 
 
 def checked_path(path: object, name: str = "path") -> Path:
-    """A path as an object.
+    """A path as a `Path`.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: it isn't a path.
     """
     if isinstance(path, (str, os.PathLike)) and str(path):
         refuse_url(path, "this", "Give a folder's path, and copy what is in it.")
@@ -267,7 +267,7 @@ def checked_path(path: object, name: str = "path") -> Path:
 
 
 def checked_place(path: object, name: str = "path") -> Path | str:
-    """A path as an object, or a URL as it is.
+    """A path as a `Path`, or a URL as it is.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -285,9 +285,9 @@ def _text_at(url: str) -> str:
 
 
 def beside(columns: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by names that are none of a table's own columns, as it can be written.
+    """Values under names that differ from a table's own columns.
 
-    `epoch` becomes `epoch_` (and `epoch_` `epoch__`, so that no two become one).
+    `epoch` becomes `epoch_` (and `epoch_` becomes `epoch__`, so that no two are the same).
     """
     found = {}
     for name, value in values.items():
@@ -297,19 +297,19 @@ def beside(columns: Collection[str], values: Mapping[str, Any]) -> dict[str, Any
 
 
 def writable(name: object) -> str:
-    """A name as a file in UTF-8 can have it."""
+    """A name as a UTF-8 file can hold it."""
     return str(name).encode("utf-8", UNKNOWN).decode("utf-8")
 
 
 def replace_text(path: Path | str, text: str) -> None:
-    """Write a file anew, whole or not at all."""
+    """Rewrite a file, completely or not at all."""
     content = text.encode("utf-8", UNKNOWN)
     with replacing(path, len(content)) as file:
         file.write(content)
 
 
 def _is_before(number: object, first: int) -> bool:
-    """Whether what a line has as its number is one before `first`; what is none stays."""
+    """Whether a line's number is below `first`. A line without a number stays."""
     try:
         return int(number) < first  # type: ignore[call-overload]
     except (TypeError, ValueError):
@@ -317,13 +317,13 @@ def _is_before(number: object, first: int) -> bool:
 
 
 def _cell(value: Any) -> Any:
-    """A value as a cell of a table; several numbers as a JSON list."""
+    """A value as a table cell; several numbers become a JSON list."""
     plain = plain_value(value)
     return json.dumps(plain) if isinstance(plain, (list, dict)) else plain
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON can have it."""
+    """A value in a form that JSON allows."""
     plain = plain_value(value)
     if isinstance(plain, list):
         return [as_json(item) for item in plain]
@@ -335,5 +335,5 @@ def as_json(value: Any) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """Arrays and tensors as numbers or lists; anything else as it is."""
+    """Arrays and tensors as numbers or lists. Other values stay as they are."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""Callbacks that watch for losses and numbers that can't be right."""
+"""Callbacks that watch for NaN, infinite values and loss spikes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class NonFiniteError(FitkitError, FloatingPointError):
 
 
 class TerminateOnNaN(Callback):
-    """Ends `fit` when the loss is NaN or infinite, on whichever rank.
+    """Ends `fit` when the loss is NaN or infinite, on any rank.
 
-    The device isn't asked after every batch: the running mean stays non-finite once a batch's
-    loss was, so it is read every `check_every` batches and at each epoch's end.
+    The loss isn't read after every batch. Once a batch's loss is NaN or infinite, so is the running
+    mean. It is read every `check_every` batches and at the end of each epoch.
 
     Args:
-        raise_error: whether to raise instead of stopping. Default False.
-        check_every: batches between two looks. Default 10.
+        raise_error: whether to raise an error instead of stopping. Default False.
+        check_every: the number of batches between two checks. Default 10.
 
     Example:
         >>> import torch, fitkit
@@ -48,7 +48,7 @@ class TerminateOnNaN(Callback):
         ... ])
 
     Raises:
-        NonFiniteError: from `fit`, with `raise_error`; a `FloatingPointError`.
+        NonFiniteError: raised by `fit` if `raise_error` is set. It is a `FloatingPointError`.
     """
 
     stops_alike = True
@@ -84,10 +84,10 @@ class TerminateOnNaN(Callback):
 
 
 class BatchLosses:
-    """Collects the losses of batches without asking the device for each.
+    """Collects the losses of batches without reading the device for each.
 
-    A batch's logs carry the step's own loss as a tensor (`logs.batch_loss`). Where they don't,
-    it follows from two running means, which takes batches to be equally long.
+    A batch's logs carry the step's own loss as a tensor (`logs.batch_loss`). Otherwise the loss is
+    computed from two running means, which assumes batches of equal size.
     """
 
     def __init__(self) -> None:
@@ -95,12 +95,12 @@ class BatchLosses:
         self._sum = 0.0
 
     def reset(self) -> None:
-        """An epoch begins."""
+        """Start an epoch."""
         self._kept = []
         self._sum = 0.0
 
     def add(self, batch: int, logs: Logs) -> None:
-        """Take a batch's loss."""
+        """Record a batch's loss."""
         loss = getattr(logs, "batch_loss", None)
         if isinstance(loss, torch.Tensor):
             self._kept.append((batch, loss.detach()))
@@ -112,7 +112,7 @@ class BatchLosses:
         self._sum = total
 
     def take(self) -> list[tuple[int, float]]:
-        """Batches and their losses since the last time, with one look at the device."""
+        """The batches and losses since the last call, with one read from the device."""
         kept, self._kept = self._kept, []
         if not kept:
             return []
@@ -121,24 +121,24 @@ class BatchLosses:
 
 
 NORMAL = 1.4826
-"""A normal distribution's standard deviation, in median absolute deviations."""
+"""The standard deviation of a normal distribution, in median absolute deviations."""
 
 LEAST_SPREAD = 0.01
-"""Losses that hardly vary are taken to spread by this part of their median."""
+"""The least spread to assume for losses that hardly vary, as a fraction of their median."""
 
 
 class NormMonitor(Callback):
     """Adds `grad_norm` and `param_norm` to the epoch's logs.
 
-    `grad_norm` is the mean over the epoch's updates of the norm of all gradients, before they are
-    clipped; batch logs have its running mean. Updates that scaled losses leave out don't count.
-    `param_norm` is the norm of all parameters at the epoch's end.
+    `grad_norm` is the norm of all gradients before clipping, averaged over the epoch's updates. The
+    logs of batches have its running mean. Updates that loss scaling skips don't count. `param_norm`
+    is the norm of all parameters at the end of the epoch.
 
     Args:
         parameters: whether to add `param_norm`. Default True.
 
     Attributes:
-        norms: the gradients' norm at each update of the last fit, as known at its epochs' ends.
+        norms: the gradient norm at each update of the last fit, extended at the end of each epoch.
 
     Example:
         >>> import torch, fitkit
@@ -156,7 +156,7 @@ class NormMonitor(Callback):
         check_flag("parameters", parameters)
         self.parameters: bool = parameters
         self.norms: list[float] = []
-        self._before: list[float] = []  # of the epoch, before it was cut
+        self._before: list[float] = []  # of this epoch, before a resume
         self._logged = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -191,7 +191,7 @@ class NormMonitor(Callback):
         self._before = [float(norm) for norm in state["epoch"]]
 
     def _of_epoch(self) -> list[float]:
-        """The norms of the epoch's updates so far, also of those before it was cut."""
+        """The norms of the epoch's updates so far, including those before a resume."""
         norms = self._taken()
         return self._before + (torch.stack(norms).tolist() if norms else [])
 
@@ -202,29 +202,29 @@ class NormMonitor(Callback):
 
 
 class LossSpikeError(FitkitError, RuntimeError):
-    """The loss of a batch is far above those before it."""
+    """The loss of a batch is far above the losses before it."""
 
 
 class DetectLossSpike(Callback):
-    """Notices batches whose loss is far above the median of those before.
+    """Detects batches whose loss is far above the median of the batches before.
 
-    A batch spikes where its loss exceeds the window's median by more than `threshold` times the
-    window's spread (1.4826 median absolute deviations, the standard deviation of normal
-    numbers), or isn't finite. Spikes don't enter the window. The device is asked every
-    `check_every` batches only.
+    A batch is a spike if its loss exceeds the window's median by more than `threshold` times the
+    window's spread, or isn't finite. The spread is 1.4826 median absolute deviations, which is the
+    standard deviation of normally distributed numbers. Spikes don't enter the window. The device
+    is read only every `check_every` batches.
 
     Args:
-        threshold: how many spreads. Default 10.
-        window: batches to compare with; nothing is noticed before half of them. Default 50.
-        patience: spikes in a row before the action. Default 1.
-        action: `"warn"` (default; once a fit), `"stop"` the training or `"raise"`.
-        check_every: batches between two looks. Default 10.
+        threshold: the number of spreads above the median. Default 10.
+        window: the number of batches to compare with. Detection starts at half of them. Default 50.
+        patience: the number of spikes in a row before the action. Default 1.
+        action: `"warn"` (default; once per fit), `"stop"` or `"raise"`.
+        check_every: the number of batches between two checks. Default 10.
 
     Attributes:
-        spikes: (epoch, batch, loss) of each, epochs and batches from 0.
+        spikes: a list of (epoch, batch, loss), with epochs and batches from 0.
 
     Ranks:
-        Each rank looks at its own batches; they act together.
+        Each rank checks its own batches. All ranks act together.
 
     Example:
         >>> import torch, fitkit
@@ -236,7 +236,7 @@ class DetectLossSpike(Callback):
         ... ])
 
     Raises:
-        LossSpikeError, NonFiniteError: from `fit`, with `"raise"`.
+        LossSpikeError, NonFiniteError: raised by `fit` with `action="raise"`.
     """
 
     stops_alike = True
@@ -326,19 +326,19 @@ class DetectLossSpike(Callback):
 
 
 def _median(values: Iterable[float]) -> float:
-    from statistics import median  # with decimal and fractions: not for whoever only imports fitkit
+    from statistics import median  # imports decimal and fractions: only where it is used
 
     return median(values)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sighting:
-    """One place looked at in one batch.
+    """One checked place in one batch.
 
     Attributes:
-        batch: its index.
+        batch: the batch's index.
         what: the place, in words.
-        flag: a 0-d tensor, True where some value isn't finite; read later.
+        flag: a 0-d tensor, True if some value isn't finite; read later.
     """
 
     batch: int
@@ -347,23 +347,23 @@ class Sighting:
 
 
 class DetectNonFinite(Callback):
-    """Names the first module whose output (or parameter whose gradient) is NaN or infinite.
+    """Names the first module whose output, or parameter whose gradient, is NaN or infinite.
 
-    For debugging: each module's output is looked at in each training batch, which costs an
-    operation a tensor. The device is asked every `check_every` batches only, and the first
-    place in the order of computation is named: the input, the modules' outputs, the gradients.
+    Use it for debugging. It checks each module's output in each training batch, which costs one
+    operation per tensor. The device is read only every `check_every` batches. The first place in
+    the order of computation is named: the input, the modules' outputs, the gradients.
 
     Args:
-        action: `"raise"` (default) a NonFiniteError, `"stop"` the training, or `"warn"`, once.
-        check_every: batches between two looks. Default 10.
-        gradients: whether to look at gradients too. Default True; under `"16-mixed"` precision
-            they aren't, since its loss scale lets some of them overflow on purpose.
+        action: `"raise"` (default) a NonFiniteError, `"stop"` the training, or `"warn"` once.
+        check_every: the number of batches between two checks. Default 10.
+        gradients: whether to check gradients, too. Default True. With `"16-mixed"` precision they
+            aren't checked, because its loss scale makes some of them overflow on purpose.
 
     Attributes:
-        found: what was found, in words; None where nothing was.
+        found: the finding, in words; None if there is none.
 
     Ranks:
-        Each rank looks at its own batches; a finding on any of them counts for all.
+        Each rank checks its own batches. A finding on any rank counts for all.
 
     Example:
         >>> import torch, fitkit
@@ -375,7 +375,7 @@ class DetectNonFinite(Callback):
         ... ])
 
     Raises:
-        NonFiniteError: from `fit`; a `FloatingPointError`.
+        NonFiniteError: raised by `fit`. It is a `FloatingPointError`.
     """
 
     stops_alike = True
@@ -416,7 +416,7 @@ class DetectNonFinite(Callback):
             self._handles = list(self._hooks())
 
     def _hooks(self) -> Iterator[Any]:
-        """Hooks on every module, in the order in which they will fire."""
+        """Hooks on every module, in the order in which they will run."""
         net = self._net()
         yield net.register_forward_pre_hook(self._see_input, with_kwargs=True)
         for name, module in net.named_modules():
@@ -455,7 +455,7 @@ class DetectNonFinite(Callback):
 
     @torch.no_grad()
     def _look(self, what: str, tree: Any) -> None:
-        """Note, on the device, whether all floating numbers of a tree are finite."""
+        """Record, on the device, whether all floating-point numbers of a tree are finite."""
         tree = dict(tree) if hasattr(tree, "items") else tree
         for leaf in trees.leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
@@ -481,7 +481,7 @@ class DetectNonFinite(Callback):
         self._remove()
 
     def _check(self) -> None:
-        """Read the flags, with one look at the device; the same on every rank."""
+        """Read the flags from the device, once. The result is the same on every rank."""
         sightings, self._sightings = self._sightings, []
         if self.found is not None:
             return

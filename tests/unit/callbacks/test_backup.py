@@ -117,7 +117,7 @@ def test_a_damaged_backup_is_told_and_the_one_before_serves(tmp_path, keep):
         return
     whole, model = compiled(), compiled()
     fit(whole)
-    with pytest.warns(UserWarning, match=r"000003.h5 is damaged.* goes on from .*000002.h5"):
+    with pytest.warns(UserWarning, match=r"000003.h5 is damaged.* continues from .*000002.h5"):
         fit(model, backup)
     assert_same_weights(model, whole)
 

@@ -180,7 +180,7 @@ def test_running_values_choose_among_batches(tmp_path):
     compiled().fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[saves, looks])
     lowest = [f"{i + 1}.h5" for i in range(4) if all(seen[i] < earlier for earlier in seen[:i])]
     assert sorted(os.listdir(tmp_path)) == lowest
-    with pytest.raises(ConfigurationError, match="known at their ends only"):
+    with pytest.raises(ConfigurationError, match="known only at their ends"):
         compiled().fit(
             X, Y, verbose=0, validation_data=(X, Y),
             callbacks=ModelCheckpoint("x.h5", save_best_only=True, save_freq=1),
@@ -449,13 +449,13 @@ def test_monitor_x_and_filename_x_find_what_is_logged_by_step_and_by_epoch(tmp_p
 
 @pytest.mark.parametrize(("options", "error", "text"), [
     ({}, ConfigurationError, "needs a name"),
-    ({"filepath": "a.h5", "dirpath": "b"}, ConfigurationError, "the one or the others"),
+    ({"filepath": "a.h5", "dirpath": "b"}, ConfigurationError, "Use filepath, or the other two"),
     ({"dirpath": 3}, ArgumentTypeError, "dirpath=3"),
     ({"filename": 3}, ArgumentTypeError, "filename=3"),
     ({"dirpath": "a", "filename": "b.ckpt"}, ConfigurationError, "end in .h5"),
     ({"dirpath": "a", "every_n_epochs": 0}, ConfigurationError, "every_n_epochs=0"),
     ({"dirpath": "a", "every_n_epochs": 2, "every_n_train_steps": 3}, ConfigurationError, "one"),
-    ({"filepath": "a.h5", "save_top_k": -1}, ConfigurationError, "as many names"),
+    ({"filepath": "a.h5", "save_top_k": -1}, ConfigurationError, "several names"),
     ({"filepath": "{epoch}.h5", "save_top_k": -2}, ConfigurationError, "save_top_k=-2"),
 ])  # fmt: skip
 def test_what_lightnings_arguments_can_not_be_together(options, error, text):

@@ -298,7 +298,7 @@ def test_a_part_that_is_not_there_and_one_that_is_all_are_refused():
     with pytest.raises(ConfigurationError, match=r"'body'.*'backbone', 'head'"):
         model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning(backbone="body"))
     model.net.head.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match="nothing would be left"):
+    with pytest.raises(ConfigurationError, match="Nothing would be left"):
         model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning())
     model.net.head.requires_grad_(True)
     model.compile(lr_scheduler="cosine")

@@ -254,7 +254,7 @@ def ticking(timer):
 def test_time_that_runs_out_ends_the_training_after_the_batch_or_the_epoch(capsys):
     steps, _ = trained(ticking(Timer({"seconds": 6})))
     assert len(steps) == 6
-    assert capsys.readouterr().out == "The time limit of 0:00:06 is over; training ends.\n"
+    assert capsys.readouterr().out == "The time limit of 0:00:06 is over. Training stops.\n"
     steps, _ = trained(ticking(Timer({"seconds": 2}, interval="epoch", verbose=False)))
     assert len(steps) == 16  # two looks, one an epoch's end
     assert len(trained(Timer("01:00:00:00"))[0]) == 24
@@ -362,7 +362,7 @@ def test_padding_that_a_mask_hides_is_no_token():
     assert monitor._tokens_of({"input_ids": ids, "attention_mask": (ids > 0).long()}) == 3
     assert monitor._tokens_of({"input_ids": ids.numpy()}) == 6
     for batch in ({"pixels": ids}, (torch.ones(2, 3), ids), {}):
-        with pytest.raises(ConfigurationError, match="found no whole numbers"):
+        with pytest.raises(ConfigurationError, match="found no integers"):
             monitor._tokens_of(batch)
 
 

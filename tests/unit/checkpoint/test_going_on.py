@@ -42,7 +42,7 @@ def test_last_passes_over_a_damaged_file_with_a_warning_that_names_it(tmp_path):
     cut(tmp_path / "2.h5")
     again = compiled()
     fresh = ModelCheckpoint(tmp_path / "{epoch}.h5")
-    with pytest.warns(UserWarning, match=r"2\.h5 is damaged.* goes on from .*1\.h5"):
+    with pytest.warns(UserWarning, match=r"2\.h5 is damaged.* continues from .*1\.h5"):
         history = again.fit(X, Y, epochs=3, verbose=0, callbacks=fresh, resume_from="last")
     assert history.epoch == [0, 1, 2]
     assert again.global_step == 6
@@ -57,7 +57,7 @@ def test_a_callback_whose_files_are_all_damaged_leaves_it_to_another(tmp_path):
     two = BackupAndRestore(tmp_path / "b", delete_checkpoint=False)
     compiled().fit(X, Y, epochs=1, verbose=0, callbacks=[one, two])
     cut(tmp_path / "a.h5")
-    with pytest.warns(UserWarning, match=r"a\.h5 is damaged.* goes on from .*backup-"):
+    with pytest.warns(UserWarning, match=r"a\.h5 is damaged.* continues from .*backup-"):
         history = compiled().fit(
             X, Y, epochs=2, verbose=0, callbacks=[one, two], resume_from="last"
         )

@@ -303,7 +303,7 @@ def test_a_backup_at_a_url_is_gone_on_from_and_deleted(url):
     assert names(f"{url}/backup") == ["backup-000001.h5", "backup-000002.h5"]
     with fsspec.open(f"{url}/backup/backup-000002.h5", "wb") as file:
         file.write(b"damaged")
-    with pytest.warns(UserWarning, match="goes on from .*backup-000001"):
+    with pytest.warns(UserWarning, match="continues from .*backup-000001"):
         again = trained(backup())
     assert torch.equal(again.net.weight, uncut.net.weight)
     assert names(f"{url}/backup") == []

@@ -336,7 +336,7 @@ def test_load_model_wants_a_net(tmp_path):
 
 
 def test_what_a_model_checkpoint_refuses_at_once():
-    with pytest.raises(ConfigurationError, match="is to have the best, and save_last=True"):
+    with pytest.raises(ConfigurationError, match="is for the best checkpoint, but save_last=True"):
         ModelCheckpoint("runs/last.h5", "loss", save_top_k=1, save_last=True)
     with pytest.raises(ConfigurationError, match="mode='x'"):
         ModelCheckpoint("{epoch}.h5", mode="x")
