@@ -1,4 +1,4 @@
-"""Loggers: callbacks that send a training's numbers, settings and pictures somewhere."""
+"""Loggers: callbacks that record a training's numbers, settings and figures."""
 
 from fitkit.foreign_names import no_attribute
 from fitkit.loggers.base import Logger
@@ -22,9 +22,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Tell what a peer's name is here.
+    """Explain a name that fitkit doesn't have, such as one from Keras or Lightning.
 
     Raises:
-        AttributeError: always: only names that aren't there are asked for.
+        AttributeError: always, because Python calls this for unknown names only.
     """
     raise no_attribute(__name__, name)

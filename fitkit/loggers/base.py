@@ -1,4 +1,4 @@
-"""The base of all loggers: when something is logged, and on which rank."""
+"""The base class of loggers, which decides what is logged when, and on which rank."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
 
 READ_EVERY = 100
-"""Batches whose losses stay on the device until one look reads them all."""
+"""The most batches whose losses stay on the device until one read fetches them all."""
 
 
 class Logger(Callback):
-    """Sends a training's numbers somewhere: a callback that `fit` takes as any other.
+    """Base class of loggers, which record a training's numbers. A logger is a callback of `fit`.
 
-    For another one override `log_scalars`, and of the rest what it can do. They are called on
-    rank 0 only, in this order: `start`, `log_hyperparameters`, then `log_scalars` for each epoch
-    (and between them, as `update_freq` says), at last `finish`.
+    To write your own, override `log_scalars` and any of the other methods. They are called on rank
+    0 only, in this order: `start`, `log_hyperparameters`, `log_scalars` for each epoch (and within
+    epochs, by `update_freq`), `finish`.
 
     Args:
-        update_freq: `"epoch"` (default) logs at epochs' ends. A number n also logs at every n-th
-            batch: `batch_loss`, the mean loss of the n batches on rank 0, `batch_learning_rate`,
-            and the other running values, as the progress bar shows them: the metrics so far and
-            what `self.log` got. For these all metrics are computed and the device is read, which
-            with n = 1 is at each step: a small net may take several times as long.
-            `"batch"` logs each batch's loss and rate alone, and reads the device every 100 batches.
+        update_freq: `"epoch"` (default) logs at the end of each epoch. A number n also logs at
+            every n-th batch: `batch_loss`, the mean loss of the n batches on rank 0,
+            `batch_learning_rate`, and the other running values of the progress bar (the metrics so
+            far and the values of `self.log`). This computes all metrics and reads the device. With
+            n = 1 it does so at each step, and a small net may take several times as long.
+            `"batch"` logs each batch's loss and rate only, and reads the device every 100 batches.
 
     Attributes:
-        resumes: whether the training goes on with a later epoch than the first.
-        run_id: what names the run where the logger writes to, if anything does; checkpoints keep
-            it, so that a training that is resumed goes on with its run.
-        connection: what a logger holds open while a fit runs; it doesn't travel to other ranks.
+        resumes: whether the training continues with a later epoch than the first.
+        run_id: the id of the run at the logger's service, if there is one. Checkpoints keep it, so
+            that a resumed training continues its run.
+        connection: what a logger keeps open during a fit. It isn't sent to other ranks.
 
     Example:
         >>> import torch, fitkit
@@ -53,11 +53,11 @@ class Logger(Callback):
         [...'loss'...]
 
     Raises:
-        ArgumentTypeError, ConfigurationError: an `update_freq` that can't be.
+        ArgumentTypeError, ConfigurationError: `update_freq` is invalid.
     """
 
     stops_alike = True
-    comes_last = True  # What all others add to an epoch's logs is logged.
+    comes_last = True  # to log what all other callbacks add to an epoch's logs
 
     def __init__(self, update_freq: str | int = "epoch") -> None:
         self.update_freq = update_freq
@@ -65,7 +65,7 @@ class Logger(Callback):
         self.run_id: str | None = None
         self._every = _every(update_freq)
         if self._every:
-            # Only then: a hook at batches costs a little.
+            # Only if needed: a batch hook costs a little.
             vars(self)["on_train_batch_end"] = self._after_batch
         self.connection: Any = None
         self._is_open = False
@@ -74,40 +74,40 @@ class Logger(Callback):
     # ------------------------------------------------------------------ for loggers to override
 
     def start(self) -> None:
-        """A fit begins: open what is written to."""
+        """Called when a fit begins. Open your file or connection here."""
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
-        """Take the settings: strings, numbers and flags by name, without None."""
+        """Record the settings: strings, numbers and flags by name, without None."""
 
     def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
-        """Take numbers by name, NaN and infinity among them.
+        """Record numbers by name. They may include NaN and infinity.
 
         Args:
             values: an epoch's logs, or those of a batch, whose names begin with `batch_`.
-            step: the training batches made so far, over all epochs.
-            epoch: the epoch's number, from 0; None for values of a batch.
+            step: the number of training batches so far, over all epochs.
+            epoch: the epoch's number, from 0; None for a batch's values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define log_scalars.")
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
-        """Take a matplotlib figure; a logger that keeps no pictures leaves it.
+        """Record a matplotlib figure. Loggers that keep no pictures ignore it.
 
-        Nobody calls it but you: in a callback of your own, where `model.is_global_zero`.
+        fitkit never calls it. Call it in your own callback, if `model.is_global_zero`.
 
         Args:
-            name: what it shows.
-            figure: the figure; it stays as it is, and open.
-            step: where it belongs; None takes the place where the training is.
+            name: the figure's name.
+            figure: the figure. It stays unchanged and open.
+            step: the step that it belongs to. Default None: the training's current one.
         """
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The fit has ended, by `error` if there is one: close what was opened."""
+        """Called when the fit has ended, with its `error` if there is one. Close what is open."""
 
     def opened(self) -> Any:
-        """The connection, for `log_figure`, which may be called at a wrong time.
+        """The connection, for `log_figure`, which may be called at the wrong time.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: there is no connection.
         """
         if self.connection is None:
             raise ConfigurationError(
@@ -120,7 +120,7 @@ class Logger(Callback):
 
     @property
     def step(self) -> int:
-        """The training batches made so far, over all epochs."""
+        """The number of training batches so far, over all epochs."""
         model = getattr(self, "model", None)
         run = None if model is None else run_of(model)
         if model is None or run is None or model.current_epoch != self._epoch:
@@ -133,11 +133,11 @@ class Logger(Callback):
         if not self.resumes:
             self.run_id = None
         before = self._before + self._made if first else 0
-        # A checkpoint that is loaded after this knows better.
+        # A checkpoint that is loaded later overrides this.
         self._count_from(first * steps if steps else before, first)
 
     def _count_from(self, step: int, epoch: int) -> None:
-        """Begin to count an epoch's batches, after that many steps."""
+        """Start to count an epoch's batches, after that many steps."""
         self._before, self._epoch, self._made = step, epoch, 0
         self._batch_losses = BatchLosses()
         self._waiting: list[tuple[int, float]] = []  # steps not yet logged, and their rates
@@ -145,7 +145,7 @@ class Logger(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch != self._epoch:
             self._count_from(self._before + self._made, epoch)
-        # Not when fit begins: only now a checkpoint has said which run this is.
+        # Not when fit begins: only a checkpoint says which run this is, and it is loaded by now.
         if self.model.is_global_zero and not self._is_open:
             self.start()
             self._is_open = True
@@ -164,7 +164,7 @@ class Logger(Callback):
             self._log_waiting({})
 
     def _log_waiting(self, running: dict[str, float]) -> None:
-        """Log the losses and rates that wait; `running` has further values."""
+        """Log the waiting losses and rates. `running` has further values."""
         losses = dict(self._batch_losses.take())
         waiting, self._waiting = self._waiting, []
         for batch, rate in waiting:
@@ -212,12 +212,12 @@ class Logger(Callback):
         self.resumes = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send other ranks no open file: nobody writes there."""
+        """Send other ranks no open file: they don't write."""
         return {**super().__getstate__(), "connection": None, "_is_open": False}
 
 
 def _every(update_freq: object) -> int:
-    """After how many batches something is logged; 0 where only epochs are."""
+    """The number of batches between two logs; 0 for epochs only."""
     if isinstance(update_freq, str):
         if update_freq not in ("epoch", "batch"):
             raise ConfigurationError(
@@ -233,9 +233,9 @@ def _every(update_freq: object) -> int:
 
 
 def scalars(logs: Logs) -> dict[str, float]:
-    """The logs that are one number, as floats; matrices and texts are left out.
+    """The logs that are one number, as floats. Matrices and texts are left out.
 
-    Their names are such as files can have.
+    The names are made valid for files.
     """
     found = {}
     for name, value in logs.items():
@@ -250,9 +250,9 @@ def scalars(logs: Logs) -> dict[str, float]:
 def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
     """Collect a training's settings: strings, numbers and flags by name.
 
-    The model's own `hparams`, where it has them; what `compile` was given, with the optimizer's
-    class and rate where it was left out; `epochs`, `batch_size` and `world_size`; the net's name
-    and its number of parameters. An argument that is None has no entry.
+    They are the model's own `hparams`, if any; the arguments of `compile`, with the class and rate
+    of a default optimizer; `epochs`, `batch_size` and `world_size`; and the net's name and number
+    of parameters. Arguments that are None are left out.
     """
     own = getattr(model, "hparams", None)
     net = model._weights_module()
@@ -269,7 +269,7 @@ def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def pixels(figure: Any) -> np.ndarray[Any, Any]:
-    """A figure as (height, width, RGBA) bytes; its own canvas stays."""
+    """A figure as (height, width, RGBA) bytes. Its own canvas stays."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     before = figure.canvas

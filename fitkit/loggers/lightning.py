@@ -1,4 +1,4 @@
-"""fitkit's loggers under the names, and with the main arguments, that they have in Lightning."""
+"""fitkit's loggers under Lightning's names, with Lightning's main arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fitkit.loggers.tensorboard import TensorBoard
 from fitkit.loggers.text import CSV
 
 NAME = "lightning_logs"
-"""The folder, or the experiment, of who gives none."""
+"""The default folder or experiment name."""
 
 
 def _folder(save_dir: Any, name: Any, version: Any) -> Path | str:
-    """`<save_dir>/<name>/version_<n>`; without a version the first that isn't there."""
+    """`<save_dir>/<name>/version_<n>`. Without a version, the first number not yet used."""
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"name={describe(name)} must be a string or None.")
     if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
@@ -40,12 +40,12 @@ def _folder(save_dir: Any, name: Any, version: Any) -> Path | str:
 
 
 class TensorBoardLogger(TensorBoard):
-    """`TensorBoard` into `<save_dir>/<name>/version_<n>`.
+    """`TensorBoard` with Lightning's arguments. It writes to `<save_dir>/<name>/version_<n>`.
 
     Args:
-        save_dir: the folder of all, or its URL.
+        save_dir: the folder for all runs, or its URL.
         name: a folder in it, or None. Default `"lightning_logs"`.
-        version: a number, or a folder's name; None (default) takes the next that is free.
+        version: a number, or a folder's name. None (default) takes the next free number.
         log_graph: whether to write the net's modules. Default False.
         update_freq: when to log; see `Logger`.
 
@@ -68,12 +68,12 @@ class TensorBoardLogger(TensorBoard):
 
 
 class CSVLogger(CSV):
-    """`CSV` into `<save_dir>/<name>/version_<n>/metrics.csv`, whose folders are made.
+    """`CSV` with Lightning's arguments. It writes `<save_dir>/<name>/version_<n>/metrics.csv`.
 
     Args:
-        save_dir: the folder of all, or its URL.
+        save_dir: the folder for all runs, or its URL. Folders are created if needed.
         name: a folder in it, or None. Default `"lightning_logs"`.
-        version: a number, or a folder's name; None (default) takes the next that is free.
+        version: a number, or a folder's name. None (default) takes the next free number.
         update_freq: when to write; see `Logger`.
 
     Example:
@@ -110,11 +110,11 @@ class WandbLogger(WandB):
 
     Args:
         name: the run's name.
-        save_dir: the folder for wandb's files; None leaves it to wandb.
-        offline: whether to write files only, to be sent by `wandb sync`. Default False.
-        project: the project's name; None leaves it to wandb.
+        save_dir: the folder for wandb's files. None uses wandb's default.
+        offline: whether to write files only, which `wandb sync` can send later. Default False.
+        project: the project's name. None uses wandb's default.
         update_freq: when to log; see `Logger`.
-        **options: what else `wandb.init` takes.
+        **options: any other argument of `wandb.init`.
 
     Example:
         >>> import fitkit
@@ -141,10 +141,10 @@ class MLFlowLogger(MLflow):
     """`MLflow` with Lightning's arguments.
 
     Args:
-        experiment_name: it is made if it isn't there. Default `"lightning_logs"`.
-        run_name: None lets MLflow find one.
-        tracking_uri: where to; None: where MLflow is told to, else `save_dir`.
-        save_dir: a folder, in the place of `tracking_uri`. Default None.
+        experiment_name: the experiment, created if needed. Default `"lightning_logs"`.
+        run_name: the run's name. None lets MLflow choose one.
+        tracking_uri: the server or database. None uses MLflow's own setting, else `save_dir`.
+        save_dir: a folder instead of `tracking_uri`. Default None.
         update_freq: when to log; see `Logger`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Runs at tracking services: Weights & Biases, and MLflow."""
+"""Loggers for tracking services: Weights & Biases, and MLflow."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from fitkit.loggers.base import Logger, pixels
 from fitkit.registry import nearest
 
 OURS = ("id", "resume")
-"""Arguments of wandb.init that the logger gives itself."""
+"""Arguments of wandb.init that the logger sets itself."""
 
 
 class WandB(Logger):
-    """Logs to Weights & Biases; with `mode="offline"` into files, to be sent by `wandb sync`.
+    """Logs to Weights & Biases. With `mode="offline"` it writes files that `wandb sync` can send.
 
-    A value called `step` or `epoch` is `step_` or `epoch_` there.
-
-    A run that is open when fit begins is used and left open. Charts are over `step`, the training
-    batches so far; `epoch` counts from 0. A training that is resumed goes on with its run.
+    If a run is open when fit begins, it is used and left open. The x-axis is `step`, the number of
+    training batches so far; `epoch` counts from 0. A resumed training continues its run. Values
+    named `step` or `epoch` become `step_` or `epoch_`.
 
     Args:
-        project: the project's name; None leaves it to wandb.
+        project: the project's name. None uses wandb's default.
         update_freq: when to log; see `Logger`.
-        **options: what else `wandb.init` takes: `name`, `mode`, `dir`, `tags`, `group`, …
+        **options: any other argument of `wandb.init`: `name`, `mode`, `dir`, `tags`, `group`, …
 
     Example:
         >>> import fitkit
@@ -68,7 +67,7 @@ class WandB(Logger):
         if self._owns_run:
             again = {"id": self.run_id, "resume": "allow"} if self.run_id else {}
             self.connection = wandb.init(project=self.project, **self.options, **again)
-            # wandb's own count of steps refuses to go back, as a training that is resumed does.
+            # wandb's own step counter refuses to go back, as a resumed training must.
             self.connection.define_metric("*", step_metric="step")
         self.run_id: str | None = self.connection.id
 
@@ -83,7 +82,7 @@ class WandB(Logger):
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
         shown = self.step if step is None else step
-        # As numbers: wandb doesn't know subclasses of Figure, such as history.plot() gives.
+        # As pixels: wandb doesn't know subclasses of Figure, such as history.plot() returns.
         self.opened().log({name: _wandb().Image(pixels(figure)), "step": shown})
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -101,23 +100,23 @@ def _wandb() -> Any:
 
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""How many MLflow's servers take at once."""
+"""The most metrics that MLflow's servers take at once."""
 
 
 class MLflow(Logger):
     """Logs to MLflow: a database, a server or a folder.
 
-    A run of yours that is open when fit begins (`mlflow.start_run()`) is used and left open, where
-    neither an experiment nor an address is given. Metrics are over training steps. A training
-    that is resumed goes on with its run. A value called `epoch` is `epoch_` there. MLflow
-    doesn't take every character in a name: others become `_`.
+    If your own run is open when fit begins (`mlflow.start_run()`), and you give neither an
+    experiment nor an address, that run is used and left open. The x-axis is the training step. A
+    resumed training continues its run. A value named `epoch` becomes `epoch_`. Characters in names
+    that MLflow doesn't accept become `_`.
 
     Args:
-        experiment: the experiment's name; it is made if it isn't there. None: MLflow's default.
-        run_name: None lets MLflow find one.
-        tracking_uri: where to, as `"sqlite:///runs.db"` or `"http://…"`. None: where MLflow is
-            told to (`MLFLOW_TRACKING_URI`). A folder, as `"file:runs"`, is what MLflow 3 asks
-            MLFLOW_ALLOW_FILE_STORE=true for.
+        experiment: the experiment's name, created if needed. None: MLflow's default.
+        run_name: the run's name. None lets MLflow choose one.
+        tracking_uri: where to log, such as `"sqlite:///runs.db"` or `"http://…"`. None: MLflow's
+            own setting (`MLFLOW_TRACKING_URI`). For a folder, such as `"file:runs"`, MLflow 3
+            requires MLFLOW_ALLOW_FILE_STORE=true.
         update_freq: when to log; see `Logger`.
 
     Example:
@@ -126,7 +125,7 @@ class MLflow(Logger):
 
     Raises:
         MissingPackageError: mlflow isn't installed.
-        ArgumentTypeError: arguments that can't be.
+        ArgumentTypeError: an argument is invalid.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class MLflow(Logger):
 
     def _experiment_id(self) -> str:
         if self.experiment is None:
-            return "0"  # MLflow's "Default".
+            return "0"  # MLflow's "Default" experiment
         found = self.connection.get_experiment_by_name(self.experiment)
         if found is not None:
             return str(found.experiment_id)
@@ -173,7 +172,7 @@ class MLflow(Logger):
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        # MLflow refuses to change what a run has, as more epochs would in one that goes on.
+        # MLflow refuses to change a run's settings, such as more epochs in a resumed training.
         had = self.connection.get_run(self.run_id).data.params
         new = iter([Param(_key(k), str(v)) for k, v in values.items() if _key(k) not in had])
         while some := list(islice(new, MOST_PARAMS)):
@@ -202,7 +201,7 @@ class MLflow(Logger):
 
 
 def _key(name: str) -> str:
-    """A name as MLflow takes it."""
+    """A name with only the characters that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)
 
 

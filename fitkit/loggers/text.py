@@ -1,4 +1,4 @@
-"""Values logged to text files: a table (CSV), and JSON by lines."""
+"""Loggers that write text files: tables (CSV) and JSON lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fitkit.loggers.base import Logger
 
 
 class _TextLogger(Logger):
-    """Writes a line for each record, to a file of its kind."""
+    """Writes a line for each record to its file."""
 
     _kind: Callable[[Path | str, str], TextFile]
     _file: TextFile
@@ -48,20 +48,19 @@ class _TextLogger(Logger):
 
 
 class CSV(_TextLogger):
-    """Writes a table: `step`, `epoch` (`NA` between epochs' ends), then the values.
+    """Writes a CSV table: `step`, `epoch` (`NA` within epochs), then the values.
 
-    A value called `step` or `epoch` is in the column `step_` or `epoch_`.
-
-    The settings go to a second file, `<name>.hyperparameters.json`. A name that first appears
-    later becomes a new column, with `NA` in the rows above. A training that is resumed goes on
-    with the table, without the rows that it makes again.
+    Values named `step` or `epoch` get the columns `step_` or `epoch_`. The settings go to a second
+    file, `<name>.hyperparameters.json`. A name that first appears later becomes a new column, with
+    `NA` in the rows above. A resumed training continues the table, without the rows that it
+    repeats.
 
     Args:
-        path: the file, whose folder must be there, or its URL (`s3://…`), which is written anew
-            for each record.
+        path: the file, in an existing folder, or its URL (`s3://…`). A URL is rewritten for each
+            record.
         update_freq: when to write; see `Logger`.
-        append: whether a training that begins anew goes on with the table that is there, too.
-            Default False: it begins the file anew.
+        append: whether a new training also continues an existing table. Default False: it starts
+            the file again.
 
     Example:
         >>> import torch, fitkit
@@ -73,8 +72,8 @@ class CSV(_TextLogger):
         ... ])
 
     Raises:
-        ArgumentTypeError, ConfigurationError: arguments that can't be.
-        OSError: when fit begins, a file that can't be written.
+        ArgumentTypeError, ConfigurationError: an argument is invalid.
+        OSError: the file can't be written (when fit begins).
     """
 
     _kind = Table
@@ -91,19 +90,19 @@ class CSV(_TextLogger):
 
 
 class JSONLines(_TextLogger):
-    """Writes a line for the settings (`{"hyperparameters": {…}}`), then one for each record.
+    """Writes JSON lines: the settings (`{"hyperparameters": {…}}`), then one line per record.
 
-    A record has `step`, `epoch` (null between epochs' ends) and the values; JSON knows no NaN and
-    no infinity, they become null. Values called `step` or `epoch` are written as `step_` and
-    `epoch_`. Each line is in the file as soon as it is written. A training
-    that is resumed goes on with the file, without the records that it makes again.
+    A record has `step`, `epoch` (null within epochs) and the values. JSON has no NaN and no
+    infinity, so they become null. Values named `step` or `epoch` become `step_` or `epoch_`. Each
+    line is in the file as soon as it is written. A resumed training continues the file, without the
+    records that it repeats.
 
     Args:
-        path: the file, whose folder must be there, or its URL (`s3://…`), which is written anew
-            for each record.
+        path: the file, in an existing folder, or its URL (`s3://…`). A URL is rewritten for each
+            record.
         update_freq: when to write; see `Logger`.
-        append: whether a training that begins anew goes on with the file that is there, too.
-            Default False: it begins the file anew.
+        append: whether a new training also continues an existing file. Default False: it starts
+            the file again.
 
     Example:
         >>> import torch, fitkit
@@ -115,8 +114,8 @@ class JSONLines(_TextLogger):
         ... ])
 
     Raises:
-        ArgumentTypeError, ConfigurationError: arguments that can't be.
-        OSError: when fit begins, a file that can't be written.
+        ArgumentTypeError, ConfigurationError: an argument is invalid.
+        OSError: the file can't be written (when fit begins).
     """
 
     _kind = JSONLinesFile

@@ -1,7 +1,7 @@
-"""Checks of a first batch against its loss: mistakes that torch computes with, or reports oddly.
+"""Checks of the first batch against the loss, for mistakes that torch ignores or reports unclearly.
 
-They read values back from the device, so they run once a fit, never in a step. A device assert
-(labels out of range on CUDA) would end the process; these come before it.
+They read values from the device, so they run once per fit, never in a step. They run before a
+device assert (labels out of range on CUDA), which would end the process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ REMEDIES_FOR_TWO_LABELS = {(1.0, 2.0): "y - 1", (-1.0, 1.0): "(y + 1) / 2", (0.0
 
 
 def check_batch(definition: Definition, label: str, prediction: Any, target: Any) -> None:
-    """Refuse a first batch that the loss can't mean anything for.
+    """Refuse a first batch that makes no sense for the loss.
 
     Raises:
-        ConfigurationError: with what was found and what to write instead.
+        ConfigurationError: with the finding, and what to write instead.
     """
     _check_tensors(label, prediction, target)
     _check_shapes(definition, label, prediction, target)
@@ -55,7 +55,7 @@ def check_batch(definition: Definition, label: str, prediction: Any, target: Any
 
 
 def _check_tensors(label: str, prediction: Any, target: Any) -> None:
-    """Refuse a missing target, what isn't a tensor, and batches of different lengths."""
+    """Refuse a missing target, values that aren't tensors, and batches of different lengths."""
     if target is None:
         raise ConfigurationError(
             f"{label} compares predictions with targets, but y is missing. Pass y, or give "
@@ -69,7 +69,7 @@ def _check_tensors(label: str, prediction: Any, target: Any) -> None:
             )
         if value.ndim == 0:
             raise ConfigurationError(
-                f"{label} needs one {what} a sample, but the {what} is a tensor without "
+                f"{label} needs one {what} per sample, but the {what} is a tensor without "
                 "dimensions. Its first dimension must be the batch."
             )
     if prediction.shape[0] != target.shape[0]:
@@ -232,8 +232,8 @@ def _check_shares(definition: Definition, label: str, target: torch.Tensor) -> N
     raise ConfigurationError(
         f"{label} takes targets of the predictions' shape as one-hot rows, or as the classes' "
         f"shares that sum to 1 along axis {axis}, but of y's rows (shape {tuple(target.shape)}) "
-        f"{fault}. For several yes/no labels a sample write loss={binary!r}; samples that "
-        "shall not count need a sample_weight of 0."
+        f"{fault}. For several yes/no labels per sample write loss={binary!r}. Samples that "
+        "must not count need a sample_weight of 0."
     )
 
 

@@ -1,4 +1,4 @@
-"""The loss that a net computes itself, and what its mean is taken over."""
+"""The loss that a net computes itself, and the count behind its mean."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class OwnLoss(Loss):
         return (labels != IGNORED).sum()
 
     def decide_by_sum(self, mean: Any, summed: Any, target: Any) -> None:
-        """Find out which labels the net's loss is the mean over, from the same batch's sum.
+        """Find out which labels the net's loss is the mean of, from the same batch's sum.
 
         Args:
-            mean: what the net gave for a batch.
-            summed: what it gave for the batch with `num_items_in_batch=1`.
+            mean: the net's loss for a batch.
+            summed: its loss for the batch with `num_items_in_batch=1`.
             target: the batch's labels.
         """
         own, total = _carried(mean), _carried(summed)
@@ -67,7 +67,7 @@ class OwnLoss(Loss):
             self._take(rule)
 
     def agree(self, collectives: Any) -> None:
-        """Weigh by the same labels on every rank, also where a rank's first batch has none.
+        """Use the same labels for the count on every rank, even if a rank's first batch has none.
 
         Ranks:
             Collective.
@@ -83,7 +83,7 @@ class OwnLoss(Loss):
             self.hint = LossHint("logits", "classes", -1, is_shifted=rule == "shifted")
 
     def _decide(self, prediction: Any, target: torch.Tensor) -> None:
-        """Find out which labels the net's loss is the mean over, at a batch where some count."""
+        """Find out which labels the net's loss is the mean of, from a batch with labels."""
         ignored = target == IGNORED
         if bool(ignored.all()):
             return  # no loss was computed of any label yet
@@ -92,7 +92,7 @@ class OwnLoss(Loss):
             self._has_warned = True
             warn(
                 "Labels of -100 don't count in the net's own loss, and fitkit can't tell what "
-                "its mean is taken over: batches are weighed by their samples, so the result "
+                "its mean is taken over. It weights batches by their samples, so the result "
                 "depends on how they are cut. Return logits beside the loss, give compile a loss, "
                 "or return {'loss': loss, 'count': labels that count} from a training_step."
             )
@@ -116,7 +116,7 @@ class OwnLoss(Loss):
 
 
 MOST_SCORES = 2**24
-"""So many logits are copied at once at most: those of a batch may be gigabytes."""
+"""The most logits to copy at once: those of a batch may take gigabytes."""
 
 
 def is_labels(target: Any) -> bool:
@@ -127,19 +127,19 @@ def is_labels(target: Any) -> bool:
 
 @torch.no_grad()
 def labels_rule(prediction: Any, target: Any) -> str | None:
-    """Which label each of a net's logits is for, by the loss that the net has computed itself.
+    """Which label each of a net's logits predicts, found from the loss that the net computed.
 
-    The cross entropy of the logits is computed in both ways and compared with the net's loss.
-    Where both fit (as while all logits are equal) or none does (where an auxiliary loss was
-    added, say), an output whose class is called `…CausalLM…`, as Hugging Face's are, is shifted.
+    The cross entropy of the logits is computed in both ways and compared with the net's loss. Both
+    may fit (while all logits are equal), or neither (with an auxiliary loss). Then an output whose
+    class name contains `CausalLM`, as Hugging Face's do, is taken as shifted.
 
     Args:
         prediction: the net's output, with its loss and its logits, (N, C) or (N, T, C).
-        target: the labels, (N,) or (N, T); -100 where there is none.
+        target: the labels, (N,) or (N, T); -100 for no label.
 
     Returns:
-        `"shifted"`: logits[:, t] are for labels[:, t + 1], and the last for none; `"aligned"`:
-        each is for the label in its place; None: that isn't clear.
+        `"shifted"`: logits[:, t] predict labels[:, t + 1], and the last predict none. `"aligned"`:
+        each predicts the label in its own place. None: unclear.
     """
     loss, logits = _carried(prediction), named_outputs(prediction).get(SINGLE)
     if loss is None or not isinstance(logits, torch.Tensor) or not is_labels(target):
@@ -155,7 +155,7 @@ def labels_rule(prediction: Any, target: Any) -> str | None:
     else:
         ways = {way: _cross_entropy(logits, target, n) for n, way in enumerate(LABELS_RULES)}
     value = loss.double().mean().item()
-    # What bfloat16 can hold was rounded to it, by up to 4e-3, before predictions were widened.
+    # A value that bfloat16 can hold was rounded by up to 4e-3 before predictions were widened.
     tolerance = 1e-2 if bool((loss == loss.bfloat16()).all()) else 1e-3
     away = {way: abs(found - value) for way, found in ways.items()}
     fitting = [way for way in away if away[way] <= tolerance * abs(value)]
@@ -168,7 +168,7 @@ def labels_rule(prediction: Any, target: Any) -> str | None:
 
 
 LABELS_RULES = ("aligned", "shifted")
-"""What `labels_rule` finds, by how many places further a logit's label is."""
+"""The results of `labels_rule`, and the distance from a logit to its label in places."""
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> float:
@@ -199,9 +199,10 @@ def _nothing_carried(prediction: Any) -> ConfigurationError:
         output = describe(prediction) if is_tensor else type(prediction).__name__
     return ConfigurationError(
         f"compile was given no loss, or wasn't called, and the net's output ({output}) carries "
-        "none. Give compile a loss before fit: model.compile('adam', loss='cross_entropy'), say. "
-        "Or let the net return an object with .loss (Hugging Face models do when the batch has "
-        "labels) or a dict with 'loss'; or define training_step, validation_step and test_step in "
-        "a subclass.",
+        "none. Give compile a loss before fit, like model.compile('adam', "
+        "loss='cross_entropy'). "
+        "Or let the net return an object with .loss (Hugging Face models do if the batch has "
+        "labels) or a dict with 'loss'. Or define training_step, validation_step and "
+        "test_step in a subclass.",
         code="FK015",
     )
