@@ -1,4 +1,4 @@
-"""Activations that are dropped after a block's forward, and computed again for its backward."""
+"""Activation checkpointing: drop a block's activations, and compute them again for the backward."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 Blocks = bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
-"""All repeated blocks or none, the outermost submodules of classes, or those a function names."""
+"""True for all repeated blocks, False for none, classes, or a function that selects submodules."""
 
 Net = TypeVar("Net", bound=nn.Module)
 
 
 def checkpoint_activations(net: Net, blocks: Blocks = True) -> Net:
-    """Let blocks keep only their inputs for the backward, which computes the rest again.
+    """Save memory by recomputing the activations of blocks in the backward pass.
 
-    Training takes less memory and about a third more time; the numbers are the same, bit for bit.
-    Dropout draws the same again, and running statistics count each batch once. It holds for this
-    net under every strategy, until it is changed by another call. Names of parameters, files and
-    predictions stay as they are. With `jit_compile` torch can't compile a whole step that draws
-    random numbers in such blocks: then the net alone is compiled.
+    The blocks keep only their inputs. Training takes less memory and about a third more time. The
+    numbers are the same, bit for bit: dropout draws the same again, and running statistics count
+    each batch once. It holds for this net under every strategy, until another call changes it.
+    Names of parameters, files and predictions don't change. With `jit_compile`, torch can't compile
+    a whole step that draws random numbers in such blocks. Then only the net is compiled.
 
     Args:
-        net: a module, or a model of fitkit; it is changed in place.
-        blocks: True (default) for repeated blocks, such as a transformer's layers; a module class
-            or a tuple of classes; or a function that says of a submodule whether it is meant. Of
-            blocks that lie in each other the outermost count. False: none, as before any call.
+        net: a module or a `fitkit.Model`. It is changed in place.
+        blocks: True (default) selects repeated blocks, such as a transformer's layers. Or pass a
+            module class, a tuple of classes, or a function that returns True for the submodules
+            you mean. Of nested blocks, the outermost count. False undoes earlier calls.
 
     Returns:
         The net itself.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: there are no such blocks, or `blocks` names none.
+        ConfigurationError, ArgumentTypeError: `blocks` is invalid or selects no submodule.
 
     Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, arXiv:1604.06174.
 
@@ -70,7 +70,7 @@ def checkpoint_activations(net: Net, blocks: Blocks = True) -> Net:
 
 
 def check_blocks(name: str, asked: Any, *, functions: bool = False) -> None:
-    """Refuse what says of no submodule whether its activations are computed again."""
+    """Refuse a value that can't select the submodules to recompute."""
     kinds = asked if isinstance(asked, tuple) and asked else (asked,)
     if isinstance(asked, bool) or all(
         isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds
@@ -85,10 +85,10 @@ def check_blocks(name: str, asked: Any, *, functions: bool = False) -> None:
 
 
 def matching(module: nn.Module, blocks: list[nn.Module], asked: Blocks) -> list[nn.Module]:
-    """The submodules whose activations are computed again.
+    """The submodules whose activations are recomputed.
 
     Args:
-        blocks: what True means.
+        blocks: the blocks that True selects.
         asked: as for `checkpoint_activations`.
     """
     if isinstance(asked, bool):
@@ -105,16 +105,16 @@ def matching(module: nn.Module, blocks: list[nn.Module], asked: Blocks) -> list[
 
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Containers whose forward nobody calls."""
+"""Containers whose forward is never called."""
 
 
 def repeated(
     module: nn.Module, is_able: Callable[[nn.Module], bool] = lambda child: True
 ) -> list[nn.Module]:
-    """The outermost submodules of several parts that stand beside others of their class.
+    """The outermost submodules of several parts that have siblings of the same class.
 
     Args:
-        is_able: says of a submodule whether it can be a block.
+        is_able: whether a submodule can be a block.
     """
     found: list[nn.Module] = []
     waiting = [module]
@@ -133,19 +133,19 @@ def repeated(
 
 
 class Recomputed:
-    """A block's forward whose activations are dropped, and computed again for the backward.
+    """A block's forward that drops its activations, and recomputes them for the backward.
 
-    It takes the forward's place in the block, whose class and names stay. Running statistics count
-    a batch once: the second time the buffers are what they were the first time, and afterwards
-    what they have become.
+    It replaces the forward in the block, whose class and names stay. Running statistics count a
+    batch once: during the recomputation the buffers hold what they held the first time. Afterwards
+    they get their current values back.
 
     Args:
-        block: whose forward it is.
+        block: the block whose forward it is.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._own: Any = vars(block).get("forward")  # of this object alone
+        self._own: Any = vars(block).get("forward")  # this object's own forward, if any
         vars(block)["forward"] = self
 
     def remove(self) -> None:
@@ -156,8 +156,8 @@ class Recomputed:
 
     @property
     def plainly(self) -> Any:
-        """The block's forward as it is."""
-        # Found anew, for a pickled bound method would be this object.
+        """The block's original forward."""
+        # Looked up each time, because a pickled bound method would be this object.
         return self._own or type(self._block).forward.__get__(self._block)
 
     @property
@@ -167,7 +167,7 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return self.plainly(*args, **kwargs)
-        # What torch compiles has the buffers' changes apart from what is computed again.
+        # When torch compiles it, changes of buffers are kept apart from the recomputation.
         compiles = torch.compiler.is_compiling() or next(self._block.buffers(), None) is None
         contexts: dict[str, Any] = {} if compiles else {"context_fn": self._contexts}
         return checkpoint(self.plainly, *args, use_reentrant=False, **contexts, **kwargs)
@@ -178,19 +178,19 @@ class Recomputed:
 
     @contextlib.contextmanager
     def _noting(self, before: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-        """Note what those buffers have had that change meanwhile."""
+        """Record the values of the buffers that change within the block."""
         found = {buffer: (buffer._version, buffer.clone()) for buffer in self._block.buffers()}
         yield
         for part in self._block.modules():
             own = [buffer for buffer in part.buffers(recurse=False) if buffer in found]
-            # Torch's normalisations write running statistics past the count of versions.
+            # torch's normalizations change running statistics without counting a version.
             if isinstance(part, _NormBase) or any(b._version != found[b][0] for b in own):
                 before.update((buffer, found[buffer][1]) for buffer in own)
 
 
 @contextlib.contextmanager
 def _with_numbers(numbers: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Let tensors have other numbers meanwhile."""
+    """Give tensors other values within the block."""
     kept = {tensor: tensor.clone() for tensor in numbers}
     _overwrite(numbers)
     try:

@@ -1,4 +1,4 @@
-"""What a training would need of each device, before the devices are there."""
+"""Estimate what a training needs on each device, without the devices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from fitkit.training.step import unpacker_of
 from fitkit.tune import untouched
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}
-"""Bytes a second that one device may send over usual links, at best."""
+"""The most bytes per second that one device can send over common links."""
 
 ROWS = (
     "parameters", "gradients", "optimizer", "buffers", "activations", "backward", "exchange",
@@ -57,14 +57,14 @@ ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `plan` found; `str()` gives the table.
+    """The result of `plan`. `str()` gives the table.
 
     Attributes:
-        devices: on each node.
-        num_nodes: how many machines.
-        samples: of the measured batch.
-        sizes: of a training of the whole net on one device, in bytes.
-        costs: of the fullest device, by the strategy's name.
+        devices: the number of devices on each node.
+        num_nodes: the number of machines.
+        samples: the number of samples in the measured batch.
+        sizes: the bytes that a training of the whole net takes on one device.
+        costs: the bytes on the fullest device, by the strategy's name.
         notes: what the figures leave out.
     """
 
@@ -76,7 +76,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, list[str]]]:
-        """Each line's name, and what it says for each strategy."""
+        """Each line's name, and its entry for each strategy."""
         columns = list(self.costs.values())
         for name in ROWS:
             yield name, [human_bytes(getattr(costs, name)) for costs in columns]
@@ -111,28 +111,28 @@ def plan(
 ) -> Plan:
     """Print what a training would hold on each device and send in each update.
 
-    A net on real devices makes one step on one of them, with its compiled optimizer, loss and
-    precision, and is as before afterwards: what autograd keeps and what the optimizer keeps is
-    counted, not estimated. A net on the `meta` device makes its forward only, without memory.
-    The devices that are asked about need not be there.
+    If the net is on a real device, it makes one step there with its compiled optimizer, loss and
+    precision, and is restored afterwards. So the memory of autograd and of the optimizer is
+    counted, not estimated. A net on the `meta` device runs only its forward pass, without memory.
+    The devices that you ask about need not exist.
 
-    Activations are those of `batch` and grow in proportion to its samples. In the row `backward`
-    is the gradient of the largest one. Not in the figures: what lives only within one operation,
-    the device's own context and libraries (about half a gigabyte on CUDA), and what the allocator
-    can't fill (often a tenth).
+    Activations are those of `batch`, and grow in proportion to its samples. The row `backward` is
+    the gradient of the largest one. The figures leave out memory that lives within one operation
+    only, the device's own context and libraries (about half a gigabyte on CUDA), and memory that
+    the allocator can't fill (often a tenth).
 
     Args:
         model: a compiled model.
-        devices: on each node.
-        strategy: a name or an object, or several to compare.
-        batch: what one process gets in a step, as `fit` takes it: `(x, y)`.
-        num_nodes: machines. Default 1.
+        devices: the number of devices on each node.
+        strategy: a name or an object, or a list of several to compare.
+        batch: the batch that one process gets in a step, in the form for `fit`: `(x, y)`.
+        num_nodes: the number of machines. Default 1.
 
     Returns:
         The figures, in bytes.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: an argument that is none.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
 
     Example:
         >>> import torch, fitkit
@@ -146,12 +146,12 @@ def plan(
         True
 
     Reference: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models, 2020, arXiv:1910.02054, for what is kept where.
+    Models, 2020, arXiv:1910.02054, for which rank keeps what.
     """
     if not isinstance(model, Model):
         raise ArgumentTypeError(
-            f"model={describe(model)} must be a compiled fitkit.Model: its optimizer, loss and "
-            "precision count. Write fitkit.Model(net) and compile it."
+            f"model={describe(model)} must be a compiled fitkit.Model, because its optimizer, loss "
+            "and precision count. Write fitkit.Model(net) and compile it."
         )
     check_count("devices", devices)
     check_count("num_nodes", num_nodes)
@@ -190,17 +190,17 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a training of a whole net holds, in bytes.
+    """The bytes that a training of a whole net holds.
 
     Attributes:
-        parameters: all of them.
-        gradients: of those that learn.
-        optimizer: its state, once an update was made.
+        parameters: all parameters.
+        gradients: the gradients of the parameters that learn.
+        optimizer: the optimizer's state after an update.
         buffers: running statistics and the like.
-        activations: what forward keeps for backward, of the batch that one process reads.
-        backward: the gradient of the largest of these, which backward has beside them.
+        activations: what the forward pass keeps for the backward pass, for one process's batch.
+        backward: the gradient of the largest activation, which the backward pass holds as well.
         numbers: how many numbers learn.
-        element: bytes of one of these where they travel in half precision, else their own.
+        element: bytes per number when sent: in half precision if used, else its own width.
     """
 
     parameters: float
@@ -215,13 +215,13 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the fullest device holds, in bytes, and what a rank sends in a step.
+    """The bytes that the fullest device holds, and that a rank sends in a step.
 
     Attributes:
-        parameters, gradients, optimizer, buffers, activations, backward: as in `Sizes`, of this
+        parameters, gradients, optimizer, buffers, activations, backward: as in `Sizes`, on this
             device.
-        exchange: buffers in which gradients or parameters travel.
-        sent: bytes that a rank sends for each update.
+        exchange: the buffers for gradients or parameters that are sent.
+        sent: the bytes that a rank sends per update.
     """
 
     parameters: float
@@ -235,7 +235,7 @@ class Costs:
 
     @property
     def memory(self) -> float:
-        """All that the device holds."""
+        """All bytes that the device holds."""
         held = (self.parameters, self.gradients, self.optimizer, self.buffers)
         return sum(held) + self.activations + self.backward + self.exchange
 
@@ -259,25 +259,25 @@ def whole(sizes: Sizes) -> Costs:
 def costs_of(
     strategy: Strategy, module: nn.Module, sizes: Sizes, devices: int, nodes: int
 ) -> Costs:
-    """What the fullest device would hold, and a rank send, before any of them is there.
+    """Compute what the fullest device would hold and a rank would send, without the devices.
 
-    `costs_of.register` above a function with the same arguments is for a strategy of your own;
-    without one it costs what the class does from which it inherits.
+    For your own strategy, use `costs_of.register` on a function with the same arguments. Without
+    it, your strategy costs the same as its parent class.
 
     Args:
-        strategy: decides by its class, and by its options.
+        strategy: its class and its options decide.
         module: the net.
-        sizes: of a training of the whole net.
-        devices: on each node.
-        nodes: how many machines.
+        sizes: the bytes of a training of the whole net.
+        devices: the number of devices on each node.
+        nodes: the number of machines.
     """
     return whole(sizes)
 
 
 @costs_of.register
 def _(strategy: DP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-    # The first device, which holds what the copies' gradients come to; it sends each other
-    # one the parameters, and gets as many gradients back.
+    # The first device, which gathers the copies' gradients. It sends the parameters to each other
+    # device, and gets as many gradients back.
     return dataclasses.replace(
         whole(sizes),
         activations=sizes.activations / devices,
@@ -330,7 +330,7 @@ def _(strategy: DeepSpeed, module: nn.Module, sizes: Sizes, devices: int, nodes:
     ranks = devices * nodes
     if ranks == 1:
         return whole(sizes)
-    masters = sizes.numbers * 4 / ranks  # what is updated, beside what computes
+    masters = sizes.numbers * 4 / ranks  # the updated copy, besides the one that computes
     travelling = sizes.numbers * sizes.element
     bucket = bucket_of(strategy.config, sizes.numbers) * sizes.element
     is_third = strategy.stage == 3
@@ -339,7 +339,7 @@ def _(strategy: DeepSpeed, module: nn.Module, sizes: Sizes, devices: int, nodes:
         parameters=sizes.parameters / (ranks if is_third else 1),
         gradients=sizes.gradients / (ranks if strategy.stage > 1 else 1),
         optimizer=sizes.optimizer / ranks + masters,
-        # The third stage may have all parameters together (`stage3_max_live_parameters`).
+        # The third stage may gather all parameters at once (`stage3_max_live_parameters`).
         exchange=bucket + (travelling if is_third else 0.0),
         sent=2 * all_gather(travelling, ranks) + all_gather(sizes.gradients, ranks)
         if is_third
@@ -355,7 +355,7 @@ def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int)
     strategy.check_groups(ranks)
     together, reshards = strategy.tensor_parallel, strategy.reshard_after_forward
     within = strategy.shard_size or ranks // together  # ranks that share one copy
-    # Of those that compute a batch together each has a part of what the plan names.
+    # Of the ranks that compute a batch together, each has a part of the parameters in the plan.
     divided = divided_in(module, strategy.tensor_parallel_plan or {})
     blocks = blocks_of(module, strategy.wrap)
 
@@ -370,7 +370,7 @@ def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int)
     gradients = sizes.gradients * of_learning
     inside = [held(block.parameters()) for block in blocks]
     rest = held(parameters) - sum(inside)
-    # One block at work, the next on its way, and what belongs to none, all along.
+    # One block at work, the next on its way, and always what belongs to no block.
     at_once = rest + (2 * max(inside, default=0) if reshards else sum(inside))
     on_device = 0 if strategy.cpu_offload else 1 / within
     return dataclasses.replace(
@@ -388,7 +388,7 @@ def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int)
 
 
 def _check_batch(batch: Any) -> None:
-    """Refuse what is no batch."""
+    """Refuse what isn't a batch."""
     if batch is None or isinstance(batch, (DataLoader, Dataset, Iterator, str, int, float)):
         raise ArgumentTypeError(
             f"batch={describe(batch)} must be one batch of tensors or arrays, as one process gets "
@@ -397,7 +397,7 @@ def _check_batch(batch: Any) -> None:
 
 
 def _by_name(strategies: list[Strategy]) -> dict[str, Strategy]:
-    """Strategies by their names; the second of one name is numbered."""
+    """Strategies by name. The second with the same name is numbered."""
     found: dict[str, Strategy] = {}
     for item in strategies:
         earlier = sum(type(other) is type(item) for other in found.values())
@@ -406,7 +406,7 @@ def _by_name(strategies: list[Strategy]) -> dict[str, Strategy]:
 
 
 def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
-    """What one real step on one device holds."""
+    """The bytes that one real step on one device holds."""
     strategy = model._fitkit.compilation.strategy
     alone = SingleDevice().connect(
         Assignment((strategy.device,), strategy.device_ids[:1], copy.copy(strategy.precision))
@@ -414,7 +414,7 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     with untouched(model):
         model._fitkit.compilation = dataclasses.replace(model._fitkit.compilation, strategy=alone)
         with _activations(model) as saved:
-            # A list of one tensor would be arrays, from which fit cuts batches of its own.
+            # fit would take a list of one tensor as arrays, and cut its own batches from it.
             model.fit(iter([batch]), verbose=0)
         held = [*model.parameters(), *model._fitkit.compilation.loss_parameters()]
         state = sum(
@@ -426,7 +426,7 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
 
 
 def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
-    """The same of a net without memory, by its shapes."""
+    """The same for a net without memory, from its shapes."""
     net = model._weights_module()
     inputs = trees.map_leaves(_as_meta, unpacker_of(model)(batch)[0])
     with _activations(net) as saved:
@@ -446,7 +446,7 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
 
 
 def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
-    """The bytes of an optimizer's state after a step."""
+    """The bytes of an optimizer's state after one step."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
@@ -454,7 +454,7 @@ def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
         for optimizer in model._fitkit.compilation.optimizer.build(parameters, model):
             optimizer.step()
             state += sum(_held_bytes(own) for own in optimizer.state.values())
-            optimizer.state.clear()  # it may be the user's own
+            optimizer.state.clear()  # it may be the user's optimizer
     finally:
         for parameter in parameters:
             parameter.grad = None
@@ -486,7 +486,7 @@ def _sizes(
 
 
 def _held_bytes(tree: Any) -> int:
-    """The memory of a tree's tensors; quantized ones take what they are made of."""
+    """The bytes of a tree's tensors. A quantized tensor counts as the tensors that it wraps."""
 
     def size(tensor: Any) -> int:
         if not hasattr(tensor, "__tensor_flatten__"):
@@ -498,7 +498,7 @@ def _held_bytes(tree: Any) -> int:
 
 @contextlib.contextmanager
 def _recomputed(net: nn.Module, strategy: FSDP) -> Iterator[None]:
-    """Let the blocks be computed again that the strategy's training computes again."""
+    """Recompute the blocks that the strategy's training recomputes."""
     asked = strategy.activation_checkpointing
     blocks = matching(net, blocks_of(net, strategy.wrap), asked)
     plain = [block for block in blocks if not isinstance(vars(block).get("forward"), Recomputed)]
@@ -512,10 +512,10 @@ def _recomputed(net: nn.Module, strategy: FSDP) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _activations(net: nn.Module) -> Iterator[SavedTensors]:
-    """Count what autograd keeps, and what blocks keep while they are computed again.
+    """Count what autograd keeps, and what blocks keep while they are recomputed.
 
-    The latter is hidden from autograd's hooks. So each block makes its forward once more, for the
-    count: when its backward comes, as much is kept besides as after its forward.
+    Autograd's hooks don't see the latter. So each block runs its forward once more, to be counted.
+    During its backward it keeps as much again as after its forward.
     """
     held = [*net.parameters(), *net.buffers()]
 
@@ -552,15 +552,15 @@ def _duration(seconds: float) -> str:
 
 
 class SavedTensors:
-    """Counts the bytes that autograd keeps while it is entered; shared memory counts once.
+    """Counts the bytes that autograd keeps inside the block. Shared memory counts once.
 
     Args:
-        apart_from: tensors that are there anyway, such as parameters.
+        apart_from: tensors that exist anyway, such as parameters.
 
     Attributes:
-        bytes: how many are kept now.
-        peak: the most that were kept at one time.
-        largest: of one tensor that may have a gradient.
+        bytes: the bytes kept now.
+        peak: the most bytes kept at one time.
+        largest: the bytes of the largest tensor that may have a gradient.
     """
 
     def __init__(self, apart_from: Iterable[torch.Tensor] = ()) -> None:
@@ -615,5 +615,5 @@ def _kept(kept: _Kept) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What tensors over the same memory have in common, without memory too."""
+    """A number that tensors over the same memory share, even without real memory."""
     return tensor.untyped_storage()._cdata

@@ -1,6 +1,6 @@
-"""Precisions as objects: those with options, and what one of your own derives from.
+"""Precisions as objects: those with options, and the base class for your own.
 
-`compile(precision=…)` takes a name or one of these.
+`compile(precision=…)` takes a name or one of these objects.
 """
 
 from fitkit.distributed.precision import Float8Mixed, Precision

@@ -1,4 +1,4 @@
-"""The state of everything that draws numbers, so that a run can go on as if never cut."""
+"""The states of all random number generators, so that a run can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fitkit.arguments import check_count
 from fitkit.errors import ConfigurationError
 
 _NUMBERS = 624
-"""How many numbers the state of a Mersenne Twister has, which Python, NumPy and torch use."""
+"""How many numbers the state of a Mersenne Twister has. Python, NumPy and torch use it."""
 
 _SEED_BYTES = 8
-"""What a state of torch's begins with; then draws left, a flag, the place, and the numbers."""
+"""The start of torch's state. Then come the draws left, a flag, the place, and the numbers."""
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's generators, on all devices in use.
 
     Args:
-        generators: further ones (a loader's own).
+        generators: further generators (a loader's own).
 
     Returns:
         Plain data and tensors.
@@ -42,10 +42,10 @@ def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Go on drawing as `random_state` found it; a state for other devices is left out.
+    """Restore the states that `random_state` returned. States of other devices are ignored.
 
     Args:
-        generators: as given to `random_state`; where there are others now, they stay.
+        generators: as given to `random_state`. If there are others now, they stay unchanged.
     """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -61,16 +61,16 @@ def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator
 
 
 def is_of_a_gpu(state: Any) -> bool:
-    """Whether a generator's state has the form of a CUDA generator's: a seed and an offset."""
+    """Whether a generator's state looks like a CUDA generator's: a seed and an offset."""
     return isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.numel() == 16
 
 
 def check_random_state(state: Any) -> None:
-    """Refuse what `random_state` never gives, from a file that anybody may have written.
+    """Refuse a state that `random_state` never returns, from a file that anyone may have written.
 
-    Each library tries the state on a generator that nobody uses. Two don't look at all of it.
-    NumPy takes any place in the Mersenne Twister's 624 numbers, and reads there. Torch takes
-    a place and a number of draws left that together lead past their end.
+    Each library tries the state on an unused generator. Two of them don't check all of it. NumPy
+    takes any place in the Mersenne Twister's 624 numbers, and reads there. Torch takes a place and
+    a number of draws left that together lead past the end.
 
     Raises:
         ValueError: with what is wrong.
@@ -97,7 +97,7 @@ def check_random_state(state: Any) -> None:
 
 
 def _check_twister(numbers: Any) -> None:
-    """Refuse the one state that gives nothing but zeros, of which draws wait for ever."""
+    """Refuse the one state that yields only zeros, on which some draws would never end."""
     first, *others = (int(number) & 0xFFFFFFFF for number in numbers)
     if not any(others) and first < 1 << 31:  # of the first number, the top bit alone counts
         raise ValueError("all of it is zero")
@@ -123,20 +123,19 @@ def _check_torch(state: Any) -> None:
 
 
 def set_seed(seed: int) -> int:
-    """Seed Python's, NumPy's and torch's random numbers (on all devices).
+    """Seed the random numbers of Python, NumPy and torch (on all devices).
 
-    The same seed before the same calls gives the same bits on a CPU: weights, shuffling,
-    dropout.
+    The same seed before the same calls gives the same bits on a CPU: weights, shuffling, dropout.
 
     Args:
-        seed: from 0 to 2**32 - 1 (NumPy takes no more).
+        seed: an int from 0 to 2**32 - 1 (NumPy's limit).
 
     Returns:
         The seed.
 
     Raises:
-        ArgumentTypeError: not an int.
-        ConfigurationError: out of range.
+        ArgumentTypeError: `seed` isn't an int.
+        ConfigurationError: `seed` is out of range.
 
     Example:
         >>> import torch, fitkit

@@ -1,7 +1,7 @@
-"""Strategies by their public names, and how to add one of your own.
+"""Strategies by their public names, and how to add your own.
 
-`register("my_strategy")` above a subclass of `Strategy` makes it known to `compile` by that name;
-an installed package does the same with an entry point of the group `fitkit.strategies`.
+The decorator `register("my_strategy")` on a subclass of `Strategy` makes it known to `compile` by
+that name. An installed package does the same with an entry point of the group `fitkit.strategies`.
 """
 
 # ruff: noqa: N811 (its rule on capitals)
@@ -26,10 +26,10 @@ Kind = TypeVar("Kind", bound=type[Strategy])
 
 
 def register(name: str, *aliases: str) -> Callable[[Kind], Kind]:
-    """A decorator that makes a subclass of `Strategy` known to `compile` by name.
+    """Register a subclass of `Strategy` under a name for `compile`. Use it as a decorator.
 
     Args:
-        name, aliases: in any case; type checkers know it as `fitkit.typing.Name(name)`.
+        name, aliases: names, in any case. For type checkers write `fitkit.typing.Name(name)`.
 
     Example:
         >>> import torch, fitkit

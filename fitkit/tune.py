@@ -1,4 +1,4 @@
-"""Finding a learning rate or a batch size by trying; the model is left as it was.
+"""Find a learning rate or a batch size by short trials. The model stays as it was.
 
 Reference: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, arXiv:1506.01186.
 """
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 __all__ = ["RateRange", "batch_size", "learning_rate"]
 
 SMOOTHING = 0.9
-"""How much of the running mean of losses each new one keeps, for seeing that they explode."""
+"""The weight of the old mean in the running mean of losses that detects divergence."""
 
 WINDOW = 0.04
-"""How far a smoothed loss looks to each side, as a part of all updates."""
+"""The width of the smoothing window to each side, as a fraction of all updates."""
 
 SKIPPED = 5
-"""Updates at the beginning that make no suggestion."""
+"""The number of first updates that make no suggestion."""
 
 
 class RateRange:
     """The losses at rising learning rates.
 
     Attributes:
-        rates: one an update, rising.
-        losses: the mean loss of each update's batches, before it.
-        smoothed: their means over a window to both sides, with triangular weights. (A running
-            mean would lag behind, and make the suggestion too high.)
-        suggestion: the rate where the smoothed losses fall most steeply against the rate's
-            logarithm, before the lowest; None where they fall nowhere.
+        rates: the rising rates, one per update.
+        losses: the mean loss of each update's batches, before the update.
+        smoothed: the losses averaged over a window to both sides, with triangular weights. (A
+            running mean would lag behind and make the suggestion too high.)
+        suggestion: the rate at which the smoothed losses fall most steeply against the rate's
+            logarithm, before the lowest loss. None if they never fall.
 
     Example:
         >>> import torch, fitkit
@@ -75,7 +75,7 @@ class RateRange:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate to train with; None where the losses fall nowhere."""
+        """The rate to train with; None if the losses never fall."""
         place = self._steepest()
         return None if place is None else self.rates[place]
 
@@ -91,7 +91,7 @@ class RateRange:
         return min(slopes)[1]
 
     def _lowest(self) -> int:
-        """The place of the lowest loss; after it the training comes apart."""
+        """The index of the lowest loss. After it the training diverges."""
         finite = [loss if math.isfinite(loss) else math.inf for loss in self.smoothed[:-1]]
         return finite.index(min(finite)) if finite else 0
 
@@ -103,21 +103,21 @@ class RateRange:
         size: tuple[float, float] | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> Figure:
-        """Draw the losses over the rates, and the suggestion.
+        """Draw the losses over the rates, and mark the suggestion.
 
         Args:
-            figure: a matplotlib Figure to draw in; None makes one that pyplot doesn't know, as
-                `history.plot()` does.
-            axes: instead, the Axes to draw in.
-            size: the new figure's width and height in inches.
-            path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
+            figure: a matplotlib Figure to draw in. None makes a new one that pyplot doesn't
+                manage, as `history.plot()` does.
+            axes: instead of a figure, the Axes to draw in.
+            size: width and height of the new figure in inches.
+            path: a file to write as well: `.png`, `.svg`, `.pdf`, ….
 
         Returns:
             The figure, which a notebook shows.
 
         Raises:
             MissingPackageError: matplotlib isn't installed (`pip install 'fitkit[plot]'`).
-            ArgumentTypeError: nothing to draw in or to write to.
+            ArgumentTypeError: `figure`, `axes` or `path` has a wrong type.
         """
         return rate_curve(
             self.rates,
@@ -149,27 +149,28 @@ def learning_rate(
     mode: Literal["exponential", "linear"] = "exponential",
     early_stop_threshold: float | None = 4.0,
 ) -> RateRange:
-    """Try rising learning rates on a compiled model, and say at which one it learns fastest.
+    """Try rising learning rates on a compiled model, and suggest one.
 
-    The model trains for some updates, then gets its weights, optimizer and random numbers back.
-    Schedulers and warm-up take no part. Several parameter groups keep their rates' ratios.
+    The model trains for some updates. Then its weights, optimizer and random numbers are restored.
+    Schedulers and warmup have no effect here. Several parameter groups keep the ratios of their
+    rates.
 
     Args:
-        model: a compiled model; on several devices it trains on them.
-        x, y, batch_size, sample_weight: as in `fit`; data that can be read more than once.
+        model: a compiled model. It trains on its compiled devices.
+        x, y, batch_size, sample_weight: as in `fit`. The data must be readable more than once.
         min_lr: the first rate. Default 1e-8.
-        max_lr: the last one. Default 1.
-        num_training: updates. Default 100.
+        max_lr: the last rate. Default 1.
+        num_training: the number of updates. Default 100.
         mode: whether the rate rises by a constant factor (`"exponential"`, default) or by a
             constant difference (`"linear"`).
-        early_stop_threshold: stop where the smoothed loss is above so many times the lowest so
-            far. Default 4; None goes on to the end.
+        early_stop_threshold: stop if the smoothed loss is above this many times the lowest so far.
+            Default 4. None never stops early.
 
     Returns:
         The rates and losses, with `.suggestion` and `.plot()`.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
 
     Example:
         >>> import torch, fitkit
@@ -220,7 +221,7 @@ def _rate(mode: str, low: float, high: float, part: float) -> float:
 
 
 class _Climb(Callback):
-    """Sets the rate of each update, and notes the loss before it."""
+    """Sets the rate of each update, and records the loss before it."""
 
     stops_alike = True
 
@@ -241,7 +242,7 @@ class _Climb(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self._batch_losses.add(batch, logs)
         if updates_of(self.model) - self._begun == len(self.losses):
-            return  # Gradients are being accumulated.
+            return  # gradients are being accumulated
         mine = [loss for _, loss in self._batch_losses.take()]
         told = [loss for losses in from_all_ranks(self.model, mine) for loss in losses]
         if not told:
@@ -256,7 +257,7 @@ class _Climb(Callback):
 
 
 def running_mean(losses: list[float]) -> float:
-    """The mean of losses, the later the heavier."""
+    """The running mean of losses, in which later ones weigh more."""
     mean = 0.0
     for loss in losses:
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -264,12 +265,12 @@ def running_mean(losses: list[float]) -> float:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """The means of losses over a window around each."""
+    """The means of the losses over a window around each."""
     reach = max(2, round(WINDOW * len(losses)))
     weights = [reach + 1 - abs(offset) for offset in range(-reach, reach + 1)]
     found = []
     for place in range(len(losses)):
-        # As far to one side as to the other: else the ends would lean towards the middle.
+        # The same width on both sides, or the ends would lean towards the middle.
         side = min(reach, place, len(losses) - 1 - place)
         near = weights[reach - side : reach + side + 1]
         values = losses[place - side : place + side + 1]
@@ -289,25 +290,25 @@ def batch_size(
     max_trials: int = 25,
     max_val: int | None = None,
 ) -> int:
-    """The largest batch size with which a compiled model trains without running out of memory.
+    """Find the largest batch size with which a compiled model trains without running out of memory.
 
-    Each trial trains for some steps; afterwards the model has its weights, optimizer and random
-    numbers back. Leave some room: other programs, longer sequences and validations need memory,
-    too. On the CPU a machine may come to a standstill before it says that memory is short; give
-    `max_val` there.
+    Each trial trains for some steps. Then the model's weights, optimizer and random numbers are
+    restored. Leave some room: other programs, longer sequences and validations need memory, too.
+    On the CPU, pass `max_val`: a machine may come to a standstill before it reports that memory is
+    short.
 
     Args:
-        model: a compiled model; its devices and precision are those of the trials.
-        x, y, sample_weight: as in `fit`; arrays or a Dataset, whose batches fit makes.
-        mode: `"power"` (default) doubles the size until memory runs out; `"binsearch"` then
-            halves the gap, to the sample.
-        steps_per_trial: steps with each size. Default 3.
+        model: a compiled model. The trials use its devices and precision.
+        x, y, sample_weight: as in `fit`. Pass arrays or a Dataset, from which `fit` makes batches.
+        mode: `"power"` (default) doubles the size until memory runs out. `"binsearch"` then
+            searches the gap, down to one sample.
+        steps_per_trial: the number of steps with each size. Default 3.
         init_val: the first size. Default 2.
         max_trials: the most trials. Default 25.
-        max_val: the largest size to try; default, and at most, the samples of a rank.
+        max_val: the largest size to try. The default and the upper limit are a rank's samples.
 
     Returns:
-        The size, for each process, as `fit` takes it.
+        The batch size for each process, as `fit` takes it.
 
     Example:
         >>> import torch, fitkit
@@ -318,8 +319,8 @@ def batch_size(
         64
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be; even the first size is
-            too large; or x makes its own batches.
+        ConfigurationError, ArgumentTypeError: an argument is invalid, even the first size is too
+            large, or x makes its own batches.
     """
     check_choice("mode", mode, ("power", "binsearch"))
     check_count("steps_per_trial", steps_per_trial)
@@ -339,10 +340,10 @@ def batch_size(
 
 
 def search(fits: Any, mode: str, first: int, bound: int, trials: int) -> int:
-    """The largest size for which `fits(size)` is true, if it is so for all smaller ones.
+    """The largest size for which `fits(size)` is true, if it is true for all smaller ones.
 
     Raises:
-        ConfigurationError: it isn't for the first.
+        ConfigurationError: it isn't true for the first.
     """
     good, bad = 0, bound + 1
     size = first
@@ -373,7 +374,7 @@ def _samples(x: Any, y: Any) -> int:
 
 
 def _trains(model: Model, x: Any, y: Any, sample_weight: Any, size: int, steps: int) -> bool:
-    """Whether some steps with that batch size work."""
+    """Whether some steps with that batch size succeed."""
     try:
         model.fit(
             x, y, sample_weight=sample_weight, batch_size=size, steps_per_epoch=steps, verbose=0
@@ -383,7 +384,7 @@ def _trains(model: Model, x: Any, y: Any, sample_weight: Any, size: int, steps: 
         if not is_short_of_memory(error):
             raise
     finally:
-        # The error's frames held the step's tensors until here.
+        # Until here the error's frames kept the step's tensors alive.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -403,18 +404,18 @@ def is_short_of_memory(error: BaseException) -> bool:
 
 
 NOTES = ("history", "stop_training", "current_epoch", "_batch_size", "_log_names")
-"""What a fit leaves on a model beside its weights."""
+"""The attributes that a fit leaves on a model, besides its weights."""
 
 WITHOUT = dict.fromkeys(("warmup_epochs", "scale_lr", "lr_scheduler", "effective_batch_size"))
-"""Arguments of compile that would change rates or batches while something is tried."""
+"""Arguments of compile that would change rates or batches during a trial."""
 
 
 @contextlib.contextmanager
 def untouched(model: Model) -> Iterator[None]:
-    """Put weights, optimizers, schedulers, notes and random numbers back at the end.
+    """Restore weights, optimizers, schedulers, records and random numbers at the end.
 
-    Meanwhile nothing changes the learning rates by itself. The model, its parameters and its
-    optimizers stay the same objects.
+    Within the block nothing changes the learning rates by itself. The model, its parameters and
+    its optimizers stay the same objects.
     """
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     weights = [(tensor, _copied(tensor)) for tensor in _tensors(model)]
@@ -443,12 +444,12 @@ def untouched(model: Model) -> Iterator[None]:
 
 
 def _tensors(model: Model) -> list[torch.Tensor]:
-    """All that a training changes in place."""
+    """All tensors that a training changes in place."""
     return [*model.parameters(), *model.buffers(), *model._fitkit.compilation.loss_parameters()]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    # In main memory: a copy on the device would leave less of it for what is tried.
+    # In main memory: a copy on the device would leave less room for the trial.
     return tensor.detach().to("cpu", copy=True)
 
 

@@ -1,7 +1,7 @@
-"""The types of what users give to fitkit: names that editors complete and check, data, losses, …
+"""Types for fitkit's arguments: names that editors complete and check, data, losses and more.
 
-The names are those of the registries, which take other spellings too; `python -m tests.names`
-writes them here. A name that is only known when the program runs is a `Name`.
+The names are those of the registries, which accept other spellings, too. `python -m tests.names`
+writes them here. For a name that is known only at run time, use `Name`.
 
 Example:
     >>> import torch, fitkit
@@ -24,11 +24,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 Name = NewType("Name", str)
-"""A name that no type checker can know, as the program was given or has registered it."""
+"""A name that type checkers can't know, because it is computed or registered at run time."""
 
 
 class Unset(enum.Enum):
-    """Stands for an argument that a call leaves out; signatures show it as `...`."""
+    """The default of an argument that a call leaves out. Signatures show it as `...`."""
 
     UNSET = "..."
 
@@ -114,24 +114,24 @@ FilePath: TypeAlias = str | os.PathLike[str]
 
 
 class Array(Protocol):
-    """What converts to a NumPy array: a tensor, NumPy's own, a table of pandas, …"""
+    """Anything that converts to a NumPy array: a tensor, an array, a pandas table, …"""
 
     def __array__(self, *arguments: Any, **options: Any) -> Any: ...
 
 
 Arrays: TypeAlias = Array | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
-"""Arrays of as many samples each."""
+"""Arrays with the same number of samples each."""
 
 Data: TypeAlias = DataLoader[Any] | Dataset[Any] | Arrays | Iterable[Any]
 """Arrays, data that torch reads, or an iterable of batches."""
 
 if TYPE_CHECKING:
-    # Arrays to complete; but a net may give a tuple or a dict of them, so nothing is an error.
+    # Arrays, for completion. A net may return a tuple or dict, so nothing is an error.
     class NumpyOutput(np.ndarray[Any, Any], Any):
-        """What a net gives, in NumPy arrays."""
+        """A net's outputs as NumPy arrays."""
 
     class TensorOutput(torch.Tensor, Any):
-        """What a net gives, in tensors."""
+        """A net's outputs as tensors."""
 
         def __getitem__(self, indices: Any) -> Any: ...
 else:
@@ -145,35 +145,35 @@ OptimizerArgument: TypeAlias = (
     | Sequence[Optimizer]
     | Callable[..., Optimizer]
 )
-"""A dict has the name and other settings. A class, a partial and a factory are callables that give
-an optimizer."""
+"""A dict has the name and other settings. Classes, partials and factories are callables that
+return an optimizer."""
 
 OneLoss: TypeAlias = LossName | Name | Callable[..., Any]
 """A module is a callable too."""
 
 Nested: TypeAlias = list[Any] | tuple[Any, ...] | Mapping[Any, Any]
-"""Of the outputs within a structure of outputs; or several losses of one output."""
+"""The losses of the outputs in a structure, or several losses of one output."""
 
 LossArgument: TypeAlias = (
     OneLoss | Sequence[OneLoss | Nested | None] | Mapping[Any, OneLoss | Nested | None] | None
 )
-"""One for all outputs, or by the outputs' structure."""
+"""One for all outputs, or nested as the outputs are."""
 
 OneMetric: TypeAlias = MetricName | Name | Callable[..., Any]
 """A metric of torchmetrics is a callable too."""
 
 Metrics: TypeAlias = OneMetric | Sequence[OneMetric] | Mapping[str, OneMetric]
-"""Of one output."""
+"""The metrics of one output."""
 
 MetricsArgument: TypeAlias = (
     OneMetric | Sequence[Metrics | Nested | None] | Mapping[Any, Metrics | Nested | None] | None
 )
-"""The same for all outputs, or those of each."""
+"""The same metrics for all outputs, or one entry per output."""
 
 LossWeights: TypeAlias = float | Sequence[float | Nested] | Mapping[Any, float | Nested] | None
 
 OneScheduler: TypeAlias = SchedulerName | Name | LRScheduler | Callable[..., Any]
-"""A class, a partial and a factory are callables."""
+"""Classes, partials and factories are callables."""
 
 
 class _OfScheduler(TypedDict):
@@ -191,7 +191,7 @@ class SchedulerOptions(_OfScheduler, total=False):
 SchedulerArgument: TypeAlias = OneScheduler | SchedulerOptions | None
 
 DevicesArgument: TypeAlias = int | str | Sequence[int]
-"""A count, indices, or one of these as text; `"auto"`."""
+"""A count, indices, or either of these as text; or `"auto"`."""
 
 NamedPrecision: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
 """A precision by name, or by its bits."""
