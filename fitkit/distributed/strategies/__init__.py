@@ -1,4 +1,4 @@
-"""How a module lives and learns across the ranks: one file a strategy."""
+"""Strategies: how a model trains across devices and ranks. One file per strategy."""
 
 from fitkit.distributed.strategies.bagua import Bagua
 from fitkit.distributed.strategies.base import Assignment, SingleDevice, Strategy

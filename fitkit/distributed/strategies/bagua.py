@@ -1,4 +1,4 @@
-"""Bagua's algorithms: data parallelism whose ranks keep together by other means than DDP's."""
+"""Bagua's algorithms: data parallelism that synchronizes the ranks by other means than DDP."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from fitkit.registry import nearest
 
 
 class Bagua(DDP):
-    """Each device has a process and a copy of the module, which an algorithm keeps together.
+    """Runs one process with a copy of the module per device, and synchronizes them by an algorithm.
 
-    Where ranks hold different weights while they learn, weights and the optimizer's states
-    become their means at each epoch's end, before an evaluation and before a save; running
-    statistics do so under every algorithm. So evaluations are exact, and your model has the mean
-    weights afterwards.
+    Under some algorithms the ranks hold different weights while they learn. Weights and optimizer
+    states are then averaged at the end of each epoch, before evaluations and before saves. Running
+    statistics are averaged under every algorithm. So evaluations are exact, and your model has the
+    mean weights afterwards.
 
     Args:
         algorithm: `"gradient_allreduce"`, `"bytegrad"`, `"decentralized"`,
             `"low_precision_decentralized"`, `"async"`, `"qadam"` or `"post_local_sgd"`.
-        options: the algorithm's (`peer_selection_mode`, `communication_interval` of
+        options: the algorithm's options (`peer_selection_mode`, `communication_interval` of
             `"decentralized"`; `sync_interval_ms`, `warmup_steps` of `"async"`; `warmup_steps`,
-            `period` of `"post_local_sgd"`), and `DDPStrategy`'s but for its hooks.
+            `period` of `"post_local_sgd"`), and those of `DDPStrategy` except its hooks.
 
     Reference: Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, 2021,
-    arXiv:2107.01499. Each algorithm names its own.
+    arXiv:2107.01499. Each algorithm's own docstring names its paper.
 
     Example:
         >>> import torch, fitkit
@@ -84,7 +84,7 @@ class Bagua(DDP):
             return wrapped
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
-            # Through DDP while gradients are averaged, and past it otherwise.
+            # Through DDP if gradients are averaged, otherwise past it.
             chosen = through if self.algorithm.averages_gradients else wrapped.call
             return chosen(method, *args, **kwargs)
 
@@ -108,13 +108,13 @@ class Bagua(DDP):
 
 
 class BaguaEngine(Engine):
-    """Keeps the ranks' modules together after each update, as an algorithm does.
+    """Synchronizes the ranks' modules after each update, as the algorithm does.
 
     Args:
-        algorithm: keeps them together.
+        algorithm: the algorithm.
         collectives, peers: the ranks.
-        module: what is in training, with equal weights on all ranks.
-        optimizers: of its parameters.
+        module: the module in training, with equal weights on all ranks.
+        optimizers: the optimizers of its parameters.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class BaguaEngine(Engine):
     ) -> None:
         self.replaces_ddp: bool = not algorithm.wraps
         self._module = module
-        self._has_parted = False  # whether there were updates since the ranks were made equal
+        self._has_parted = False  # whether there were updates since the ranks were last equal
         self._algorithm = algorithm
         self._collectives = collectives
         self._peers = peers
         self._optimizers = optimizers
         self._exchanged = _learning(module)
         state = getattr(getattr(module, "_fitkit", None), "fit_state", None)  # of a Model
-        # Ranks may count differently, where each leaves out the steps that overflow for it.
+        # Counts may differ between ranks, if each skips the steps that overflow for it.
         updates = collectives.broadcast(getattr(state, "updates", 0))
         try:
             algorithm.begin(peers, self._exchanged, optimizers, updates)
@@ -144,7 +144,7 @@ class BaguaEngine(Engine):
 
     def rewrap(self) -> None:
         self._has_parted = True
-        self.average_ranks()  # Others learn from now on, and so it is another vector.
+        self.average_ranks()  # other parameters learn from now on, so the vector changes
 
     def average_gradients(self, parameters: list[torch.nn.Parameter]) -> bool:
         algorithm = self._algorithm
@@ -177,7 +177,7 @@ class BaguaEngine(Engine):
 
 
 def _learning(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that may learn now."""
+    """The parameters that can learn now."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
@@ -199,11 +199,11 @@ def _unknown_option(
 
 
 StateKey = tuple[int, int, str, tuple[int, ...]]
-"""Which optimizer, which of its parameters, which of that one's states, of what shape."""
+"""The optimizer, its parameter, the name of the state, and its shape."""
 
 
 def average_tensors(tensors: list[torch.Tensor], peers: Peers) -> None:
-    """Replace tensors by their means.
+    """Replace tensors by their means over the ranks.
 
     Ranks:
         Collective.

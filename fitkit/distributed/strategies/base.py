@@ -1,4 +1,4 @@
-"""What a strategy decides."""
+"""Strategy: the base class of all strategies, and training on one device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fitkit.modes import tensors_of
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The hardware that `compile`'s arguments mean in this process, for a strategy to take.
+    """The hardware that `compile`'s arguments select in this process.
 
     Attributes:
-        devices: of this node's ranks, in rank order.
+        devices: the devices of this node's ranks, in rank order.
         ids: their indices.
-        precision: the number types of the run.
-        cluster: this process's place among the ranks that a launcher started; None where the
-            strategy starts them itself.
+        precision: the run's precision.
+        cluster: this process's place among the ranks that a launcher started. None if the strategy
+            starts them itself.
     """
 
     devices: tuple[torch.device, ...]
@@ -42,24 +42,24 @@ class Assignment:
 
 
 class Strategy:
-    """Where a module is, who computes with it, and how the ranks keep together.
+    """Decides where a module is, which processes compute, and how the ranks stay in step.
 
-    The loops ask a strategy for what they need and never which one it is. What is here is right
-    for one device; a subclass overrides what it decides otherwise. The gradients and updates of a
-    training are made by an `Engine`, which it may return from `engine_for`.
+    The training loops ask a strategy for what they need, and never check which one it is. The base
+    class is right for one device. A subclass overrides what differs. An `Engine` can compute the
+    gradients and updates of a training; return it from `engine_for`.
 
-    A class sets `name`, `starts`, `replicates`, `ranks_per_batch`, `context_parallel`,
-    `has_engine` and `timeout`. The rest is set on the object, as a run goes on.
+    A subclass sets `name`, `starts`, `replicates`, `ranks_per_batch`, `context_parallel`,
+    `has_engine` and `timeout`. The other attributes are set on the object during a run.
 
     Attributes:
         devices, device_ids, precision: set by `connect`: the devices of this node's ranks, in rank
-            order; their indices; the number types of the run.
-        world, launcher, reads_on_rank_zero: set by `connect` where there may be several ranks:
-            this process's place among them; what brings them into a call; whether only rank 0 has
-            the user's iterables, and hands batches out.
+            order; their indices; the run's precision.
+        world, launcher, reads_on_rank_zero: set by `connect` if there may be several ranks: this
+            process's place among them; the launcher that brings them into a call; whether only
+            rank 0 has the user's iterables, and sends batches to the others.
         collectives: set by `join` and `leave`: the exchanges between the ranks.
-        engine: set by `fit`, to what `engine_for` gives; None where torch makes gradients and
-            updates, and outside of a training.
+        engine: set by `fit` to the result of `engine_for`. None outside of a training, and if
+            torch computes gradients and updates.
 
     Example:
         >>> from fitkit.strategies import DDPStrategy, Strategy
@@ -68,21 +68,21 @@ class Strategy:
     """
 
     name = ""
-    """As users write it."""
+    """The name that users write."""
     starts = "here"
-    """How the ranks come to be where no launcher started them: `"here"` (there is one, the
-    caller's process), `"workers"` (worker processes) or `"script"` (the script again);
-    `"nodes"` is as `"here"`, and launchers may start one process on each node."""
+    """How the ranks start if no launcher started them: `"here"` (a single rank, the caller's
+    process), `"workers"` (worker processes) or `"script"` (the script runs again for each).
+    `"nodes"` is like `"here"`, but launchers may start one process on each node."""
     replicates = False
-    """Whether a process can have several devices, with a replica of the module on each."""
+    """Whether a process can use several devices, with a replica of the module on each."""
     ranks_per_batch: int = 1
-    """How many neighbouring ranks compute each batch together; the others see other data."""
+    """How many neighbouring ranks compute each batch together. The other ranks see other data."""
     context_parallel: int = 1
     """Among how many of these ranks each sequence is divided."""
     has_engine = False
-    """Whether a training may have an engine, which then decides how weights lie in memory."""
+    """Whether a training may have an engine, which then decides how weights are stored."""
     timeout: timedelta | None = None
-    """Bound of each exchange between ranks; None for torch's default."""
+    """The time limit for each exchange between ranks. None for torch's default."""
 
     def __init__(self) -> None:
         self.devices: tuple[torch.device, ...] = (torch.device("cpu"),)
@@ -95,17 +95,17 @@ class Strategy:
         self.engine: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other ranks need: nothing of this process's group, launcher and training."""
+        """What other ranks need: everything but this process's group, launcher and training."""
         fresh = {"collectives": Solo(), "launcher": InlineLauncher(), "engine": None}
         return {**self.__dict__, **fresh}
 
     # ------------------------------------------------------------------ devices and ranks
 
     def choose_kind(self, accelerator: Any, machine: Machine) -> tuple[str, Machine]:
-        """The kind of device that `accelerator` means, and the machine with its count of them.
+        """Resolve `accelerator` to a kind of device, and to the machine with its device count.
 
         Raises:
-            ConfigurationError: a kind that isn't there, or that this strategy can't use.
+            ConfigurationError: the machine has no such device, or this strategy can't use it.
         """
         kind = choose_kind(accelerator, machine)
         if kind == "xla":
@@ -116,10 +116,10 @@ class Strategy:
         return kind, machine
 
     def connect(self, assignment: Assignment) -> Strategy:
-        """Take the devices that this run has; returns self.
+        """Store the devices of this run. Returns the strategy itself.
 
         Raises:
-            ConfigurationError: devices that this strategy can't use.
+            ConfigurationError: this strategy can't use the devices.
         """
         for device in assignment.devices:
             assignment.precision.check(device)
@@ -134,23 +134,23 @@ class Strategy:
         return self.devices[min(self.world.local_rank, len(self.devices) - 1)]
 
     def join(self, store: Store | None = None) -> None:
-        """Enter the ranks' process group, where there are several.
+        """Enter the ranks' process group, if there are several ranks.
 
         Ranks:
             Collective.
         """
 
     def leave(self) -> None:
-        """Leave it."""
+        """Leave the process group."""
 
     # ------------------------------------------------------------------ the module
 
     def place(self, module: torch.nn.Module, *, for_training: bool = False) -> None:
-        """Bring the module to this rank's device, with rank 0's numbers.
+        """Move the module to this rank's device, with rank 0's weights.
 
         Args:
-            for_training: whether a training follows; a module that its engine spreads may come
-                to the device in parts then.
+            for_training: whether a training follows. If so, a module that its engine will shard
+                may arrive on the device in parts.
         """
         self.precision.convert(module)
         fill_meta(module)
@@ -161,12 +161,12 @@ class Strategy:
     def wrap_for_training(
         self, module: torch.nn.Module, *, averages: bool = True, may_count: bool = False
     ) -> WrappedModel:
-        """What training steps call.
+        """Return the model as training steps call it.
 
         Args:
-            averages: whether each backward pass averages its gradients over the ranks; else the
-                loop does so before an update.
-            may_count: whether losses may be means over something else than samples.
+            averages: whether each backward pass averages its gradients over the ranks. If not, the
+                loop does it before an update.
+            may_count: whether losses may be means over something other than samples.
 
         Ranks:
             Collective.
@@ -188,8 +188,8 @@ class Strategy:
         return None
 
     def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
-        """What evaluation and prediction call. No rank waits in it for another's share, unless
-        `evaluates_in_step` says so."""
+        """Return the model as evaluation and prediction call it. No rank waits for another in it,
+        unless `evaluates_in_step` says so."""
         if self.engine is not None and self.engine.evaluates_in_step:
             return self.engine.wrap(module)
         return WrappedModel(module)
@@ -197,18 +197,18 @@ class Strategy:
     # ------------------------------------------------------------------ a training
 
     def engine_for(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> Engine | None:
-        """What makes a training's gradients and updates; None where torch does.
+        """Return the engine that computes gradients and updates. None: torch computes them.
 
         Ranks:
             Collective.
 
         Raises:
-            ConfigurationError: a module or an optimizer that this strategy can't train.
+            ConfigurationError: this strategy can't train the module or the optimizer.
         """
         return None
 
     def finish(self) -> None:
-        """Drop what a training needed; after a failure too, when other ranks may be gone."""
+        """Release what a training needed. Also called after a failure, if other ranks are gone."""
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.abandon()
@@ -224,7 +224,7 @@ class Strategy:
     @final
     @property
     def data_ranks(self) -> Collectives:
-        """By which data are dealt out and logs reduced: ranks that differ in what they see."""
+        """The ranks that see different data. Data are divided and logs reduced over them."""
         size, together = self.collectives.world_size, self.ranks_per_batch
         if size == 1 or together == 1:
             return self.collectives
@@ -234,19 +234,20 @@ class Strategy:
     @final
     @property
     def log_ranks(self) -> Collectives:
-        """By which logs and metrics are reduced: ranks that have computed something else."""
+        """The ranks that have computed different values. Logs and metrics are reduced over them."""
         return self.collectives if self.context_parallel > 1 else self.data_ranks
 
     @final
     @property
     def data_rank_count(self) -> int:
-        """How many shares the data are dealt into, outside of a run too."""
+        """The number of shares that the data are divided into, outside of a run as well."""
         return self.world.size // self.ranks_per_batch
 
     @final
     @property
     def evaluates_in_step(self) -> bool:
-        """Whether a rank's forward waits for the others' now, so that all make equally many."""
+        """Whether a rank's forward waits for the other ranks, so that all must call it equally
+        often."""
         shares = self.context_parallel > 1 and self.collectives.world_size > 1
         return shares or (self.engine is not None and self.engine.evaluates_in_step)
 

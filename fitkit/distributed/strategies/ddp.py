@@ -1,4 +1,4 @@
-"""Data parallelism over processes: torch's DistributedDataParallel, one process a device."""
+"""Data parallelism over processes: torch's DistributedDataParallel, one process per device."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class DDP(Strategy):
-    """Each device has a process and a copy of the module; gradients are averaged as they come.
+    """Runs one process with a copy of the module per device, and averages the gradients.
 
     Args:
-        process_group_backend: `"nccl"` or `"gloo"`; None for NCCL on CUDA and gloo elsewhere.
-        timeout: seconds or a `timedelta` that each exchange may wait; None for torch's
+        process_group_backend: `"nccl"` or `"gloo"`. Default None: NCCL on CUDA, otherwise gloo.
+        timeout: how long each exchange may wait, in seconds or as a `timedelta`. None for torch's
             default (30 minutes with gloo).
-        find_unused_parameters: whether parameters may take no part in some steps; costs a
-            walk over the graph each step.
+        find_unused_parameters: whether some steps may leave parameters unused. It costs a walk over
+            the graph in each step.
         static_graph: promises that every step uses the same parameters in the same way.
-        bucket_cap_mb: megabytes of gradients that travel together; None for torch's 25.
-        gradient_as_bucket_view: whether gradients are views of the buckets, which saves their
-            memory once.
+        bucket_cap_mb: megabytes of gradients that are sent together. None for torch's 25.
+        gradient_as_bucket_view: whether gradients are views of the buckets. This saves one copy of
+            the gradients in memory.
         comm_hook: replaces the averaging (torch's `register_comm_hook`): a function, or
             `"fp16"`, `"bf16"` (half the traffic) or `"powersgd"` (low-rank, with error feedback).
-        comm_hook_state: that hook's first argument; with `"powersgd"` a dict of options of
-            torch's `PowerSGDState`, like `{"matrix_approximation_rank": 2}`.
-        output: `"all"` shows what the other ranks print, each line with its rank before it;
-            `"rank_zero"` doesn't; None (default) for what the environment's `FITKIT_RANK_OUTPUT`
-            says, else `"rank_zero"`. It holds for processes that fitkit starts; those of torchrun
-            or SLURM print by themselves.
+        comm_hook_state: the hook's first argument. With `"powersgd"`, a dict of options of torch's
+            `PowerSGDState`, like `{"matrix_approximation_rank": 2}`.
+        output: `"all"` shows what the other ranks print, each line with its rank in front.
+            `"rank_zero"` hides it. None (default) uses the environment variable
+            `FITKIT_RANK_OUTPUT`, or `"rank_zero"`. It applies to processes that fitkit starts.
+            Those of torchrun or SLURM print by themselves.
 
-    A strategy of your own may override `init_dist_connection` and `configure_ddp`.
+    Your own strategy may override `init_dist_connection` and `configure_ddp`.
 
     Reference: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training, 2020, arXiv:2006.15704.
@@ -107,7 +107,7 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
-        self._wrapper: DDPWrapper | None = None  # of the training that is under way
+        self._wrapper: DDPWrapper | None = None  # of the current training
         self._made_group = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,12 +132,12 @@ class DDP(Strategy):
         return self
 
     def _finds_a_script(self) -> bool:
-        """Whether there is a script to start again; says it where there is none."""
+        """Whether there is a script to start again. Warns if there is none."""
         other = what_runs_instead_of_a_script()
         if other is not None:
             _warn_once(
                 f"strategy={self.name!r} starts the script again for each rank, but this is "
-                f"{other}: worker processes take part instead, as with strategy='ddp_spawn'."
+                f"{other}. It uses worker processes instead, as strategy='ddp_spawn' does."
             )
         return other is None
 
@@ -155,10 +155,10 @@ class DDP(Strategy):
             raise
 
     def init_dist_connection(self, store: Store | None = None) -> tuple[Any, bool]:
-        """Enter the process group; an override may make it otherwise and then call this.
+        """Enter the process group. An override may create it differently and then call this.
 
         Args:
-            store: where the ranks meet; None for torch's `env://`.
+            store: the store by which the ranks meet. None for torch's `env://`.
 
         Returns:
             The collectives, and whether `leave` ends the group.
@@ -175,7 +175,7 @@ class DDP(Strategy):
     # ------------------------------------------------------------------ the module
 
     def place(self, module: torch.nn.Module, *, for_training: bool = False) -> None:
-        if self.engine is not None:  # an evaluation in mid-training
+        if self.engine is not None:  # an evaluation during a training
             self.engine.average_ranks()
         super().place(module)
         self.collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
@@ -186,7 +186,7 @@ class DDP(Strategy):
         if self.engine is not None and self.engine.replaces_ddp:
             return self.engine.wrap(module)
         if self._wrapper is not None and self._wrapper.wrapped.net is module:
-            same: WrappedModel = self._wrapper.wrapped  # a fit's callback calls `train_on_batch`
+            same: WrappedModel = self._wrapper.wrapped  # a callback of fit calls `train_on_batch`
             return same
         wrapped = self.wrap_for_evaluation(module)
         if averages and self.collectives.world_size > 1:
@@ -217,8 +217,8 @@ class DDP(Strategy):
         return wrapped
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
-        """A parameter more, for DDP to average; None where DDP wouldn't see that it is used, or
-        where it isn't averaged exactly."""
+        """An extra parameter for DDP to average. None if DDP wouldn't see that it is used, or
+        wouldn't average it exactly."""
         options = self.options["find_unused_parameters"] or self.options["static_graph"]
         if options or self.comm_hook is not None:
             return None
@@ -231,15 +231,15 @@ class DDP(Strategy):
         return torch.nn.Parameter(torch.zeros((), dtype=dtype, device=self.device))
 
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the module; an override may give other arguments.
+        """Wrap the module in DDP. An override may pass other arguments.
 
         Args:
-            module: the router whose `forward` leads to every step.
+            module: a router whose `forward` leads to every step.
         """
         placed: dict[str, Any] = {} if self.device.type != "cuda" else {"device_ids": [self.device]}
         options = {name: value for name, value in self.options.items() if value is not None}
         if any(hasattr(parameter, "__tensor_flatten__") for parameter in module.parameters()):
-            # Quantized ones can't be exchanged as torch does it; `place` has done it.
+            # torch can't exchange quantized ones; `place` has done it.
             placed["init_sync"] = False
         wrapped = DistributedDataParallel(module, **placed, **options)
         if self.comm_hook is not None:
@@ -257,9 +257,9 @@ class DDPWrapper:
     """Calls a model through DistributedDataParallel, whose backward passes average gradients.
 
     Args:
-        wrapped: the model; its calls go this way from now on.
-        carrier: a parameter more to average (`WrappedModel.count_parameter`), where the wrapper
-            does so exactly; None for none.
+        wrapped: the model. From now on its calls go through the wrapper.
+        carrier: an extra parameter to average (`WrappedModel.count_parameter`), if the wrapper
+            averages exactly; else None.
         configure: makes torch's wrapper (`DDP.configure_ddp`).
     """
 
@@ -294,12 +294,12 @@ class DDPWrapper:
             ) from error
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Surrounds calls whose gradients needn't be averaged yet."""
+        """Surround calls whose gradients needn't be averaged yet."""
         no_sync = getattr(self._ddp, "no_sync", None)  # an override may have made another wrapper
         return contextlib.nullcontext() if no_sync is None else no_sync()
 
     def rewrap(self) -> None:
-        """Wrap the model anew: DDP averages the gradients of what could learn when it was made.
+        """Wrap the model again, because DDP averages only what could learn when it was made.
 
         Ranks:
             Collective.
@@ -310,17 +310,17 @@ class DDPWrapper:
         self.wrapped = wrapped
 
     def drop(self) -> None:
-        """Let go of the model and of torch's wrapper."""
+        """Release the model and torch's wrapper."""
         self.wrapped = None
-        ddp, self._ddp = self._ddp, None  # its hooks leave the parameters with it
-        # Gloo closes its connections, by which the other ranks see that this one has left, only
-        # when nothing holds the group; and an exception's frames may hold the wrapper for long.
+        ddp, self._ddp = self._ddp, None  # its hooks are removed from the parameters with it
+        # Gloo closes its connections only when nothing holds the group. The other ranks see by
+        # this that the rank has left, and an exception's frames may hold the wrapper for long.
         for name in ("reducer", "logger", "process_group"):
             vars(ddp).pop(name, None) if ddp is not None else None
 
 
 class DDPSpawn(DDP):
-    """`DDP` with worker processes: the caller's process is rank 0, its model learns in place.
+    """`DDP` with worker processes. Your process is rank 0, and your model is trained in place.
 
     Example:
         >>> import torch, fitkit
@@ -334,7 +334,7 @@ class DDPSpawn(DDP):
 
 
 def _averages_exactly(wrapper: torch.nn.Module) -> bool:
-    """Whether a wrapper, which an override may have made, averages every gradient as it is."""
+    """Whether a wrapper, perhaps from an override, averages every gradient exactly."""
     return (
         type(wrapper) is DistributedDataParallel
         and not wrapper._comm_hooks
@@ -344,7 +344,7 @@ def _averages_exactly(wrapper: torch.nn.Module) -> bool:
 
 
 def _unused_names(net: torch.nn.Module, error: RuntimeError) -> str:
-    """The unused parameters that torch's message gives by their indices."""
+    """The names of the unused parameters, which torch's message gives by index."""
     found = UNUSED_INDICES.search(str(error))
     learning = [name for name, p in net.named_parameters() if p.requires_grad]
     indices = [int(index) for index in found.group(1).split()] if found else []

@@ -14,18 +14,18 @@ from fitkit.distributed.wrapped_model import WrappedModel
 
 
 class DDP2(DDP):
-    """A node's devices share a batch, and gradients are averaged over the nodes.
+    """Shares each batch among a node's devices, and averages gradients over the nodes.
 
-    Within a node it is as under `DP`: the batch is divided among the devices, the outputs come
-    together, and `*_step_end` and the loss see the node's whole batch, so that a loss over all of
-    its samples (in-batch negatives) is what one process would compute of it. Across nodes it is
-    as under `DDP`. The effective batch is `batch_size` times the number of nodes.
+    Within a node it works like `DP`: the batch is split over the devices and the outputs are
+    gathered. `*_step_end` and the loss see the node's whole batch. A loss over all of its samples
+    (such as in-batch negatives) is therefore the same as in one process. Across nodes it works like
+    `DDP`. The effective batch size is `batch_size` times the number of nodes.
 
-    A node has one process (torchrun --nproc-per-node=1), with the node's devices as replicas in
+    Each node has one process (torchrun --nproc-per-node=1), with the node's devices as replicas in
     threads.
 
-    Args: as for `DDP`. With `find_unused_parameters=True` a parameter that only `*_step_end` uses
-        can't learn: torch takes it for unused, since it looks at the step's outputs.
+    Args: as for `DDP`. With `find_unused_parameters=True`, a parameter that only `*_step_end` uses
+        can't learn: torch looks at the step's outputs, and takes it as unused.
 
     Example:
         >>> import fitkit

@@ -27,20 +27,20 @@ from fitkit.distributed.strategies.engine import Engine
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 WHOLE = ("muon", "lamb", "lars")
-"""Names of optimizers whose update of a number depends on the others of its parameter."""
+"""Names of optimizers whose update of a number depends on the parameter's other numbers."""
 
 
 class DeepSpeed(DDP):
-    """DeepSpeed trains while `fit` runs: ZeRO, which spreads what learning needs over the ranks.
+    """Trains with DeepSpeed's ZeRO, which shards the training's memory over the ranks.
 
-    The weights are those of `DDP`. Before and after `fit` the model is an ordinary one, with the
-    same parameters and the same optimizer. On one rank there is nothing to spread, and the
-    training is an ordinary one.
+    The weights are the same as with `DDP`. Before and after `fit`, the model is an ordinary one
+    with the same parameters and the same optimizer. On one rank there is nothing to shard, and
+    training is ordinary.
 
     Args:
-        stage: 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters too; None
-            for the one in `config`, else 2.
-        config: other settings of DeepSpeed (a dict or the path of a JSON file), but for those that
+        stage: 1 shards the optimizer's state, 2 also the gradients, 3 also the parameters. None
+            uses the stage in `config`, or 2.
+        config: other DeepSpeed settings (a dict or the path of a JSON file), except those that
             `compile` and `fit` have arguments for.
         process_group_backend, timeout, output: as for `DDP`.
 
@@ -74,7 +74,7 @@ class DeepSpeed(DDP):
         name = assignment.precision.name
         if name in ("16-mixed", "16-true", "64-true"):
             raise ConfigurationError(
-                f"precision={name!r} can't be kept under strategy='deepspeed', whose "
+                f"precision={name!r} can't be used under strategy='deepspeed', whose "
                 "updates are made in float32 without scaled losses. Write '32-true', 'bf16-mixed' "
                 "or 'bf16-true', or strategy='ddp_sharded'."
             )
@@ -87,7 +87,7 @@ class DeepSpeed(DDP):
     # ------------------------------------------------------------------ the module
 
     def place(self, module: nn.Module, *, for_training: bool = False) -> None:
-        if self.engine is None:  # a callback may evaluate in the middle of a training
+        if self.engine is None:  # a callback may evaluate during a training
             super().place(module)
 
     def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
@@ -106,16 +106,16 @@ class DeepSpeed(DDP):
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse what DeepSpeed's flat float32 parts of parameters can't train."""
+    """Refuse what DeepSpeed can't train as flat float32 parts of parameters."""
     kind = type(optimizer).__name__
     if any(name in kind.lower() for name in WHOLE):
         raise ConfigurationError(
-            f"{kind} looks at each parameter as a whole, of which strategy='deepspeed' gives a "
-            "rank flat parts. Write strategy='ddp_sharded', or take another optimizer."
+            f"{kind} needs each parameter as a whole, but strategy='deepspeed' gives each rank "
+            "flat parts. Write strategy='ddp_sharded', or use another optimizer."
         )
     if isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
         raise ConfigurationError(
-            "DeepSpeed makes Adagrad's groups into one. Write strategy='ddp_sharded', or give it "
+            "DeepSpeed merges Adagrad's groups into one. Write strategy='ddp_sharded', or give it "
             "one group."
         )
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
@@ -140,18 +140,18 @@ DECIDED = {
     "torch_autocast": "compile(precision=…)",
     "amp": "compile(precision=…)",
 }
-"""Settings that have their place elsewhere."""
+"""Settings that are set elsewhere."""
 
 BUCKET = 500_000_000
-"""DeepSpeed's own `reduce_bucket_size`; it makes a buffer of that many numbers in any case."""
+"""DeepSpeed's own `reduce_bucket_size`. It always allocates a buffer of that many numbers."""
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The user's settings: a copy of a dict, or what a JSON file has; empty for None.
+    """The user's settings: a copy of a dict, or the contents of a JSON file. Empty for None.
 
     Raises:
-        ConfigurationError: a file that isn't there or isn't JSON, or settings that fitkit makes.
-        ArgumentTypeError: something else.
+        ConfigurationError: the file doesn't exist or isn't JSON, or has settings that fitkit makes.
+        ArgumentTypeError: `config` is neither a dict nor a path.
     """
     if config is None:
         return {}
@@ -169,10 +169,10 @@ def read_config(config: Any) -> dict[str, Any]:
         )
     found = copy.deepcopy(config)
     for name, place in DECIDED.items():
-        # "auto" is what other libraries' files have where the library decides.
+        # Other libraries' files have "auto" where the library decides.
         if name in found and not _is_left_open(found.pop(name)):
             raise ConfigurationError(
-                f"DeepSpeed's setting {name!r} has its place in {place}. Set it there, and leave "
+                f"DeepSpeed's setting {name!r} belongs in {place}. Set it there, and leave "
                 "it out of config (or write 'auto')."
             )
     return found
@@ -197,18 +197,18 @@ def _read_file(path: Path) -> Any:
 
 
 def check_stage(stage: Any, config: dict[str, Any]) -> int:
-    """ZeRO's stage; the settings' own where none is given, else 2.
+    """ZeRO's stage: the given one, the settings' own, or 2.
 
     Raises:
-        ConfigurationError: another number, or two that differ.
+        ConfigurationError: it isn't 1, 2 or 3, or the two differ.
     """
     own = config.get("zero_optimization", {}).get("stage", "auto")
     own = None if own == "auto" else own
     chosen = (2 if own is None else own) if stage is None else stage
     if isinstance(chosen, bool) or chosen not in (1, 2, 3):
         raise ConfigurationError(
-            f"stage={chosen!r} must be 1 (optimizer state spread over the ranks), 2 (gradients "
-            "too) or 3 (parameters too). Without any, write strategy='ddp'."
+            f"stage={chosen!r} must be 1 (shards the optimizer's state), 2 (also the gradients) "
+            "or 3 (also the parameters). Without any, write strategy='ddp'."
         )
     if own is not None and own != chosen:
         raise ConfigurationError(
@@ -218,7 +218,7 @@ def check_stage(stage: Any, config: dict[str, Any]) -> int:
 
 
 def bucket_of(config: dict[str, Any], numbers: int) -> int:
-    """How many gradients travel together; never a larger buffer than the net has numbers."""
+    """The number of gradients sent together. The buffer is never larger than the net."""
     chosen = config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
     return min(BUCKET, numbers) if chosen == "auto" else int(chosen)
 
@@ -226,10 +226,10 @@ def bucket_of(config: dict[str, Any], numbers: int) -> int:
 def full_config(
     config: dict[str, Any], stage: int, dtype: torch.dtype, numbers: int
 ) -> dict[str, Any]:
-    """The user's settings with those that fitkit makes.
+    """The user's settings with fitkit's added.
 
     Args:
-        dtype: of the parameters.
+        dtype: the parameters' dtype.
         numbers: how many numbers the parameters have.
     """
     own = config.get("zero_optimization", {})
@@ -239,13 +239,13 @@ def full_config(
     }
     return {
         "steps_per_print": None,
-        # Optimizers of torch's own and of users: those that can't be spread are refused before.
+        # Allow torch's and users' optimizers: those that can't be sharded were refused before.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **config,
         "zero_optimization": {**zero, "stage": stage},
         "bf16": {"enabled": dtype == torch.bfloat16},
-        # Batches are cut, weighed and counted by fitkit: each `step` makes an update.
+        # fitkit cuts, weighs and counts batches: each `step` makes an update.
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,
     }

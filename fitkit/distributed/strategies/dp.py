@@ -1,4 +1,4 @@
-"""Data parallelism within one process: a batch divided among devices, outputs gathered."""
+"""Data parallelism in one process: each batch is split over the devices, outputs are gathered."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from fitkit.distributed.wrapped_model import WrappedModel
 
 
 class DP(Strategy):
-    """One process; each batch is divided among the devices, and the outputs come together again.
+    """Trains in one process: each batch is split over the devices, and the outputs are gathered.
 
-    Every call of a step copies the module to the devices, runs the copies (on GPUs in threads) with
-    a part of the batch each, and gathers what they return on the first device: tensors joined along
-    dimension 0, scalars as a vector with one entry a replica. A `*_step_end` hook sees the whole
-    batch, so that a loss over all of its samples (in-batch negatives) is what one device would
-    compute. One backward pass gives one device's gradients; one optimizer makes the update.
+    Each call of a step copies the module to the devices and runs the copies with a part of the
+    batch each (on GPUs in threads). What they return is gathered on the first device: tensors are
+    joined along dimension 0, scalars become a vector with one entry per replica. A `*_step_end`
+    hook sees the whole batch. A loss over all of its samples (such as in-batch negatives) is
+    therefore the same as on one device. One backward pass gives one device's gradients, and one
+    optimizer makes the update.
 
-    On CPU the replicas share the device, and run one after the other. `ddp` is faster on several
-    GPUs: it copies no module and no outputs, and Python's lock doesn't hold its processes up.
+    On CPU the replicas share the device and run one after the other. On several GPUs, `ddp` is
+    faster: it copies no module and no outputs, and Python's lock doesn't hold up its processes.
 
-    A metric of torchmetrics that a step updates counts what all replicas saw. Other state that a
-    step sets on the module is lost, but for the buffers of the first replica; a warning says so.
+    A torchmetrics metric that a step updates counts what all replicas saw. Other state that a step
+    sets on the module is lost, except for the buffers of the first replica. A warning says so.
 
     Example:
         >>> import torch, fitkit

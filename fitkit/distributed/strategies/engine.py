@@ -1,4 +1,4 @@
-"""What makes a training's gradients and updates where a strategy leaves them not to torch."""
+"""Engine: computes a training's gradients and updates, for strategies that replace torch here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fitkit.distributed.wrapped_model import WrappedModel
 
 
 def scale_gradients(parameters: list[nn.Parameter], factor: Any) -> None:
-    """Multiply the gradients of an update that is about to be made.
+    """Multiply the gradients before an update.
 
     Args:
         factor: a number, or a tensor () on the device.
@@ -28,10 +28,10 @@ def scale_gradients(parameters: list[nn.Parameter], factor: Any) -> None:
 
 
 def clip_gradients(parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
-    """Limit the gradients of an update that is about to be made.
+    """Clip the gradients before an update.
 
     Args:
-        limit: of their norm or values.
+        limit: the limit of their norm or values.
         algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
     """
     if algorithm == "norm":
@@ -41,10 +41,10 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float, algorithm: str)
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The norm of tensors together: (). Spread ones count as a whole.
+    """The norm of several tensors together: (). Sharded tensors count as a whole.
 
     Ranks:
-        Collective, where tensors are spread.
+        Collective, if tensors are sharded.
     """
     total = get_total_norm([tensor.detach() for tensor in tensors])
     joined = getattr(total, "full_tensor", None)
@@ -52,13 +52,13 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Engine:
-    """Makes one training's gradients and updates; what is here is what torch does.
+    """Computes the gradients and updates of one training. The base class does what torch does.
 
-    A strategy returns one from `engine_for`, and has it as `engine` until the training ends. On
-    several ranks each method is called on all of them, but for `abandon`.
+    A strategy returns an engine from `engine_for`, and has it as `engine` until the training ends.
+    With several ranks, each method except `abandon` is called on all of them.
 
     Attributes:
-        in_place: the module and the optimizers that are in another form meanwhile.
+        in_place: the module and the optimizers that are changed during the training.
 
     Example:
         >>> from fitkit.strategies import DDPSpawnStrategy, Engine
@@ -70,26 +70,26 @@ class Engine:
 
     in_place: tuple[InPlace, ...] = ()
     replaces_ddp = False
-    """Whether training steps go past DDP's wrapper: to what `wrap` gives."""
+    """Whether training steps bypass DDP's wrapper and call what `wrap` returns."""
     evaluates_in_step = False
-    """Whether evaluations go there too, where a rank's forward waits for the others'."""
+    """Whether evaluations do so, too, because a rank's forward waits for the other ranks."""
 
     def wrap(self, module: nn.Module) -> WrappedModel:
-        """What training steps call instead of DDP."""
+        """Return what training steps call instead of DDP."""
         return WrappedModel(module)
 
     def rewrap(self) -> None:
-        """Follow parameters that were frozen or freed."""
+        """Adapt to parameters that were frozen or unfrozen."""
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Surrounds batches whose gradients need no exchange yet."""
+        """Surround batches whose gradients need no exchange yet."""
         return contextlib.nullcontext()
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> bool:
-        """Average gradients over the ranks that no backward pass has averaged.
+        """Average gradients over the ranks, if no backward pass has averaged them.
 
         Returns:
-            Whether that is done; if not, the strategy does it.
+            Whether they are averaged now. If not, the strategy does it.
         """
         return False
 
@@ -98,15 +98,15 @@ class Engine:
         loss.backward()
 
     def scale(self, parameters: list[nn.Parameter], factor: Any) -> None:
-        """As `scale_gradients`."""
+        """Multiply gradients, as `scale_gradients` does."""
         scale_gradients(parameters, factor)
 
     def clip(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
-        """As `clip_gradients`."""
+        """Clip gradients, as `clip_gradients` does."""
         clip_gradients(parameters, limit, algorithm)
 
     def norm(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """As `norm_of`; None where the engine doesn't show the numbers."""
+        """The norm, as `norm_of` computes it. None if the engine doesn't expose the values."""
         return norm_of(tensors)
 
     def update(self, optimizer: Optimizer) -> None:
@@ -114,33 +114,33 @@ class Engine:
         optimizer.step()
 
     def after_update(self) -> None:
-        """Act after an update of the weights."""
+        """Called after an update of the weights."""
 
     def average_ranks(self) -> None:
-        """Make equal again what the ranks hold apart: at epochs' ends, before evaluations and
+        """Make equal what the ranks hold separately: at the ends of epochs, before evaluations and
         before saves."""
 
     def whole(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives, with whole tensors on rank 0, which writes them to a file."""
+        """Return the result of `make`, with whole tensors on rank 0, which writes them."""
         return make()
 
     def parts(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives, for a folder to which every rank writes its part: spread tensors
-        stay spread."""
+        """Return the result of `make` for a folder to which every rank writes its part: sharded
+        tensors stay sharded."""
         return make()
 
     def end(self, *, wanted: bool) -> None:
-        """Give module and optimizers back as they were but for what they learned.
+        """Restore the module and the optimizers to their ordinary form, with what they learned.
 
         Args:
             wanted: whether this rank needs what was learned.
         """
-        while self.in_place:  # what fails leaves the rest to `abandon`
+        while self.in_place:  # if one fails, `abandon` handles the rest
             self.in_place[-1].end(wanted=wanted)
             self.in_place = self.in_place[:-1]
 
     def abandon(self) -> None:
-        """Let go of them after a failure, when other ranks may be gone."""
+        """Release them after a failure, if other ranks may be gone."""
         while self.in_place:
             *rest, last = self.in_place
             self.in_place = tuple(rest)

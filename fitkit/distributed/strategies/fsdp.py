@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state spread over the ranks: torch's `fully_shard`."""
+"""Fully sharded data parallelism: parameters, gradients and optimizer state, by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -41,35 +41,35 @@ from fitkit.random_states import random_state, set_random_state
 
 
 class FSDP(DDP):
-    """Each rank keeps a part of every parameter, gradient and optimizer state while `fit` runs.
+    """Shards every parameter, gradient and optimizer state over the ranks while `fit` runs.
 
-    A block's parameters come together when it computes, forward and backward, and its gradients
-    are averaged as they are dealt out again. The weights are those of `DDP`. Before and after
-    `fit` the model is an ordinary one, with the same parameters and the same optimizer.
+    A block's parameters are gathered when it computes, forward and backward, and its gradients are
+    averaged as they are sharded again. The weights are the same as with `DDP`. Before and after
+    `fit`, the model is an ordinary one with the same parameters and the same optimizer.
 
     Args:
-        wrap: what is gathered as one: `"blocks"` (default) for repeated blocks, such as a
-            transformer's layers; an int for submodules of at least so many parameters; a class
+        wrap: what is gathered together: `"blocks"` (default) for repeated blocks, such as a
+            transformer's layers; an int for submodules with at least so many parameters; a class
             or a tuple of classes; None for the whole net at once.
-        reshard_after_forward: whether a block's parameters are dropped between its forward and
-            its backward. False needs their memory, and saves an exchange (ZeRO's second stage).
-        shard_size: ranks that share one copy of the net (a divisor of their number), for
-            example those of a node; the groups exchange gradients only. None for all ranks.
-        activation_checkpointing: whether the blocks' activations are dropped, and computed
-            again in the backward pass; a class or a tuple of classes for the submodules of these.
-        tensor_parallel: how many ranks, side by side, compute a batch together (a divisor of
-            their number). The others share the data. Default 1.
-        tensor_parallel_plan: which submodules they divide among them, by name in the net, and
-            how: `"colwise"` (a layer's outputs), `"rowwise"` (its inputs), or a `ParallelStyle` of
+        reshard_after_forward: whether a block's parameters are freed between its forward and its
+            backward. False needs their memory, and saves an exchange (ZeRO's second stage).
+        shard_size: the number of ranks that share one copy of the net (a divisor of all ranks), for
+            example those of a node. The groups exchange gradients only. None for all ranks.
+        activation_checkpointing: whether the blocks drop their activations and compute them again
+            in the backward pass. Pass a class or a tuple of classes to choose the submodules.
+        tensor_parallel: how many neighbouring ranks compute a batch together (a divisor of all
+            ranks). The others share the data. Default 1.
+        tensor_parallel_plan: the submodules that these ranks divide, by name in the net, and how:
+            `"colwise"` (a layer's outputs), `"rowwise"` (its inputs), or a `ParallelStyle` of
             `torch.distributed.tensor.parallel`. `*` stands for one part of a name.
-        context_parallel: how many ranks, side by side, divide each sequence of tokens among them
-            (a divisor of their number). Each computes its part; attention through
-            `scaled_dot_product_attention` sees the whole. Default 1.
+        context_parallel: how many neighbouring ranks divide each sequence of tokens (a divisor of
+            all ranks). Each computes its part. Attention by `scaled_dot_product_attention` sees
+            the whole sequence. Default 1.
         cpu_offload: whether parameters, gradients and optimizer state are kept in main memory,
-            where updates are made too; devices have a block's parameters while it computes. For
-            accelerators only.
+            where updates are made, too. A device holds a block's parameters only while it computes.
+            For accelerators only.
         backup: whether rank 0 keeps weights and optimizer state from before `fit` in main memory.
-            A training that fails leaves the model with these; without them its weights are lost.
+            If a training fails, the model gets these back. Without them its weights are lost.
         process_group_backend, timeout, output: as for `DDP`.
 
     Reference: Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel,
@@ -137,8 +137,8 @@ class FSDP(DDP):
         return {**super().__getstate__(), "_unfilled": None, "_context": None}
 
     def check_groups(self, ranks: int) -> None:
-        """Refuse numbers of ranks that can't be divided as was asked."""
-        copy = None if ranks == 1 else self.shard_size  # nothing is spread on one
+        """Refuse rank counts that the given groups can't divide."""
+        copy = None if ranks == 1 else self.shard_size  # nothing is sharded on one rank
         groups = {
             "tensor_parallel": self.tensor_parallel,
             "context_parallel": self.context_parallel,
@@ -172,16 +172,16 @@ class FSDP(DDP):
         return self
 
     def _check_offload(self) -> None:
-        """Refuse to bring from main memory to main memory."""
+        """Refuse to offload from main memory to main memory."""
         if self.cpu_offload and self.device.type == "cpu":
             raise ConfigurationError(
-                "cpu_offload=True keeps in main memory what accelerators have no room for, but "
+                "cpu_offload=True moves to main memory what accelerators have no room for, but "
                 "the devices are CPUs, whose memory that is. Leave it out."
             )
 
     def init_dist_connection(self, store: Store | None = None) -> tuple[Any, bool]:
         if self.cpu_offload and self.device.type == "cuda" and self.process_group_backend is None:
-            # Norms of gradients, and whole tensors, are put together from main memory.
+            # Norms of gradients, and whole tensors, are gathered from main memory.
             backend = "cpu:gloo,cuda:nccl"
             return enter(self.world, self.device, store, backend, self.timeout)
         return super().init_dist_connection(store)
@@ -203,7 +203,7 @@ class FSDP(DDP):
     # ------------------------------------------------------------------ the module
 
     def place(self, module: nn.Module, *, for_training: bool = False) -> None:
-        if self.engine is not None:  # a callback may evaluate in the middle of a training
+        if self.engine is not None:  # a callback may evaluate during a training
             return
         if for_training and self.collectives.world_size > 1:
             self.precision.convert(module)
@@ -224,7 +224,7 @@ class FSDP(DDP):
         return self._with_parts(super().wrap_for_evaluation(module))
 
     def _with_parts(self, whole: WrappedModel) -> WrappedModel:
-        """A model as it is called where ranks divide sequences among them."""
+        """The model as it is called if ranks divide sequences among them."""
         if self._context is None or isinstance(whole, SequenceParts):
             return whole
         return SequenceParts(
@@ -245,17 +245,17 @@ class FSDP(DDP):
         super().finish()
         unfilled, self._unfilled = self._unfilled, None
         if unfilled is not None and self.world.rank == 0:
-            unfilled.fill()  # what a training that was refused has left without numbers
+            unfilled.fill()  # values that a refused training has left out
 
 
 class FSDPEngine(Engine):
-    """Spreads a module and its optimizers by `fully_shard`.
+    """Shards a module and its optimizers by `fully_shard`.
 
     Args:
-        strategy: the training's, with its options.
-        module: the same on all ranks but for numbers that are still to come.
-        optimizers: over its parameters.
-        unfilled: the submodules without numbers.
+        strategy: the training's strategy, with its options.
+        module: the same on all ranks, except for values that are still to come.
+        optimizers: the optimizers of its parameters.
+        unfilled: the submodules without values.
     """
 
     replaces_ddp = evaluates_in_step = True
@@ -303,7 +303,7 @@ class FSDPEngine(Engine):
             raise
 
     def _prepare(self, parts: list[nn.Module]) -> None:
-        """Bring submodules' own tensors to the device, with rank 0's numbers."""
+        """Bring submodules' own tensors to the device, with rank 0's values."""
         if self._unfilled is not None and self._collectives.rank == 0:
             self._unfilled.fill(parts)
         device = self._strategy.device
@@ -317,7 +317,7 @@ class FSDPEngine(Engine):
             self._divided.divide(parts)
 
     def _sharder(self, module: nn.Module) -> Any:
-        """Torch's `fully_shard` with this run's mesh and number types."""
+        """torch's `fully_shard` with this run's mesh and number types."""
         # They take over a second to import.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import (
@@ -346,7 +346,7 @@ class FSDPEngine(Engine):
             )
         full, half = MixedPrecisionPolicy(), None
         if isinstance(strategy.precision, MixedPrecision):
-            # The step's autocast looks after inputs; gradients are averaged in full precision.
+            # The step's autocast handles inputs. Gradients are averaged in full precision.
             half = MixedPrecisionPolicy(
                 param_dtype=strategy.precision.half,
                 reduce_dtype=torch.float32,
@@ -358,7 +358,7 @@ class FSDPEngine(Engine):
             offload = CPUOffloadPolicy(pin_memory=strategy.device.type == "cuda")
 
         def shard(part: nn.Module) -> Any:
-            # Batch normalisation takes no half weights beside its running statistics.
+            # Batch normalization takes no half weights with its running statistics.
             keeps = any(buffer.is_floating_point() for buffer in part.buffers())
             return fully_shard(
                 part,
@@ -371,7 +371,7 @@ class FSDPEngine(Engine):
         return shard
 
     def _draw_alike(self) -> None:
-        """Let ranks that compute a batch together draw the same random numbers."""
+        """Make ranks that compute a batch together draw the same random numbers."""
         states = self._collectives.gather(random_state())
         rank = self._collectives.rank
         set_random_state(states[rank - rank % self._strategy.ranks_per_batch])
@@ -380,7 +380,7 @@ class FSDPEngine(Engine):
         return WrappedModel(module, self._call)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module through the root that `fully_shard` has made."""
+        """Call a method of the module through the root module of `fully_shard`."""
         outputs = self._root(method, *args, **kwargs)
         if not torch.is_grad_enabled():
             self._module.reshard()
@@ -390,11 +390,11 @@ class FSDPEngine(Engine):
         return outputs
 
     def backward(self, loss: torch.Tensor) -> None:
-        with self.attending():  # which blocks may compute again
+        with self.attending():  # for blocks that are recomputed
             super().backward(loss)
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> bool:
-        return True  # Each backward averages, of an accumulated group too.
+        return True  # each backward averages, even of an accumulated group
 
     def scale(self, parameters: list[nn.Parameter], factor: Any) -> None:
         if self._divided is None:
@@ -420,7 +420,7 @@ class FSDPEngine(Engine):
     def whole(self, make: Callable[[], Any]) -> Any:
         is_first = self._collectives.rank == 0
         with self._module.giving("whole on rank 0"):
-            # Callbacks keep spread tensors too (averages of weights).
+            # Callbacks keep sharded tensors, too (averages of weights).
             return trees.map_leaves(lambda leaf: whole_for_file(leaf, is_first), make())
 
     def parts(self, make: Callable[[], Any]) -> Any:
@@ -431,13 +431,13 @@ class FSDPEngine(Engine):
         super().abandon()
         if self._collectives.rank == 0 and any(one.has_stepped for one in self._optimizers):
             warn(
-                "The training was cut while the net was spread over the ranks. "
+                "The training stopped while the net was sharded over the ranks. "
                 + (
                     "Its weights and its optimizer are those from before fit."
                     if self._strategy.backup
                     else "Its weights are lost (backup=False)."
                 )
-                + " To go on as if nothing had happened, write fit(…, resume_from=…) with a "
+                + " To continue the training exactly, write fit(…, resume_from=…) with a "
                 "checkpoint."
             )
 
@@ -447,7 +447,7 @@ def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 class RootRouter(StepRouter):
-    """A router that never returns a view, whose hooks a loss that works in place would drop."""
+    """A router that never returns a view: a loss that works in place would drop its hooks."""
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """As a `StepRouter`'s."""

@@ -1,4 +1,4 @@
-"""Training in the ranks that horovodrun or mpirun started; on request by Horovod's own engine."""
+"""Training in ranks that horovodrun or mpirun started, optionally with Horovod's own engine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fitkit.errors import ConfigurationError, missing_package
 class Horovod(DDP):
     """`DDP` in the ranks that horovodrun or mpirun started.
 
-    The learning rate stays as it is given, unless `compile(scale_lr=…)` asks for another.
+    The learning rate stays as you give it, unless you write `compile(scale_lr=…)`.
 
     Args:
-        engine: what averages gradients: `"torch"` (DistributedDataParallel; the package isn't
-            needed) or `"horovod"` (its `DistributedOptimizer`; needs horovodrun or mpirun). With
-            several optimizers, and in steps that make the updates themselves, it is torch's
-            process group in either case.
-        compression: `"fp16"` sends gradients in half the bytes; None as they are.
+        engine: what averages the gradients: `"torch"` (DistributedDataParallel, without the Horovod
+            package) or `"horovod"` (its `DistributedOptimizer`, which needs horovodrun or
+            mpirun). With several optimizers, and in steps that make the updates themselves, torch's
+            process group does it in either case.
+        compression: `"fp16"` sends gradients in half the bytes. None sends them as they are.
         process_group_backend, timeout, output: as for `DDP`.
 
     Reference: Sergeev & Del Balso, Horovod: fast and easy distributed deep learning in
@@ -78,7 +78,7 @@ class Horovod(DDP):
                 )
             if assignment.precision.name == "bf16-true":
                 raise ConfigurationError(
-                    "precision='bf16-true' can't be kept with Horovod's engine, which sends no "
+                    "precision='bf16-true' can't be used with Horovod's engine, which doesn't send "
                     "bfloat16. Write 'bf16-mixed', or strategy='horovod'."
                 )
         return super().connect(assignment)
@@ -104,11 +104,11 @@ class Horovod(DDP):
 
 
 NEVER = 2**30
-"""Backward passes after which Horovod would exchange an accumulating group's gradients itself."""
+"""The number of backward passes after which Horovod would exchange accumulated gradients itself."""
 
 
 def check_horovod() -> None:
-    """Make sure that the package is there.
+    """Check that the package is installed.
 
     Raises:
         MissingPackageError: it isn't.
@@ -118,13 +118,13 @@ def check_horovod() -> None:
 
 
 def join_horovod(world: World) -> Any:
-    """Horovod's module for torch, initialised; once joined it stays so until the process ends.
+    """Return Horovod's module for torch, initialised. It stays so until the process ends.
 
     Ranks:
         Collective at the first call.
 
     Raises:
-        MissingPackageError: it isn't there, or was built without torch.
+        MissingPackageError: it isn't installed, or was built without torch.
         ConfigurationError: its ranks aren't those of the launcher.
     """
     check_horovod()
@@ -146,12 +146,12 @@ def join_horovod(world: World) -> Any:
 class HorovodGradients(Engine):
     """Averages the gradients of the optimizers' parameters.
 
-    Horovod's `DistributedOptimizer` does it, around an optimizer that makes no updates: those are
-    the user's own, which stays the object that schedulers and loss scaling know.
+    Horovod's `DistributedOptimizer` does it, around an optimizer that makes no updates. The user's
+    own optimizer makes them. It stays the object that schedulers and loss scaling know.
 
     Args:
         hvd: Horovod's module for torch.
-        optimizers: whose parameters they are.
+        optimizers: the optimizers of the parameters.
         compression: `"fp16"` or None.
     """
 
@@ -182,7 +182,7 @@ class HorovodGradients(Engine):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep gradients here meanwhile."""
+        """Keep gradients on this rank within the block."""
         self._waits = True
         self._exchange.set_backward_passes_per_step(NEVER)
         try:
@@ -192,7 +192,7 @@ class HorovodGradients(Engine):
             self._exchange.set_backward_passes_per_step(1)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients; they are averaged on return, unless they accumulate."""
+        """Compute gradients. They are averaged on return, unless they accumulate."""
         loss.backward()
         if not self._waits:
             self._exchange.synchronize()
@@ -205,7 +205,7 @@ class HorovodGradients(Engine):
         self.abandon()
 
     def abandon(self) -> None:
-        # Horovod's hooks leave the parameters: it has no way to take them off.
+        # Remove Horovod's hooks from the parameters: it has no way to do it.
         self._exchange._handles.clear()
         self._exchange._grad_accs.clear()  # with them go the graph's nodes that hold the hooks
 

@@ -1,4 +1,4 @@
-"""DDP whose ranks share the optimizer's state among them (ZeRO's first stage)."""
+"""DDP whose ranks shard the optimizer's state (ZeRO's first stage)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fitkit.errors import warn
 
 
 class DDPSharded(DDP):
-    """As `DDP`, but each rank keeps the optimizer's state of a part of the parameters only.
+    """Like `DDP`, but each rank keeps the optimizer state of only a part of the parameters.
 
-    Each rank updates its part and sends the others the new numbers. The weights are those of
-    `DDP`; the state takes 1/n of its memory on each of n ranks (as far as whole parameters can be
-    dealt out evenly). After the training the optimizer is whole again.
+    Each rank updates its part and sends the new values to the others. The weights are the same as
+    with `DDP`. On n ranks, the state takes 1/n of its memory on each, as far as whole parameters
+    can be divided evenly. After the training the optimizer is whole again.
 
-    Where a training is cut by an error the states of the other ranks' parts are lost: the
-    optimizer begins anew then, with a warning, as a checkpoint would let it go on.
+    If an error ends the training, the states of the other ranks' parts are lost. The optimizer then
+    starts over, with a warning. A checkpoint lets you continue instead.
 
     Args: as for `DDP`.
 
@@ -46,7 +46,7 @@ class DDPSharded(DDP):
 
 
 class ShardedOptimizers(Engine):
-    """Has each rank make its part of each optimizer's updates.
+    """Lets each rank make its part of each optimizer's updates.
 
     Args: as for `OptimizerShards`, for several optimizers.
     """
@@ -67,7 +67,7 @@ class ShardedOptimizers(Engine):
         super().abandon()
         if self._rank == 0 and any(isinstance(s, OptimizerShards) and s.has_lost for s in shards):
             warn(
-                "The training was cut while the optimizer's state was spread over the ranks: the "
-                "optimizer begins anew, without its state. To go on as if nothing had happened, "
+                "The training stopped while the optimizer's state was sharded over the ranks. The "
+                "optimizer starts over without its state. To continue the training exactly, "
                 "write fit(…, resume_from=…) with a checkpoint."
             )

@@ -1,4 +1,4 @@
-"""Data parallelism on XLA devices (TPUs), by way of an adapter to the package that drives them."""
+"""Data parallelism on XLA devices (TPUs), by an adapter to the package that drives them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fitkit.errors import ConfigurationError, WorkerError
 
 
 class XLA(DDP):
-    """Each XLA device has a process and a copy of the module; gradients are averaged between.
+    """Runs one process with a copy of the module per XLA device, and averages the gradients.
 
-    What the ranks say to each other about data and logs goes over the CPU, gradients over the
-    devices' own network. An instance of an optimizer can't be given: the module gets new
-    parameters when it comes to the device. Give its name, a class or `configure_optimizers`.
+    The ranks exchange data and logs over the CPU, and gradients over the devices' own network. Give
+    the optimizer by name, by class or in `configure_optimizers`. An instance can't be used, because
+    the module gets new parameters when it moves to the device.
 
     Args:
-        adapter: what drives the devices: `"torch_tpu"`, `"torch_xla"`, None for the first of them
-            that is installed, or an object with an adapter's six calls
+        adapter: the package that drives the devices: `"torch_tpu"` or `"torch_xla"`. None uses the
+            first one installed. Or pass an object with an adapter's six methods
             (`fitkit.strategies.XLAAdapter`).
         timeout, output: as for `DDP`.
 
@@ -55,7 +55,7 @@ class XLA(DDP):
     ) -> None:
         super().__init__(timeout=timeout, output=output)
         self._asked = adapter
-        # A package is looked for when it is needed.
+        # The package is looked for when it is needed.
         is_named = adapter is None or isinstance(adapter, str)
         self._adapter: Adapter | None = None if is_named else adapter_of(adapter)
         self._claimed: torch.device | None = None
@@ -65,10 +65,10 @@ class XLA(DDP):
 
     @property
     def adapter(self) -> Adapter:
-        """What drives the devices.
+        """The adapter that drives the devices.
 
         Raises:
-            MissingPackageError: no package does.
+            MissingPackageError: no such package is installed.
         """
         if self._adapter is None:
             self._adapter = adapter_of(self._asked)
@@ -89,7 +89,7 @@ class XLA(DDP):
         ids = assignment.ids
         if ids != tuple(range(len(ids))):
             raise ConfigurationError(
-                f"devices={list(ids)!r} chooses among XLA devices, which processes get in their "
+                f"devices={list(ids)!r} chooses among XLA devices, but processes get them in "
                 f"order. Write devices={len(ids)}."
             )
         super().connect(assignment)
@@ -112,7 +112,7 @@ class XLA(DDP):
         if reached != self.world.size:
             raise WorkerError(
                 f"There are {self.world.size} ranks, but the devices' own exchanges reach "
-                f"{reached} processes. Start one process for each device: all that a machine has."
+                f"{reached} processes. Start one process for each device of the machine."
             )
         return HostGroup(device, self.adapter), group[1]
 
@@ -122,7 +122,7 @@ class XLA(DDP):
         wrapped = WrappedModel(module)
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
-            # Each batch is computed before the next is noted, where nothing else asks for numbers.
+            # Compute each batch before the next is recorded, if nothing else reads the values.
             self.adapter.step()
             return wrapped.call(method, *args, **kwargs)
 
@@ -130,17 +130,17 @@ class XLA(DDP):
         return wrapped
 
     def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
-        # Several optimizers' losses, and losses in a step of the user's, have their own exchange.
+        # Several optimizers' losses, and losses in the user's own step, have their own exchange.
         averages = getattr(module, "_updates_all", True)
         return XLAEngine(self, list(module.parameters()) if averages else [])
 
 
 class XLAEngine(Engine):
-    """Averages gradients once they are computed, and has each step computed at its end.
+    """Averages gradients once they are computed, and runs each step's computation at its end.
 
     Args:
-        strategy: the training's.
-        parameters: whose gradients `backward` averages.
+        strategy: the training's strategy.
+        parameters: the parameters whose gradients `backward` averages.
     """
 
     replaces_ddp = True
@@ -174,11 +174,11 @@ class Sums(Protocol):
 
 
 class HostGroup(ProcessGroup):
-    """Exchanges by way of the CPU, but for gradients, which stay on the devices.
+    """Exchanges over the CPU, except for gradients, which stay on the devices.
 
     Args:
-        device: this rank's.
-        sums: exchanges what is there.
+        device: this rank's device.
+        sums: exchanges what is on the devices.
     """
 
     def __init__(self, device: torch.device, sums: Sums) -> None:
@@ -196,7 +196,7 @@ class HostGroup(ProcessGroup):
     @torch.no_grad()
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         held = [parameter for parameter in parameters if parameter.requires_grad]
-        # Gathered on the CPU: looking at numbers on the device would interrupt it at each step.
+        # Gathered on the CPU: reading values from the device would interrupt it at each step.
         everyone = self.gather([parameter.grad is not None for parameter in held])
         used = [p for p, *users in zip(held, *everyone, strict=True) if any(users)]
         for parameter in used:
