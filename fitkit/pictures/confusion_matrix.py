@@ -1,4 +1,4 @@
-"""Which classes are taken for which: the counts, and their picture."""
+"""The confusion matrix: its counts and its picture."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 LONGEST_NAME = 24
-"""Characters of a class's name; longer ones lose their middle."""
+"""The most characters of a class's name. Longer names are shortened in the middle."""
 
 LARGEST = 40.0
-"""Inches of a side; above some hundred classes cells get small, and only some have a name."""
+"""The longest side in inches. With hundreds of classes cells get small, and only some are named."""
 
 WITH_UNIT = 12
-"""Up to so many classes a cell has room for a percent sign."""
+"""The most classes for which a cell has room for a percent sign."""
 
 SHARE_OF = {"true": "true class", "pred": "predicted class", "all": "all samples"}
 """What `normalize` divides by."""
 
 
 def confusion_counts(y_true: Any, y_pred: Any, labels: Any = None) -> tuple[Array, list[str]]:
-    """How often each class was taken for each.
+    """Count how often each true class was predicted as each class.
 
     Args:
-        y_true: the targets: (N,) class numbers or names, or (N, C) with one 1 a row.
-        y_pred: the predictions: (N,) classes, or (N, C) scores, whose largest counts.
-        labels: the classes' names by number; where targets are names themselves, those in the
+        y_true: the targets: (N,) class numbers or names, or one-hot rows (N, C).
+        y_pred: the predictions: (N,) classes, or (N, C) scores, of which the largest counts.
+        labels: the classes' names by number. If the targets are names themselves, the names in the
             order to show. None: the classes that occur, sorted.
 
     Returns:
-        Counts of shape (C, C), true classes in rows and predicted ones in columns, and the
+        Counts of shape (C, C), with true classes in rows and predicted ones in columns, and the
         classes' names.
 
     Example:
@@ -59,7 +59,7 @@ def confusion_counts(y_true: Any, y_pred: Any, labels: Any = None) -> tuple[Arra
         ([[1, 0], [1, 1]], ['0', '1'])
 
     Raises:
-        ConfigurationError, ArgumentTypeError: what can't be compared.
+        ConfigurationError, ArgumentTypeError: the targets and predictions can't be compared.
     """
     true, predicted = _classes(y_true, "y_true"), _classes(y_pred, "y_pred")
     if len(true) != len(predicted):
@@ -88,25 +88,26 @@ def confusion_matrix(
     size: tuple[float, float] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw which classes are taken for which; true classes in rows, predicted ones in columns.
+    """Draw a confusion matrix, with true classes in rows and predicted ones in columns.
 
     The colour is the share of the true class (or of what `normalize` says), so that rare classes
-    show as well as frequent ones.
+    are as visible as frequent ones.
 
     Args:
-        y_true, y_pred, labels: as in `confusion_counts`, which gives the numbers.
-        normalize: what the cells have: None the counts; `"true"` percent of the row's true
-            class, `"pred"` of the column's predicted class, `"all"` of all samples.
-        figure, axes: matplotlib's, to draw in; None makes a figure that pyplot doesn't know.
-        size: the new figure's width and height in inches; None suits the number of classes.
-        path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
+        y_true, y_pred, labels: as in `confusion_counts`, which returns the numbers.
+        normalize: what the cells show. None: counts. `"true"`: percent of the row's true class.
+            `"pred"`: percent of the column's predicted class. `"all"`: percent of all samples.
+        figure, axes: matplotlib objects to draw in. None makes a new figure that pyplot doesn't
+            manage.
+        size: width and height of the new figure in inches. None: fits the number of classes.
+        path: a file to write as well: `.png`, `.svg`, `.pdf`, ….
 
     Returns:
         The figure.
 
     Raises:
         MissingPackageError: matplotlib isn't installed.
-        ConfigurationError, ArgumentTypeError: what can't be compared or drawn.
+        ConfigurationError, ArgumentTypeError: the values can't be compared or drawn.
 
     Example:
         >>> import fitkit
@@ -187,7 +188,7 @@ def _named(true: Array, predicted: Array, labels: Any) -> tuple[list[Any], list[
 
 
 def _shares(counts: Array, normalize: str) -> Array:
-    """The counts as shares; a class without samples has 0."""
+    """The counts as shares. A class without samples gets 0."""
     axis = {"true": 1, "pred": 0, "all": None}[normalize]
     whole = counts.sum(axis=axis, keepdims=axis is not None)
     shares: Array = counts / np.maximum(whole, 1)
@@ -262,7 +263,7 @@ def _write_numbers(
     points = 72 * _cell_inches(classes)
     font = min(10.0, 0.85 * points / (0.62 * longest))
     if font < 4.5:
-        return  # The colours alone: nobody could read them.
+        return  # colours only: nobody could read the numbers
     for row, column in np.argwhere(counts).tolist():
         dark = shares[row, column] > 0.55 * top
         axes.text(
@@ -272,7 +273,7 @@ def _write_numbers(
 
 
 def _text(count: int, share: float, unit: str | None) -> str:
-    """A cell's text: the count, or percent where there is a unit. Cells with 0 get none."""
+    """A cell's text: the count, or percent if there is a unit. Cells with 0 get none."""
     if unit is None:
         return f"{count}"
     return f"{100 * share:.0f}{unit}" if share >= 0.005 else "·"

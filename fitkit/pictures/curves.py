@@ -1,4 +1,4 @@
-"""Curves: each log over the epochs, and the losses of a learning-rate range test over its rates."""
+"""Curves: logs over the epochs, and the losses of a learning-rate range test over its rates."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 
 MARKED_EPOCHS = 30
-"""Up to so many points each is marked; more would run together."""
+"""Up to this many points, each is marked. More marks would run together."""
 
 DASHED_EPOCHS = 100
-"""Up to so many points the training's curve is dashed; above it is pale."""
+"""Up to this many points, the training's curve is dashed. With more it is pale."""
 
 LOG_RATIO = 100.0
-"""From this ratio of the largest to the smallest value on, losses and rates get a log scale."""
+"""The ratio of largest to smallest value above which losses and rates get a log scale."""
 
 LONGEST_NAME = 18
-"""Characters of a name that has room beside the best value."""
+"""The most characters of a name that fits beside the best value."""
 
 VALIDATION = "val_"
 LOST = "NaN or infinite"
@@ -61,14 +61,14 @@ class Curve:
 
     Attributes:
         epochs: from 1.
-        values: one an epoch; NaN and infinity among them.
+        values: one per epoch. They may include NaN and infinity.
     """
 
     epochs: list[int]
     values: list[float]
 
     def finite(self) -> list[tuple[int, float]]:
-        """The epochs whose values can be drawn, and those."""
+        """The epochs whose values can be drawn, with the values."""
         pairs = zip(self.epochs, self.values, strict=True)
         return [(epoch, value) for epoch, value in pairs if math.isfinite(value)]
 
@@ -83,19 +83,19 @@ def learning_curves(
     size: tuple[float, float] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw logs over the epochs, a panel each: training and validation together.
+    """Draw logs over the epochs, one panel each, with training and validation together.
 
-    The best epoch (the validation's, where there is one) is marked where it is known which
-    direction is better. Epochs that are NaN or infinite get a cross at the panel's foot.
+    The best epoch (of the validation, if there is one) is marked if it is known which direction is
+    better. Epochs that are NaN or infinite get a cross at the bottom of the panel.
 
     Args:
-        curves: the logs by name; `val_loss` is drawn with `loss`.
-        metrics: which to draw, without `val_`; None draws all.
-        directions: `"min"` or `"max"` by name, where it is known.
-        figure: a figure to draw in; None makes one that pyplot doesn't know.
-        axes: one Axes for each metric to draw in, instead.
-        size: the new figure's width and height in inches; None suits the number of panels.
-        path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
+        curves: the logs by name. `val_loss` is drawn with `loss`.
+        metrics: the logs to draw, without `val_`. None: all.
+        directions: `"min"` or `"max"` by name, if known.
+        figure: a figure to draw in. None makes a new one that pyplot doesn't manage.
+        axes: instead of a figure, one Axes per metric.
+        size: width and height of the new figure in inches. None: fits the number of panels.
+        path: a file to write as well: `.png`, `.svg`, `.pdf`, ….
 
     Returns:
         The figure.
@@ -108,7 +108,7 @@ def learning_curves(
 
     Raises:
         MissingPackageError: matplotlib isn't installed.
-        ConfigurationError, ArgumentTypeError: nothing to draw, an unknown name.
+        ConfigurationError, ArgumentTypeError: there is nothing to draw, or a name is unknown.
     """
     check_matplotlib("history.plot()")
     check_place(figure, axes, path)
@@ -192,7 +192,7 @@ def _panel(axes: Axes, name: str, curves: Mapping[str, Curve], direction: str | 
 
 
 def _looks(points: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How the training's and the validation's curves look: many points leave no room for dashes."""
+    """The styles of the training's and validation's curves. Many points leave no room."""
     marker = "o" if points <= MARKED_EPOCHS else ""
     solid = {"color": BLUE, "linewidth": 1.6, "marker": marker, "markersize": 3.5}
     if points > DASHED_EPOCHS:
@@ -207,7 +207,7 @@ def _gapped(curve: Curve) -> tuple[list[int], list[float]]:
 
 
 def _scale(axes: Axes, name: str, drawn: list[Curve], direction: str | None) -> None:
-    """A log scale where values that go down (losses, rates) span decades."""
+    """Use a log scale if values that should fall (losses, rates) span decades."""
     values = [value for curve in drawn for _, value in curve.finite()]
     goes_down = direction == "min" or "learning_rate" in name
     if goes_down and values and min(values) > 0 and max(values) / min(values) >= LOG_RATIO:
@@ -255,14 +255,14 @@ def _dress(axes: Axes, name: str, epochs: list[int]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     first, last = min(epochs), max(epochs)
     side = max(0.5, 0.02 * (last - first))
-    axes.set_xlim(first - min(side, 0.5), last + side)  # There is no epoch 0.
+    axes.set_xlim(first - min(side, 0.5), last + side)  # there is no epoch 0
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _explain(places: list[Axes]) -> None:
-    """Legends: one for training and validation, and for crosses where there are any."""
+    """Add legends for training and validation, and for crosses if there are any."""
     pending = {"training", "validation"}
     for axes in places:
         named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -278,14 +278,14 @@ def _explain(places: list[Axes]) -> None:
 
 
 def curve_values(values: Sequence[Any]) -> list[float] | None:
-    """A log's values as floats; None where they aren't numbers (matrices, texts)."""
+    """A log's values as floats; None if they aren't numbers (matrices, texts)."""
     if not all(isinstance(value, numbers.Real) for value in values):
         return None
     return [float(value) for value in values]
 
 
 BEGINNING = 6
-"""Updates whose losses say how high the picture has to reach."""
+"""The first updates, whose losses set the height of the picture."""
 
 
 def rate_curve(
@@ -302,15 +302,16 @@ def rate_curve(
     """Draw losses over rising rates, and the suggested rate.
 
     Args:
-        rates, losses, smoothed: one an update.
-        suggested: the place of the suggested rate among them; None: there is none.
-        figure, axes: matplotlib's, to draw in; None makes a figure that pyplot doesn't know.
-        size: the new figure's width and height in inches.
-        path: a file to write, too: `.png`, `.svg`, `.pdf`, ….
+        rates, losses, smoothed: one value per update.
+        suggested: the index of the suggested rate; None if there is none.
+        figure, axes: matplotlib objects to draw in. None makes a new figure that pyplot doesn't
+            manage.
+        size: width and height of the new figure in inches.
+        path: a file to write as well: `.png`, `.svg`, `.pdf`, ….
 
     Raises:
         MissingPackageError: matplotlib isn't installed.
-        ArgumentTypeError: nothing to draw in or to write to.
+        ArgumentTypeError: `figure`, `axes` or `path` has a wrong type.
     """
     check_matplotlib("RateRange.plot()")
     check_place(figure, axes, path)
@@ -353,7 +354,7 @@ def _draw(
 
 
 def _bounds(smoothed: Sequence[float]) -> tuple[float, float]:
-    """The losses to show: a last one that explodes would flatten all others."""
+    """The range of losses to show. A last one that explodes would flatten all others."""
     finite = [loss for loss in smoothed if math.isfinite(loss)]
     low = min(finite, default=0.0)
     begin = max(finite[:BEGINNING], default=1.0)

@@ -1,4 +1,4 @@
-"""Where a picture is drawn, and its colours."""
+"""The figure and file that a picture is drawn to, and its colours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of fitkit's pictures while one is drawn; matplotlib's settings come back."""
+    """Use the look of fitkit's pictures within the block. Then restore matplotlib's settings."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -38,10 +38,10 @@ def style() -> Iterator[None]:
 
 
 def check_matplotlib(purpose: str) -> None:
-    """Make sure that there is matplotlib.
+    """Check that matplotlib is installed.
 
     Raises:
-        MissingPackageError: there isn't.
+        MissingPackageError: it isn't.
     """
     try:
         import matplotlib  # noqa: F401
@@ -57,16 +57,16 @@ def new_figure(size: tuple[float, float]) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike[str] | None) -> None:
-    """Write a figure to a file, whose suffix says in which format."""
+    """Write a figure to a file. The suffix sets the format."""
     if path is not None:
         figure.savefig(path, facecolor="white")
 
 
 def check_place(figure: object, axes: object, path: object) -> None:
-    """Refuse what can't be drawn in or written to.
+    """Refuse a wrong figure, axes or path.
 
     Raises:
-        ArgumentTypeError: no figure, no axes, no path; or a figure and axes at once.
+        ArgumentTypeError: one has a wrong type, or both a figure and axes are given.
     """
     if figure is not None and axes is not None:
         raise ArgumentTypeError("Give a figure or axes, not both.")
@@ -80,7 +80,7 @@ def check_place(figure: object, axes: object, path: object) -> None:
 
 
 def one_place(figure: Any, axes: Any, size: tuple[float, float]) -> tuple[Any, Any]:
-    """The figure and the axes for a picture of one part: those that were given, or new ones."""
+    """The figure and axes for a picture with one part: the given ones, or new ones."""
     if axes is not None:
         return root_figure(axes), axes
     figure = figure or new_figure(size)
@@ -88,5 +88,5 @@ def one_place(figure: Any, axes: Any, size: tuple[float, float]) -> tuple[Any, A
 
 
 def root_figure(axes: Any) -> Any:
-    """The whole figure that axes stand in."""
+    """The top-level figure that contains the axes."""
     return axes.get_figure(root=True)

@@ -1,4 +1,4 @@
-"""Tables for notebooks: a model, a training, an evaluation's values; in the page's own colours."""
+"""Tables for notebooks: a model, a training, an evaluation's values, in the page's own colours."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 DEFAULTS = ("auto", "32-true")
-"""Values of those that say nothing."""
+"""Settings that say nothing, and aren't shown."""
 
 MOST_ROWS = 60
-"""Rows that are open to see; more are folded."""
+"""The most rows shown open. A longer table is folded."""
 
 WIDTH, HEIGHT = 120, 26
 """A small curve's size in pixels."""
@@ -30,16 +30,16 @@ CELL = f"padding:2px 12px 2px 0;text-align:left;vertical-align:middle;background
 NUMBER = CELL.replace("text-align:left", "text-align:right;font-variant-numeric:tabular-nums")
 FAINT = "opacity:.65"
 CURVE = "#3f8fd2"
-"""A blue that stands out from white and from black."""
+"""A blue that is visible on white and on black."""
 
 
 def history_html(curves: Mapping[str, Curve], best: Mapping[str, str], epochs: int) -> str:
-    """A row for each log: its small curve, first, best and last value.
+    """A table with a row per log: its small curve, first, best and last value.
 
     Args:
         curves: the logs by name.
-        best: `"min"` or `"max"` by name, where it is known.
-        epochs: how many there were.
+        best: `"min"` or `"max"` by name, if known.
+        epochs: the number of epochs.
     """
     rows = [
         [
@@ -57,7 +57,7 @@ def history_html(curves: Mapping[str, Curve], best: Mapping[str, str], epochs: i
 
 
 def results_html(values: Mapping[str, Any]) -> str:
-    """A row for each value of an evaluation; of what isn't one number, its text."""
+    """A table with a row per value of an evaluation. Other values show as text."""
     rows = []
     for name, value in values.items():
         is_number = isinstance(value, numbers.Real)
@@ -68,16 +68,16 @@ def results_html(values: Mapping[str, Any]) -> str:
 
 
 SHOWN = ("optimizer", "learning_rate", "loss", "metrics", "devices", "accelerator", "precision")
-"""Arguments of compile that a model shows."""
+"""Arguments of compile that a model's view shows."""
 
 
 def model_html(name: str, given: Mapping[str, Any], summary: Summary) -> str:
-    """A model's settings, its layers and their parameters.
+    """A table of a model's settings, its layers and their parameters.
 
     Args:
-        name: what it is called.
-        given: what it was compiled with.
-        summary: its layers.
+        name: the model's name.
+        given: the arguments of `compile`.
+        summary: the summary of its layers.
     """
     settings = plain_settings({k: given[k] for k in SHOWN if given.get(k) is not None})
     shown = " &middot; ".join(

@@ -1,4 +1,4 @@
-"""What a net's modules get and give, batch by batch, and the first that gives something else."""
+"""What a net's modules get and return, batch by batch, and the first module that differs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fitkit.random_states import set_seed
 Pass = tuple[list[torch.Tensor], list[torch.Tensor]]
 """A module's inputs and outputs in one batch."""
 Passes = dict[tuple[str, int], list[Pass]]
-"""What a net's modules did with some batches, in the order in which they ended: by the module's
-name, and which of its calls for a batch it was."""
+"""What a net's modules did in some batches, in the order in which their calls ended. The key is the
+module's name and the number of its call in the batch."""
 
 
 class Notes(Callback):
-    """Notes what a net's modules get and give, batch by batch.
+    """Records what a net's modules get and return, batch by batch.
 
     Args:
-        only: notes that batch alone; None: all.
-        path: where a checkpoint is saved before that batch; "" for none.
+        only: records only that batch. None: all.
+        path: where to save a checkpoint before that batch; "" for none.
     """
 
     stops_alike = True
@@ -38,7 +38,7 @@ class Notes(Callback):
         self._inputs: list[list[torch.Tensor]] = []  # of the modules that are being called
 
     def follow(self, net: nn.Module) -> None:
-        """Note what the modules of a net do."""
+        """Record what the modules of a net do."""
         for name, module in net.named_modules():
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(functools.partial(self._leave, name))
@@ -55,7 +55,7 @@ class Notes(Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._batch, self._calls = batch, {}
         if self._only is None:
-            # Else a layer alone draws for two parts what it draws for the whole: luck.
+            # Otherwise a layer may by chance draw for two parts what it draws for the whole.
             set_seed(torch.initial_seed() % 2**31 + batch)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -67,12 +67,12 @@ class Notes(Callback):
 
 
 def first_other(one: Passes, other: Passes, limit: float) -> str | None:
-    """The first module that gives something else for the same inputs; None where none does.
+    """The first module that returns something else for the same inputs; None if there is none.
 
     Args:
-        one: of one batch.
-        other: of the same samples, in one batch or in several.
-        limit: up to which part of the largest number others are the same.
+        one: the record of one batch.
+        other: the record of the same samples, in one batch or in several.
+        limit: the largest difference that counts as equal, relative to the largest number.
     """
     for key, passes in one.items():
         others = other.get(key, [])
@@ -84,7 +84,7 @@ def first_other(one: Passes, other: Passes, limit: float) -> str | None:
 def _alike(passes: list[Pass], others: list[Pass], side: int, limit: float) -> bool:
     """Whether the inputs (side 0) or outputs (1), joined over batches, are the same."""
     for place in range(len(passes[0][side])):
-        # A module may have given other structures, which can't be compared.
+        # A module may have returned another structure, which can't be compared.
         if not others or any(len(each[side]) <= place for each in (*passes, *others)):
             break
         whole = _joined([each[side][place] for each in passes], None)
@@ -104,7 +104,7 @@ def _copies(tree: Any) -> list[torch.Tensor]:
 
 
 def _joined(tensors: list[torch.Tensor], shape: torch.Size | None) -> torch.Tensor | None:
-    """Tensors of several batches as one, of that shape; None where they don't make one.
+    """Tensors of several batches joined to that shape; None if they don't fit.
 
     Not all layers have the batch in dimension 0.
     """

@@ -1,4 +1,4 @@
-"""What `fitkit.verify` finds: rows, causes, and the table of them."""
+"""The results of `fitkit.verify`: rows, causes, and the table."""
 
 from __future__ import annotations
 
@@ -78,13 +78,14 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why numbers differ, as an experiment has shown.
+    """The cause of a difference, found by an experiment.
 
     Attributes:
-        kind: `"dropout"` (any layer that draws), `"batch_norm"`, `"layer"` (another one that mixes
-            samples), `"ignored_labels"`, `"loss"`, `"metric"`, `"data"`, `"kernels"`, `"state"`
-            (what a checkpoint lacks), `"rounding"`, `"error"` or `"unknown"`.
-        place: the name of the layer, the metric or the part of the data; "" where there is none.
+        kind: `"dropout"` (any layer that draws random numbers), `"batch_norm"`, `"layer"` (another
+            one that mixes samples), `"ignored_labels"`, `"loss"`, `"metric"`, `"data"`,
+            `"kernels"`, `"state"` (missing in the checkpoint), `"rounding"`, `"error"` or
+            `"unknown"`.
+        place: the name of the layer, the metric or the part of the data; "" if there is none.
         words: what it does.
         advice: what to write.
     """
@@ -110,12 +111,12 @@ class Row:
     Attributes:
         name: `"data"`, `"repeat"`, `"accumulated"`, `"processes"`, `"evaluation"`, `"compiled"`,
             `"resumed"` or `"precision"`.
-        what: the same for people.
-        ok: whether both sides are equal; None where it wasn't run.
-        digits: how many digits are equal, of what the updates changed (in an evaluation: of the
-            values); infinite where all bits are, None where nothing was compared.
-        first: the first parameter or value that differs; "" where none does.
-        causes: why.
+        what: the name in words.
+        ok: whether both sides are equal; None if it wasn't run.
+        digits: how many digits are equal, relative to what the updates changed (in an evaluation:
+            to the values). Infinite if all bits are equal, None if nothing was compared.
+        first: the first parameter or value that differs; "" if none does.
+        causes: the causes of the difference.
         note: why it wasn't run.
     """
 
@@ -142,17 +143,17 @@ class Row:
 
 
 def digits_of(difference: float) -> float:
-    """How many digits are equal where that part of a value differs."""
+    """The number of equal digits for a relative difference."""
     return math.inf if difference == 0.0 else max(0.0, -math.log10(difference))
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found; `str()` gives the table.
+    """The result of `verify`. `str()` gives the table.
 
     Attributes:
         rows: the comparisons, in the order in which they were made.
-        title: how many updates of how many samples, and in which precision they were compared.
+        title: the number of updates and samples, and the precision of the comparison.
     """
 
     rows: tuple[Row, ...]
@@ -160,12 +161,12 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether all that was run is equal."""
+        """Whether all comparisons that were run are equal."""
         return all(row.ok is not False for row in self.rows)
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """Each cause of a difference once, in the order of the rows."""
+        """The causes of all differences, each once, in the order of the rows."""
         return tuple(dict.fromkeys(cause for row in self.rows for cause in row.causes))
 
     def __getitem__(self, name: str) -> Row:

@@ -1,4 +1,4 @@
-"""`fitkit.verify`, and a script that is verified at its first `fit`."""
+"""`fitkit.verify`, and verifying a script at its first `fit`."""
 
 from __future__ import annotations
 
@@ -40,32 +40,33 @@ def verify(
     jit_compile: bool | None = None,
     verbose: bool = True,
 ) -> Verification:
-    """Show whether this net and these data give the same numbers however the batches are cut.
+    """Check that a net and its data give the same numbers however the batches are cut.
 
     A copy of the model makes a few updates in one process, with whole batches and in float64. Other
-    copies make the same updates again, accumulated from parts, on several processes, resumed from a
-    checkpoint and in the compiled precision, and evaluate smaller batches. Where numbers differ,
-    further runs find out why: with a kind of layer in evaluation mode, with other labels, with
-    deterministic kernels. The model, the random numbers and the files are as before afterwards.
+    copies make the same updates in other ways: accumulated from parts, on several processes,
+    resumed from a checkpoint, and in the compiled precision. They also evaluate smaller batches. If
+    numbers differ, further runs find out why: with a kind of layer in evaluation mode, with other
+    labels, with deterministic kernels. Afterwards the model, the random numbers and the files are
+    as before.
 
-    Callbacks aren't called. Schedulers and warm-up take part in the resumed run only.
+    Callbacks aren't called. Schedulers and warmup take part in the resumed run only.
 
     Args:
         model: a compiled model.
-        x, y, sample_weight, class_weight: as in `fit`; data that can be read more than once.
-        devices: on how many processes. Default 2.
-        batch_size: samples of an update, of arrays or a Dataset. Default 32.
-        updates: how many. Default 3.
-        jit_compile: whether the net is run with `torch.compile`, too, which may take minutes.
-            Default None: where it is compiled with it.
-        verbose: whether the table is printed. Default True.
+        x, y, sample_weight, class_weight: as in `fit`. The data must be readable more than once.
+        devices: the number of processes. Default 2.
+        batch_size: samples per update, for arrays or a Dataset. Default 32.
+        updates: the number of updates. Default 3.
+        jit_compile: whether to run the net with `torch.compile`, too, which may take minutes.
+            Default None: if the model is compiled with it.
+        verbose: whether to print the table. Default True.
 
     Returns:
         The rows, with `.ok`, `.causes` and `.table`.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
-        Exception: the model can't train on these data; the error is that of `fit`.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
+        Exception: the model can't train on these data. The error is the one from `fit`.
 
     Example:
         >>> import torch, fitkit
@@ -88,7 +89,7 @@ def verify(
     compilation = model._fitkit.compilation
     if detect() is not None or compilation.strategy.collectives.world_size > 1:
         raise ConfigurationError(
-            "verify starts processes of its own, and this process is one of several already. Run "
+            "verify starts its own processes, but this process is already one of several. Run "
             "it alone: python script.py."
         )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
@@ -108,7 +109,7 @@ def verify(
     runs_compiled = bool(compilation.jit_compile) if jit_compile is None else jit_compile
     kept = random_state(source.generators)
     try:
-        # What would be a warning in each of the runs is a row here.
+        # A warning in each of the runs would be a row here.
         with in_use(model, "verify", alone=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             batches = _read(source, updates)
@@ -128,15 +129,15 @@ def verify(
 
 
 def _read(source: Source, count: int) -> list[Any]:
-    """Read the first batches that have rows, after seeding all that the data may draw from."""
+    """Read the first batches with rows, after seeding everything that the data may draw from."""
     set_seed(SEED)
     for generator in source.generators:
         generator.manual_seed(SEED)
     if hasattr(source, "seed"):
-        source.seed = None  # of the order of arrays, which is drawn anew then
+        source.seed = None  # for the order of arrays, which is then drawn again
     found: list[Any] = []
     for batch in source.batches(0):
-        if batch is not NoRows:  # a Dataset may give the same memory again
+        if batch is not NoRows:  # a Dataset may return the same memory again
             found.append(trees.map_leaves(copy.deepcopy, batch))
         if len(found) == count:
             break
@@ -146,7 +147,7 @@ def _read(source: Source, count: int) -> list[Any]:
 
 
 def _same_twice(source: Source, batches: list[Any]) -> Row:
-    """Whether the data are the same when they are read again with the same seeds."""
+    """Whether the data are the same if they are read again with the same seeds."""
     what = "the data, read twice"
     for number, (one, other) in enumerate(zip(batches, _read(source, len(batches)), strict=False)):
         pairs = zip(trees.leaves_with_paths(one), trees.leaves_with_paths(other), strict=False)
@@ -164,19 +165,19 @@ def _same_twice(source: Source, batches: list[Any]) -> Row:
 
 
 class _Verified(BaseException):
-    """Ends a script at its first `fit`; no `except Exception` of the script's catches it."""
+    """Ends a script at its first `fit`. The script's own `except Exception` doesn't catch it."""
 
 
 def verify_script(path: str, arguments: Sequence[str] = (), **options: Any) -> Verification:
     """Run a script until its first call of `fit`, and verify that model with those data instead.
 
     Args:
-        path: the script, which runs as `python path` would.
-        arguments: of the script's own.
-        options: of `verify`; the rest follows from the call of `fit`.
+        path: the script. It runs as with `python path`.
+        arguments: the script's own arguments.
+        options: options of `verify`. The rest comes from the call of `fit`.
 
     Raises:
-        ConfigurationError: it ended without a call of `fit`.
+        ConfigurationError: the script ended without a call of `fit`.
         Exception: whatever the script raises.
     """
     import runpy

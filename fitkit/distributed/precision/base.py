@@ -1,4 +1,4 @@
-"""What a precision decides."""
+"""Precision: the base class of all precisions, and full precision."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fitkit.errors import ConfigurationError
 from fitkit.modes import modules_of, parameters_of
 
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-"""Surrounds a step and does nothing; shared, so that a step pays for no new object."""
+"""Surrounds a step and does nothing. It is shared, so that a step creates no new object."""
 
 
 class Precision:
-    """In which number types a module keeps its parameters and computes.
+    """The number types in which a module keeps its parameters and computes.
 
-    What is here is right for a module that computes in the dtype that it has. A precision of
-    your own overrides what it decides otherwise.
+    The base class is right for a module that computes in its own dtype. Your own precision
+    overrides what differs.
 
     Attributes:
-        name: as users write it.
-        compute_dtype: of matrix products and convolutions; None for the module's own.
+        name: the name that users write.
+        compute_dtype: the dtype of matrix products and convolutions. None for the module's own.
 
     Example:
         >>> import torch, fitkit
@@ -47,7 +47,7 @@ class Precision:
         """Refuse a device that can't compute in this precision.
 
         Raises:
-            ConfigurationError: with the table of what goes.
+            ConfigurationError: with a table of the precisions that each device supports.
         """
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -60,47 +60,47 @@ class Precision:
     def convert(self, module: nn.Module) -> None:
         """Give the module's parameters and buffers this precision's dtype, in place.
 
-        Here: those that an earlier "-true" precision has cast get their own dtype back (what
-        it rounded off stays lost), layers whose class an earlier precision has changed get their
-        own one back, and all others stay as they are.
+        The base class restores the module: parameters that a "-true" precision has cast get their
+        own dtype back (digits that were rounded off stay lost), and layers that an earlier
+        precision has changed get their own class back. All others stay as they are.
 
         Raises:
-            ConfigurationError: a module that can't learn in this precision.
+            ConfigurationError: the module can't learn in this precision.
         """
         restore_layers(module)
         restore_dtypes(module)
 
     def input_dtype(self, module: nn.Module) -> torch.dtype:
-        """The dtype that floating inputs get before a step, also before `convert` was called."""
+        """The dtype that floating inputs get before a step, even before `convert` was called."""
         return own_dtype(module)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """Surrounds the net's forward.
+        """Return a context manager for the net's forward.
 
         Args:
-            device_type: of the net's device (`"cpu"`, `"cuda"`, …).
+            device_type: the type of the net's device (`"cpu"`, `"cuda"`, …).
         """
         return NOTHING
 
     def widen(self, tree: Any) -> Any:
-        """A net's outputs in the dtype in which losses and metrics are computed.
+        """Return a net's outputs in the dtype in which losses and metrics are computed.
 
-        Here and in the precisions that compute in no half type: the very same object.
+        If the precision computes in no half type, this is the same object.
         """
         return tree
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """What keeps small gradients from vanishing; None where none vanish.
+        """Return the loss scaler that keeps small gradients from vanishing. None if none vanish.
 
-        There is one for all of a training, because its scale adapts from step to step.
+        There is one for a whole training, because its scale adapts from step to step.
         """
         return None
 
 
 class FullPrecision(Precision):
-    """The module computes in the dtype that it has (float32 unless its maker chose another).
+    """Computes in the module's own dtype (float32, unless its maker chose another).
 
-    One that a "-true" precision has cast before gets its own dtypes back.
+    A module that a "-true" precision has cast gets its own dtypes back.
     """
 
     name = "32-true"
@@ -109,7 +109,7 @@ class FullPrecision(Precision):
 # ---------------------------------------------------------------------- which devices
 
 FLOAT8 = "fp8-mixed"
-"""Its name, which the table has for one kind of device alone."""
+"""Its name, which the table has for one kind of device only."""
 
 ALL = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
@@ -135,18 +135,18 @@ FLOAT8_CAPABILITY = (8, 9)
 """The compute capability from which on NVIDIA's GPUs multiply 8-bit floats."""
 
 FLOAT8_ARCHITECTURES = ("gfx94", "gfx95", "gfx120")
-"""How the names of AMD's GPUs that do begin."""
+"""The prefixes of the names of AMD's GPUs that multiply 8-bit floats."""
 
 
 def check_pair(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a precision that a device can't compute in.
 
     Args:
-        name: the precision's.
-        dtype: the one that the device must know.
+        name: the precision's name.
+        dtype: the dtype that the device must support.
 
     Raises:
-        ConfigurationError: with the reason, and the table of what goes.
+        ConfigurationError: with the reason, and a table of what each device supports.
     """
     kind = device.type
     reason = REASONS.get((kind, name))
@@ -163,7 +163,7 @@ def check_pair(name: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _why_no_float8(device: torch.device) -> str | None:
-    """Why a GPU can't multiply 8-bit floats; None where it can."""
+    """Why a GPU can't multiply 8-bit floats; None if it can."""
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         found = str(torch.cuda.get_device_properties(device).gcnArchName)
@@ -181,9 +181,9 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def widened(tree: Any) -> Any:
-    """`tree` with half-precision tensors in float32, differentiably; others as they are.
+    """Half-precision tensors of a tree as float32, differentiably. Others stay as they are.
 
-    A tree without any is returned itself, so that a net's own output class survives.
+    A tree without any is returned itself, so that a net keeps its own output class.
     """
     if isinstance(tree, torch.Tensor):
         return _wide(tree)
@@ -232,7 +232,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def restore_dtypes(module: nn.Module) -> None:
-    """Undo `cast`, where it was called; a tensor whose dtype changed since then keeps it."""
+    """Undo `cast`. A tensor whose dtype has changed since then keeps it."""
     if CAST not in vars(module):
         return
     present = dict(_floating(module))
@@ -247,9 +247,9 @@ def restore_dtypes(module: nn.Module) -> None:
 
 
 def own_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of the module's floating parameters, as it is when nothing has cast them.
+    """The dtype of the module's floating parameters when nothing has cast them.
 
-    Of a module without any: torch's default.
+    For a module without any: torch's default.
     """
     first = next((p for p in parameters_of(module) if p.is_floating_point()), None)
     if first is None:
@@ -261,10 +261,10 @@ def own_dtype(module: nn.Module) -> torch.dtype:
 
 
 def match_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer's running values the dtype and the device that their parameters have now.
+    """Give an optimizer's state the dtype and device that its parameters have now.
 
-    Those of a training in another precision would meet gradients of another dtype, and those of
-    a sharded one are in main memory.
+    After a training in another precision it would meet gradients of another dtype. After a sharded
+    training it is in main memory.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -282,7 +282,7 @@ def _matched(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _own(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that a tensor had before `cast`; its present one where that isn't from there."""
+    """The dtype that a tensor had before `cast`, or its current one if `cast` didn't set that."""
     record: tuple[torch.dtype | None, dict[str, torch.dtype]] = vars(module).get(CAST, (None, {}))
     cast_to, own = record
     return own.get(name, tensor.dtype) if tensor.dtype is cast_to else tensor.dtype
@@ -304,13 +304,13 @@ def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------- other layers, and back
 
 CHANGED = "_changed_by_precision"
-"""The layer's attribute: its own class, and the names of the attributes that it was given."""
+"""The layer's attribute: its own class, and the names of the attributes added to it."""
 
 
 def change_layer(layer: nn.Module, made: nn.Module) -> None:
-    """Give a layer another one's class and settings; it stays the object that it is.
+    """Give a layer the class and settings of another one. It stays the same object.
 
-    So its parameters, optimizers, hooks and names go on with it.
+    So its parameters, optimizers, hooks and names stay valid.
     """
     added = {name: value for name, value in vars(made).items() if name not in vars(layer)}
     vars(layer).update(added, **{CHANGED: (type(layer), tuple(added))})
@@ -338,7 +338,7 @@ def restore_layer(layer: nn.Module) -> None:
 
 @contextlib.contextmanager
 def plain_layers(module: nn.Module) -> Iterator[None]:
-    """Have a module's layers ordinary ones meanwhile: for a file that runs without torchao."""
+    """Make a module's layers ordinary within the block: for a file that runs without torchao."""
     layers = changed_layers(module)
     before = [(type(layer), dict(vars(layer))) for layer in layers]
     restore_layers(module)

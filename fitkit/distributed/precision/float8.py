@@ -1,7 +1,7 @@
-"""Products of large layers in 8-bit floats.
+"""8-bit floats: large layers multiply in them, the rest computes in bfloat16.
 
-torchao puts new layers in the old ones' places, without their hooks and training flags, and cannot
-where a net is itself one layer. Here a layer gets the new one's class and settings instead.
+torchao replaces layers by new ones, without their hooks and training flags, and can't replace a
+layer that is the whole net. Here a layer gets the new one's class and settings instead.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from fitkit.errors import ConfigurationError, missing_package
 EMULATES = ("cpu", "cuda")
 
 MULTIPLE = 16
-"""Of which both sizes of a layer must be multiples, for GPUs that multiply 8-bit floats."""
+"""Both sizes of a layer must be multiples of this, for GPUs that multiply 8-bit floats."""
 
 NAMED = 6
-"""Layers that a message names."""
+"""The most layers that a message names."""
 
 
 class Float8Mixed(BFloat16Mixed):
     """`"fp8-mixed"`: linear layers multiply 8-bit floats, the rest is as in `"bf16-mixed"`.
 
-    Inputs and weights are rounded to E4M3 and gradients to E5M2, each tensor with a scale of its
-    own that is found anew at each step (torchao's tensorwise recipe). The weights themselves stay
-    in float32 under their names, so files go from and to any other precision.
+    Inputs and weights are rounded to E4M3 and gradients to E5M2. Each tensor has its own scale,
+    which is computed at each step (torchao's tensorwise recipe). The weights themselves stay in
+    float32 under their names, so files work with any other precision.
 
     A layer takes part if it is torch's `nn.Linear`, both its sizes are multiples of 16, and it is
-    neither the first nor the last one of the net: the first rounds the data themselves, the last
-    what the loss is computed from. Compiled to another precision the layers are ordinary ones
-    again with the next run.
+    neither the first nor the last one of the net. The first layer would round the data, and the
+    last one the input of the loss. If you compile another precision, the layers are ordinary ones
+    again from the next run on.
 
     Args:
-        emulate: whether products are made in float32 of numbers rounded to 8 bits: any CPU or CUDA
-            device then shows what a training would learn, slowly. Default False: the device
-            multiplies them itself, which takes compute capability 8.9 (RTX 40, L4, H100).
+        emulate: whether to compute products in float32 from numbers rounded to 8 bits. This works
+            slowly on any CPU or CUDA device and shows what a training would learn. Default False:
+            the device multiplies them itself, which needs compute capability 8.9 (RTX 40, L4,
+            H100).
         every_layer: whether the first and the last layer take part, too. Default False.
 
     Example:
@@ -57,7 +58,7 @@ class Float8Mixed(BFloat16Mixed):
         >>> model.compile("adam", "mse", precision=fitkit.precisions.Float8Mixed(emulate=True))
 
     Raises:
-        ArgumentTypeError: something else than a bool.
+        ArgumentTypeError: an argument isn't a bool.
 
     Reference: Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433.
     """
@@ -93,7 +94,7 @@ class Float8Mixed(BFloat16Mixed):
             raise ConfigurationError(_none_fits(module, every_layer=self.every_layer))
         # Gradients of weights are sums over the samples: a batch of 13 would have no kernel.
         config = Float8LinearConfig(emulate=self.emulate, pad_inner_dim=True)
-        # Those that are right already stay: a compiled net needn't be compiled again.
+        # Layers that are already right stay: a compiled net needn't be compiled again.
         right = {layer for layer in changed_layers(module) if layer.config == config}
         for layer in changed_layers(module):
             if layer not in right.intersection(chosen):
@@ -104,7 +105,7 @@ class Float8Mixed(BFloat16Mixed):
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Torch's own linear layers. Another class has a forward of its own, and stays as it is."""
+    """torch's own linear layers. A subclass has its own forward, and stays as it is."""
     changed = set(changed_layers(module))
     for name, layer in module.named_modules():
         if type(layer) is nn.Linear or (layer in changed and isinstance(layer, nn.Linear)):
