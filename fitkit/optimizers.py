@@ -30,17 +30,17 @@ for _name, _class in vars(torch.optim).items():
 OPTIMIZERS.add("QAdam", QAdamOptimizer, "QAdamOptimizer")
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers that have a step in one pass over all parameters, on CPU and CUDA."""
+"""Optimizers that can update all parameters in one pass, on CPU and CUDA."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerChoice:
-    """What `compile` was given as the optimizer; built when the parameters are in place.
+    """The `optimizer` argument of `compile`, built once the parameters are in place.
 
     Attributes:
-        given: the name, class, partial, factory, instance or list of instances, as given; or a dict
-            of a name and the settings of the class that it stands for.
-        learning_rate: for all but instances; None for the optimizer's own.
+        given: the name, class, partial, factory, instance or list of instances, as given. Or a dict
+            of a name and settings for its class.
+        learning_rate: the rate, for all but instances. None for the optimizer's own.
     """
 
     given: Any = "adam"
@@ -69,12 +69,12 @@ class OptimizerChoice:
 
     @property
     def instances(self) -> list[Optimizer]:
-        """The optimizers that the user has made; empty where fitkit makes them."""
+        """The optimizers that the user has made; empty if fitkit makes them."""
         return instances_in(self.given)
 
     @property
     def is_name(self) -> bool:
-        """Whether fitkit chose the class, and so may choose how it computes."""
+        """Whether fitkit chooses the class, and so may choose how it computes."""
         return isinstance(self.given, str | dict)
 
     def check_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ class OptimizerChoice:
             shapes = ", ".join(str(shape) for shape in foreign[:3])
             raise ConfigurationError(
                 f"The optimizer holds {len(foreign)} parameters that aren't this model's (of "
-                f"shape {shapes}{', …' if len(foreign) > 3 else ''}): it would train another "
+                f"shape {shapes}{', …' if len(foreign) > 3 else ''}), so it would train another "
                 "net. Make it over model.parameters(), or give its name or class.",
                 code="FK024",
             )
@@ -102,10 +102,10 @@ class OptimizerChoice:
     def build(
         self, parameters: Iterable[torch.nn.Parameter], module: torch.nn.Module
     ) -> list[Optimizer]:
-        """The optimizers over `parameters`, which step together; one but for a list and "muon".
+        """The optimizers over `parameters`, which step together. One, except for a list or "muon".
 
         Args:
-            module: whose layers tell which parameters are hidden matrices.
+            module: its layers show which parameters are hidden matrices.
 
         Raises:
             ConfigurationError: no parameters, or arguments that the optimizer refuses.
@@ -127,7 +127,7 @@ class OptimizerChoice:
         try:
             optimizer = maker(held, **options)
         except Exception as error:
-            hint = '. Write "muon", which leaves what is no matrix to AdamW.'
+            hint = '. Write "muon", which trains all other parameters with AdamW.'
             raise ConfigurationError(
                 f"optimizer={shown(self.given)} could not be made: {error}"
                 + (hint if maker is torch.optim.Muon else "")
@@ -141,13 +141,13 @@ class OptimizerChoice:
 
 
 def instances_in(given: Any) -> list[Optimizer]:
-    """The optimizers among what `compile` was given as such: one, or a list's."""
+    """The optimizers that `compile` was given as instances: one, or those of a list."""
     entries = given if isinstance(given, (list, tuple)) else [given]
     return [entry for entry in entries if isinstance(entry, Optimizer)]
 
 
 def _check_list(given: Any) -> None:
-    """Refuse a list that isn't of optimizers which can step together."""
+    """Refuse a list of anything but optimizers that can step together."""
     if not given or len(instances_in(given)) < len(given):
         raise ArgumentTypeError(
             f"optimizer={describe(given)}: a list holds optimizer instances, such as "
@@ -163,7 +163,7 @@ def _check_list(given: Any) -> None:
     shared = sum(count > 1 for count in counts.values())
     if shared:
         raise ConfigurationError(
-            f"{shared} parameters are held by more than one of the optimizers, so they would be "
+            f"More than one of the optimizers holds {shared} parameters, so they would be "
             "updated twice. Give each parameter to one."
         )
 
@@ -171,20 +171,20 @@ def _check_list(given: Any) -> None:
 class OptimizerList(Optimizer):
     """Several optimizers over disjoint parameters that make each update together.
 
-    What makes an update has them as one: gradients are clipped over all, and where scaled losses
-    leave an update out, all of them leave it out. They keep their states themselves.
+    The update treats them as one: gradients are clipped over all, and if loss scaling skips an
+    update, all of them skip it. Each keeps its own state.
 
     Args:
         members: the optimizers.
     """
 
     def __init__(self, members: list[Optimizer]) -> None:
-        # Without torch's constructor: groups and states are the members'.
+        # torch's constructor isn't called: groups and states belong to the members.
         self.members: list[Optimizer] = members
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """All members' groups, as they are now."""
+        """The current groups of all members."""
         return [group for member in self.members for group in member.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -201,17 +201,17 @@ def members_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _settings_in(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings beside the name; files hold tuples as lists."""
+    """The settings besides the name. Files store tuples as lists."""
     settings = {name: value for name, value in given.items() if name != "name"}
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
 
 
 def _check_settings(given: dict[str, Any]) -> None:
-    """Refuse a dict without a name, and settings that the named class doesn't have or take."""
+    """Refuse a dict without a name, or with settings that the named class doesn't take."""
     if not isinstance(given.get("name"), str):
         raise ConfigurationError(
             f"optimizer={describe(given)} is a dict without the optimizer's name. Write "
-            'optimizer={"name": "adam", "eps": 1e-5}, say.'
+            'optimizer={"name": "adam", "eps": 1e-5}.'
         )
     kind, settings = OPTIMIZERS[given["name"]], _settings_in(given)
     taken = inspect.signature(kind).parameters
@@ -220,8 +220,8 @@ def _check_settings(given: dict[str, Any]) -> None:
     for name in settings:
         if name in ("lr", "learning_rate"):
             raise ConfigurationError(
-                f"optimizer has the setting {name!r}; the rate is an argument of compile, by which "
-                f"it can be changed later. Write learning_rate={settings[name]!r} beside it."
+                f"optimizer has the setting {name!r}. The rate is an argument of compile, so that "
+                f"you can change it later. Write learning_rate={settings[name]!r} beside it."
             )
         if name not in known and not takes_any:
             close = nearest(str(name), known)
@@ -239,14 +239,14 @@ def _check_settings(given: dict[str, Any]) -> None:
 
 
 def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
-    """Let an optimizer make its step in one pass, where it can; else torch chooses.
+    """Let an optimizer update all parameters in one pass if it can. Otherwise torch chooses.
 
-    To be called again before each training: devices and dtypes may have changed. What the user
-    has set in the groups stays: `fused=False`, or another way to compute.
+    Call it before each training: devices and dtypes may have changed. What the user has set in the
+    groups stays, such as `fused=False`.
 
     Args:
-        optimizer: made from a name.
-        module: what gives the gradients.
+        optimizer: an optimizer made from a name.
+        module: the module that produces the gradients.
     """
     groups = optimizer.param_groups
     if any(group.get("fused") is False for group in groups):
@@ -254,13 +254,13 @@ def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
     elif (
         class_of(optimizer) in FUSED
         and not any(group.get("foreach") or group.get("differentiable") for group in groups)
-        # Torch's fused SGD fails where some parameters have a momentum and others, whose first
-        # gradient came later, have none yet; and it takes unset memory for one where a scaled
-        # loss's first update was left out.
+        # torch's fused SGD fails if some parameters have a momentum and others, whose first
+        # gradient came later, have none yet. And if loss scaling skips the first update, it takes
+        # uninitialized memory for a momentum.
         and not any(group.get("momentum") for group in groups)
         and all(map(_can_be_fused, held_by(optimizer)))
         and not any(vars(child).get("sparse") is True for child in module.modules())
-        # Steps that make updates themselves may set gradients of any layout.
+        # Steps that make their own updates may set gradients of any layout.
         and getattr(module, "automatic_optimization", True)
     ):
         fused = True
@@ -271,9 +271,9 @@ def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
 
 
 def unfuse_if_unreadable(optimizer: Optimizer) -> None:
-    """Take the step in one pass back where it can't read the gradients.
+    """Undo `fuse` if the fused step can't read the gradients.
 
-    They are sparse, or lie in memory otherwise than their parameters.
+    They are sparse, or have another memory layout than their parameters.
     """
     if optimizer.defaults.get("fused") and not all(map(_has_fitting_gradient, held_by(optimizer))):
         _set_fused(optimizer, None)
@@ -285,20 +285,20 @@ def _has_fitting_gradient(parameter: torch.Tensor) -> bool:
         return True
     if gradient.layout is not torch.strided:
         return False
-    # Where there is one entry, autograd leaves any stride.
+    # With a single entry, autograd leaves any stride.
     strides = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
     return all(own == given for size, own, given in strides if size > 1)
 
 
 def _can_be_fused(parameter: torch.Tensor) -> bool:
-    # Not half ones: fused SGD of torch 2.13 hardly changes them on a CPU.
+    # Not half types: fused SGD of torch 2.13 hardly changes them on a CPU.
     return (
         type(parameter) in (torch.nn.Parameter, torch.Tensor)
         and parameter.dtype in (torch.float32, torch.float64)
         and parameter.device.type in ("cpu", "cuda")
         and parameter.layout is torch.strided
-        # Without gaps: on a CPU a fused step goes through memory from the first number on, and
-        # beyond what is the parameter's.
+        # Without gaps: on a CPU a fused step walks through memory from the first number on, and
+        # would leave the parameter's own.
         and (
             parameter.is_contiguous()
             or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
@@ -307,7 +307,7 @@ def _can_be_fused(parameter: torch.Tensor) -> bool:
 
 
 def _set_fused(optimizer: Optimizer, fused: bool | None) -> None:
-    """Set in all places what the constructor's argument sets; None leaves the choice to torch."""
+    """Set what the constructor's argument sets, in all places. None lets torch choose."""
     optimizer.defaults["fused"] = fused  # groups that are added later get it from here
     optimizer._step_supports_amp_scaling = bool(fused)  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
@@ -320,11 +320,11 @@ def _set_fused(optimizer: Optimizer, fused: bool | None) -> None:
 
 
 HOW = ("fused", "foreach", "capturable", "differentiable")
-"""Options of torch's optimizers that say how a step is computed, not what it gives."""
+"""Options of torch's optimizers that change how a step is computed, but not its result."""
 
 
 def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)`, but how it computes (`HOW`) stays as it is.
+    """Call `optimizer.load_state_dict(state)`, but keep how it computes (`HOW`).
 
     The state may come from another device or version.
     """
@@ -336,7 +336,7 @@ def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def check_trainable(parameters: list[torch.nn.Parameter]) -> None:
-    """Refuse parameters of which none can learn.
+    """Refuse parameters if none of them can learn.
 
     Raises:
         ConfigurationError: there are none, all are frozen, or their shapes aren't known yet.
@@ -352,13 +352,13 @@ def check_trainable(parameters: list[torch.nn.Parameter]) -> None:
     if not any(parameter.requires_grad for parameter in parameters):
         raise ConfigurationError(
             "No parameter of the net requires gradients (all are frozen), so there is nothing "
-            "to train. Set requires_grad = True on those that shall learn.",
+            "to train. Set requires_grad = True on those that must learn.",
             code="FK023",
         )
 
 
 def put_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's rate; one that is a tensor (capturable optimizers) stays one."""
+    """Set a group's rate. A tensor (of capturable optimizers) stays a tensor."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
@@ -366,11 +366,11 @@ def put_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def with_rate(optimizer: Optimizer) -> Optimizer:
-    """The same object, whose `learning_rate` and `lr` can be read and set as Keras's can.
+    """The same object, with a readable and settable `learning_rate` and `lr`, as in Keras.
 
-    Torch's optimizers have neither, and would take an assignment without effect. So the object
-    gets a subclass of its class, of the same name, as Horovod does it; a name that the class or
-    the object already has keeps its own meaning. Pickles and copies are of the original class.
+    torch's optimizers have neither, and would accept an assignment without effect. So the object
+    gets a subclass of its class with the same name, as in Horovod. A name that the class or the
+    object already has keeps its own meaning. Pickles and copies have the original class.
     """
     kind, own = type(optimizer), vars(optimizer)
     names = [n for n in ("learning_rate", "lr") if n not in own and not hasattr(kind, n)]
@@ -380,7 +380,7 @@ def with_rate(optimizer: Optimizer) -> Optimizer:
 
 
 def class_of(optimizer: Optimizer) -> type[Optimizer]:
-    """The class that an optimizer was made of, below `with_rate`."""
+    """The optimizer's original class, without the subclass of `with_rate`."""
     return getattr(type(optimizer), "_class_without_rate", type(optimizer))
 
 
@@ -408,7 +408,7 @@ def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
         arguments = tuple(kind if entry is rated else entry for entry in made[1])
         return (kind if made[0] is rated else made[0], arguments, *made[2:])
 
-    doc = "The first group's learning rate; setting it sets all groups'."
+    doc = "The first group's learning rate. Setting it sets the rate of all groups."
     own: dict[str, Any] = {name: property(rate_of, set_rate, doc=doc) for name in names}
     own |= {
         "__module__": kind.__module__,
@@ -421,7 +421,7 @@ def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
 
 
 def shown(given: Any) -> str:
-    """What was given, for a message: a name in quotes, or a class's or function's name."""
+    """The given optimizer for a message: a name in quotes, or a class's or function's name."""
     if isinstance(given, dict):
         return repr(given)
     return repr(given) if isinstance(given, str) else getattr(given, "__name__", describe(given))
@@ -433,16 +433,16 @@ def held_by(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains at other weights than those that evaluate, and switches them.
+    """Whether an optimizer trains at other weights than those to evaluate with.
 
-    So do Schedule-Free's (Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682), by
-    `train()` and `eval()`.
+    Schedule-Free's optimizers do, and switch with `train()` and `eval()` (Defazio et al., The Road
+    Less Scheduled, 2024, arXiv:2405.15682).
     """
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step` must be given a function that computes the loss (LBFGS)."""
+    """Whether `optimizer.step` needs a function that computes the loss (LBFGS)."""
     step = inspect.signature(type(optimizer).step).parameters
     closure = step.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer gets, and with which settings: groups, and Muon beside AdamW."""
+"""Parameter groups for optimizers, and Muon together with AdamW."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 Chooses = Callable[[str, nn.Parameter], bool]
-"""Says of a parameter, by its name and itself, whether something holds for it."""
+"""A function of a parameter's name and the parameter that returns a bool."""
 
 
 def parameter_groups(
@@ -22,21 +22,23 @@ def parameter_groups(
     decays: Chooses | None = None,
     learning_rate: float | Callable[[str], float | None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Make an optimizer's parameter groups: weight decay for matrices only, rates by name.
+    """Make parameter groups for an optimizer: weight decay for matrices only, rates by name.
 
     Args:
-        net: whose parameters they are: a net, or a `fitkit.Model`.
-        weight_decay: of the parameters that decay. Default None: the optimizer's own.
-        decays: says by a parameter's name and itself whether it decays. Default: if it has two or
-            more dimensions. Biases and the scales of normalizations don't.
-        learning_rate: a number, or a function that gives each parameter's rate by its name (and
-            None for the optimizer's own rate). Default None: the optimizer's own.
+        net: a net or a `fitkit.Model`.
+        weight_decay: the weight decay of the parameters that decay. Default None: the optimizer's
+            own.
+        decays: a function of a parameter's name and the parameter that returns whether it decays.
+            Default: if it has two or more dimensions. Biases and the scales of normalizations
+            don't.
+        learning_rate: a number, or a function from a parameter's name to its rate (or to None for
+            the optimizer's own). Default None: the optimizer's own.
 
     Returns:
         One group for each pair of a rate and a decay, in the order of `net.named_parameters()`.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: arguments that can't be.
+        ArgumentTypeError, ConfigurationError: an argument is invalid.
 
     Example:
         >>> import torch, fitkit
@@ -82,25 +84,28 @@ def muon(
 ) -> list[Optimizer]:
     """Make `torch.optim.Muon` for the hidden matrices and AdamW for all other parameters.
 
-    Hidden matrices are the parameters of two dimensions, except for the weights of embeddings (of
-    `nn.Embedding` and `nn.EmbeddingBag`, also where another layer shares them, and what has "embed"
-    in its name) and of the head, which is the last `nn.Linear` of the net. Convolutions go to
-    AdamW: torch's Muon takes matrices only. `compile("muon")` makes the same.
+    Hidden matrices are the parameters with two dimensions, except those of embeddings and of the
+    head. Embeddings are `nn.Embedding` and `nn.EmbeddingBag`, even if another layer shares their
+    weights, and parameters with "embed" in their names. The head is the last `nn.Linear` of the
+    net. Convolutions go to AdamW, because torch's Muon takes matrices only. `compile("muon")` makes
+    the same optimizers.
 
     Args:
-        net: whose parameters they train: a net, or a `fitkit.Model`.
-        learning_rate: of both. Default None: torch's own. `adjust_lr_fn="match_rms_adamw"` gives
-            Muon's updates the size of AdamW's, so that one rate suits both.
-        hidden: says by a parameter's name and itself whether Muon trains it, instead of the rule.
+        net: a net or a `fitkit.Model`.
+        learning_rate: the rate of both. Default None: torch's own. With
+            `adjust_lr_fn="match_rms_adamw"` Muon's updates have the size of AdamW's, so one rate
+            suits both.
+        hidden: a function of a parameter's name and the parameter that returns whether Muon trains
+            it. It replaces the rule above.
         adamw: AdamW's own arguments, such as `{"lr": 3e-4, "betas": (0.9, 0.95)}`.
         **options: Muon's own arguments (`momentum`, `weight_decay`, `adjust_lr_fn`, …).
 
     Returns:
-        Both, for `compile`; one of them where the other would have no parameters.
+        Both optimizers in a list, for `compile`. Only one, if the other would have no parameters.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be, or `hidden` chooses a
-            parameter that is no matrix.
+        ConfigurationError, ArgumentTypeError: an argument is invalid, or `hidden` chooses a
+            parameter that isn't a matrix.
 
     Example:
         >>> import torch, fitkit
@@ -133,7 +138,7 @@ def muon_beside_adamw(
     adamw: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> list[Optimizer]:
-    """Make Muon over the parameters of these identities, and AdamW over the others."""
+    """Make Muon over the parameters with these ids, and AdamW over the others."""
     held = list(parameters)
     rate = {} if learning_rate is None else {"lr": float(learning_rate)}
     matrices = [p for p in held if id(p) in hidden]
@@ -149,7 +154,7 @@ def muon_beside_adamw(
 
 
 def hidden_matrices(net: nn.Module) -> set[int]:
-    """The identities of the parameters that Muon is for, by the rule that `muon` describes."""
+    """The ids of the parameters for Muon, by the rule that `muon` describes."""
     apart: set[int] = set()
     head: nn.Linear | None = None
     for module in net.modules():
@@ -167,10 +172,10 @@ def hidden_matrices(net: nn.Module) -> set[int]:
 
 
 def _named_parameters(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A net's parameters with the net's own names, also where a Model wraps it.
+    """A net's parameters with the net's own names, even if a Model wraps it.
 
     Raises:
-        ArgumentTypeError: parameters instead of a net, say.
+        ArgumentTypeError: `net` isn't a module, for example if it is the parameters.
     """
     if not isinstance(net, nn.Module):
         raise ArgumentTypeError(

@@ -34,20 +34,20 @@ SCHEDULERS.add("cosine", lr_scheduler.CosineAnnealingLR)
 
 
 VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
-"""What names of a validation's values begin with, where they say it themselves."""
+"""The prefixes of names of a validation's values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerChoice:
-    """What `compile` was given as the scheduler.
+    """The `lr_scheduler` argument of `compile`.
 
     Attributes:
-        given: name, class, partial, factory `optimizer -> scheduler`, or instance.
-        interval: `"epoch"` or `"step"` (each update of the optimizer); None where it wasn't said:
-            as the scheduler's class counts (`own_interval`).
-        monitor: the log that `ReduceLROnPlateau` watches; None for `val_loss` where there is
-            a validation, else `loss`.
-        frequency: it moves after every so many of its intervals.
+        given: a name, class, partial, factory `optimizer -> scheduler`, or instance.
+        interval: `"epoch"` or `"step"` (each update of the optimizer). None if not given: by the
+            scheduler's class (`own_interval`).
+        monitor: the log that `ReduceLROnPlateau` watches. None for `val_loss` if there is a
+            validation, else `loss`.
+        frequency: it moves once in this many of its intervals.
     """
 
     given: Any
@@ -57,12 +57,12 @@ class SchedulerChoice:
 
     @property
     def follows_fit(self) -> bool:
-        """Whether the training's length, which `fit` knows, is one of its arguments."""
+        """Whether it needs the training's length, which `fit` knows."""
         return isinstance(self.given, str) and bool(_lengths_of(SCHEDULERS[self.given]))
 
     @property
     def class_name(self) -> str | None:
-        """The scheduler's class, where that is known before it is made."""
+        """The scheduler's class, if it is known before the scheduler is made."""
         maker = _maker(self.given)
         if isinstance(maker, type):
             return maker.__name__
@@ -70,10 +70,10 @@ class SchedulerChoice:
 
     @classmethod
     def read(cls, value: Any) -> SchedulerChoice | None:
-        """The choice in `compile`'s argument; None stays None.
+        """Parse `compile`'s argument. None stays None.
 
         Raises:
-            ConfigurationError, ArgumentTypeError: words that mean nothing.
+            ConfigurationError, ArgumentTypeError: the argument is invalid.
         """
         if value is None:
             return None
@@ -97,7 +97,7 @@ class SchedulerChoice:
         return cls(given, interval, monitor, int(frequency))
 
     def optimizers_among(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Those that get a scheduler: all, or the one that an instance was made for."""
+        """The optimizers that get a scheduler: all, or the one that an instance was made for."""
         own = getattr(self.given, "optimizer", None) if _is_scheduler(self.given) else None
         found = [optimizer for optimizer in optimizers if optimizer is own]
         return found or (optimizers if own is None else optimizers[:1])
@@ -106,8 +106,8 @@ class SchedulerChoice:
         """The scheduler over `optimizer`.
 
         Args:
-            epochs: of the whole training.
-            updates: of the whole training; None where unknown.
+            epochs: the epochs of the whole training.
+            updates: the updates of the whole training; None if unknown.
 
         Raises:
             ConfigurationError: an instance over another optimizer, or missing arguments.
@@ -123,7 +123,7 @@ class SchedulerChoice:
         by_epochs = (self.interval or own_interval(maker)) == "epoch"
         length = epochs if by_epochs else updates
         if length is not None:
-            length = max(length // self.frequency, 1)  # it moves as often
+            length = max(length // self.frequency, 1)  # the number of its moves
         options = self._options(maker, optimizer, length) if self.follows_fit else {}
         try:
             scheduler = maker(optimizer, **options)
@@ -143,11 +143,11 @@ class SchedulerChoice:
         """A scheduler like that of `build`, over an optimizer that nobody uses.
 
         Args:
-            optimizer: what it is like.
-            settings: of its groups.
+            optimizer: the optimizer to imitate.
+            settings: the settings of its groups.
 
         Returns:
-            None where making or moving it would run code of the user's.
+            The scheduler, or None if making or moving it would run the user's code.
         """
         maker = _maker(self.given)
         bound = isinstance(self.given, functools.partial)
@@ -158,11 +158,11 @@ class SchedulerChoice:
         groups = [{**copy.deepcopy(group), "params": [torch.zeros(1)]} for group in settings]
         try:
             return self.build(Optimizer(groups, dict(optimizer.defaults)), 2, 2)
-        except Exception:  # it wants an optimizer of another kind
+        except Exception:  # it needs an optimizer of another kind
             return None
 
     def _options(self, maker: Any, optimizer: Optimizer, length: int | None) -> dict[str, Any]:
-        """The arguments that follow from the training's length."""
+        """The arguments that depend on the training's length."""
         if length is None:
             raise ConfigurationError(
                 f"lr_scheduler={self.given!r} needs the training's length, but x has no length. "
@@ -176,8 +176,8 @@ class SchedulerChoice:
 
 
 def _lengths_of(maker: Any) -> list[str]:
-    """The arguments of a scheduler that say how long the training is."""
-    # LinearLR's and ConstantLR's total_iters is a warm-up of a few steps, by their own default.
+    """The arguments of a scheduler that give the training's length."""
+    # total_iters of LinearLR and ConstantLR defaults to a warmup of a few steps, so it isn't one.
     accepted = inspect.signature(maker).parameters
     whole = ("T_max", "total_steps")
     names = [name for name in whole if name in accepted]
@@ -211,7 +211,7 @@ def _check_kind(given: Any) -> None:
 
 
 def _maker(given: Any) -> Any:
-    """The class behind a name, a partial or a class; the value itself otherwise."""
+    """The class behind a name, a partial or a class. Other values are returned as they are."""
     if isinstance(given, str):
         return SCHEDULERS[given]
     return given.func if isinstance(given, functools.partial) else given
@@ -226,7 +226,7 @@ def _is_scheduler(value: Any) -> bool:
 
 
 def check_watched(interval: str | None, monitor: str | None) -> None:
-    """Refuse a scheduler of updates that watches what comes once an epoch.
+    """Refuse a scheduler that moves at each update but watches a value of the epoch.
 
     Raises:
         ConfigurationError: with what to write.
@@ -240,9 +240,9 @@ def check_watched(interval: str | None, monitor: str | None) -> None:
 
 
 def own_interval(scheduler: Any) -> str:
-    """When a scheduler (or what makes one) moves, where nobody has said it.
+    """The default interval of a scheduler (or of what makes one).
 
-    OneCycleLR and CyclicLR count updates by their nature; the others epochs by habit.
+    OneCycleLR and CyclicLR count updates by design. The others count epochs by convention.
     """
     kind = scheduler if isinstance(scheduler, type) else type(scheduler)
     by_updates = issubclass(kind, (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR))

@@ -33,16 +33,16 @@ except ImportError:
 __all__ = ["Classifier", "Regressor"]
 
 NET_PREFIX = "net__"
-"""How names of the net's own parameters begin, as in `set_params(net__hidden=64)`."""
+"""The prefix of the net's own parameters, as in `set_params(net__hidden=64)`."""
 OPTIMIZER_PREFIX = "optimizer__"
-"""How names of the optimizer's settings begin, as in `set_params(optimizer__momentum=0.9)`."""
+"""The prefix of the optimizer's settings, as in `set_params(optimizer__momentum=0.9)`."""
 
 
 class NetEstimator(BaseEstimator):
-    """An estimator whose `fit` trains a copy of a net, or a net made for the data.
+    """An estimator whose `fit` trains a copy of a net, or a net built for the data.
 
-    scikit-learn's rules hold: the constructor stores what it is given and checks nothing, `fit`
-    changes no parameter, and what it learns ends in `_`.
+    It follows scikit-learn's rules. The constructor stores its arguments and checks nothing. `fit`
+    changes no parameter. The names of learned attributes end in `_`.
     """
 
     net_: nn.Module
@@ -88,7 +88,7 @@ class NetEstimator(BaseEstimator):
     # ------------------------------------------------------------------ parameters
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The parameters; with `deep` also `net__<name>` and `optimizer__<name>`, one by one."""
+        """Return the parameters. With `deep`, include `net__<name>` and `optimizer__<name>`."""
         params: dict[str, Any] = super().get_params(deep=deep)
         if deep and isinstance(self.net_options, Mapping):
             options = self.net_options.items()
@@ -101,8 +101,8 @@ class NetEstimator(BaseEstimator):
     def set_params(self, **params: Any) -> NetEstimator:
         """Set parameters by name.
 
-        `net__<name>` sets one of the net's own options, `optimizer__<name>` a setting of the
-        optimizer beside its name or class (`optimizer__weight_decay=0.1`).
+        `net__<name>` sets one of the net's own options. `optimizer__<name>` sets a setting of the
+        optimizer besides its name or class (`optimizer__weight_decay=0.1`).
         """
         known = self.get_params(deep=False)
         for name in params:
@@ -121,13 +121,13 @@ class NetEstimator(BaseEstimator):
     def __getattr__(self, name: str) -> Any:
         sentence = instead(f"fitkit.sklearn.{type(self).__name__}", name)
         if not sentence:
-            return super().__getattribute__(name)  # raises what the first look raised
+            return super().__getattribute__(name)  # raises the original error
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}. {sentence}")
 
     # ------------------------------------------------------------------ learning
 
     def _train(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
-        """Train `model_` for some epochs, with the estimator's random numbers and none else's."""
+        """Train `model_` for some epochs, with the estimator's own random numbers only."""
         before = random_state()
         set_random_state(self._random)
         try:
@@ -147,10 +147,10 @@ class NetEstimator(BaseEstimator):
             set_random_state(before)
 
     def _begin(self, outputs: int) -> None:
-        """Make `model_` anew.
+        """Build `model_`.
 
         Args:
-            outputs: the columns that the net has to give.
+            outputs: the number of columns that the net must output.
         """
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         before = random_state()
@@ -170,17 +170,17 @@ class NetEstimator(BaseEstimator):
         )
 
     def _loss(self) -> Any:
-        """The loss, with the kind's default for None."""
+        """The loss. None becomes the default of the kind of estimator."""
         raise NotImplementedError
 
     def _made_net(self, outputs: int) -> nn.Module:
-        """A copy of the net, or what its factory makes for the data."""
+        """A copy of the net, or the net that its factory builds for the data."""
         options = dict(self.net_options or {})
         if isinstance(self.net, nn.Module):
             if options:
                 raise ConfigurationError(
                     f"net_options={describe(options)} are for a class or function that makes the "
-                    f"net, but net is a {type(self.net).__name__} already."
+                    f"net, but net is already a {type(self.net).__name__}."
                 )
             return copy.deepcopy(self.net)
         if not callable(self.net):
@@ -199,7 +199,7 @@ class NetEstimator(BaseEstimator):
     # ------------------------------------------------------------------ data
 
     def _checked_x(self, x: Any, *, reset: bool) -> np.ndarray:
-        """The inputs in the net's type, their number of features checked or set."""
+        """The inputs in the net's dtype, with their number of features checked or set."""
         checked: np.ndarray = validate_data(self, x, reset=reset, **self._x_rules())
         return checked
 
@@ -215,14 +215,14 @@ class NetEstimator(BaseEstimator):
         return checked
 
     def _outputs(self, x: Any) -> np.ndarray:
-        """What the net gives for inputs, (N, columns)."""
+        """The net's outputs for inputs, (N, columns)."""
         check_is_fitted(self)
         x = self._checked_x(x, reset=False)
         found = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
         if not isinstance(found, np.ndarray):
             raise ConfigurationError(
-                f"The net gives a {type(found).__name__}; a scikit-learn estimator needs one "
-                "tensor of shape (N, columns)."
+                f"The net returned a {type(found).__name__}, but a scikit-learn estimator needs "
+                "one tensor of shape (N, columns)."
             )
         return found.reshape(len(found), -1).astype(np.float64)
 
@@ -234,7 +234,7 @@ class NetEstimator(BaseEstimator):
 
 
 def _accepted(make: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Those of the known values whose names a factory's signature has."""
+    """The known values whose names are in a factory's signature."""
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):
@@ -244,13 +244,13 @@ def _accepted(make: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]
 
 
 def _pop(params: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Take the parameters with a prefix out of `params`, and it off their names."""
+    """Take the parameters with a prefix out of `params`, and strip the prefix."""
     names = [name for name in params if name.startswith(prefix)]
     return {name.removeprefix(prefix): params.pop(name) for name in names}
 
 
 def _with_settings(optimizer: Any, settings: dict[str, Any]) -> Any:
-    """An optimizer's name, dict, class or partial with settings of its class."""
+    """An optimizer's name, dict, class or partial, with settings added."""
     if isinstance(optimizer, str):
         return {"name": optimizer, **settings}
     if isinstance(optimizer, Mapping):
@@ -258,42 +258,41 @@ def _with_settings(optimizer: Any, settings: dict[str, Any]) -> Any:
     if callable(optimizer):
         return functools.partial(optimizer, **settings)
     raise ConfigurationError(
-        f"optimizer={describe(optimizer)} has its settings already; "
-        f"{', '.join(OPTIMIZER_PREFIX + name for name in settings)} can be set where the "
+        f"optimizer={describe(optimizer)} already has its settings. "
+        f"{', '.join(OPTIMIZER_PREFIX + name for name in settings)} can be set if the "
         "optimizer is a name or a class."
     )
 
 
 class Classifier(ClassifierMixin, NetEstimator):
-    """A net that tells classes, by scikit-learn's rules.
+    """A scikit-learn classifier that trains a net.
 
     Args:
-        net: a `torch.nn.Module`, which is copied for each fit (with its weights); or a class or
-            function that makes one. Of `n_features` and `n_outputs` it is given those that
-            its signature names. The net gives a column a class; one with a loss for two
-            classes (`"bce_with_logits"`, `"binary_crossentropy"`) gives one column.
-        loss: as in `Model.compile`. Default None: `"cross_entropy"`, so the net gives logits.
-        optimizer, learning_rate, metrics: as in `Model.compile`. An optimizer's settings can be set
-            one by one, as `set_params(optimizer__weight_decay=0.1)` or in a grid.
-        epochs, batch_size, validation_split, callbacks, verbose: as in `Model.fit`; callbacks
-            are copied for each fit. Default 20 epochs, batches of 32, and silence.
-        class_weight: label → weight, `"balanced"`, or None (default): multiplies sample weights.
-        random_state: an int, a NumPy RandomState or None. An int makes a fit repeatable; torch's
-            own random numbers are neither used nor moved on.
-        dtype: what inputs are converted to. Default `"float32"`; None keeps them (token ids).
-        net_options: further arguments of the class or function; also set one by one, as
-            `set_params(net__hidden=64)` or in a grid.
+        net: a `torch.nn.Module`, which each fit copies with its weights, or a class or function
+            that makes one. It gets `n_features` and `n_outputs` if its signature names them. The
+            net outputs one column per class. With a loss for two classes (`"bce_with_logits"`,
+            `"binary_crossentropy"`) it outputs one column.
+        loss: as in `Model.compile`. Default None: `"cross_entropy"`, so the net outputs logits.
+        optimizer, learning_rate, metrics: as in `Model.compile`. You can set an optimizer's
+            settings one by one, with `set_params(optimizer__weight_decay=0.1)` or in a grid.
+        epochs, batch_size, validation_split, callbacks, verbose: as in `Model.fit`. Callbacks are
+            copied for each fit. Default: 20 epochs, batches of 32, no output.
+        class_weight: a dict from label to weight, `"balanced"`, or None (default). It multiplies
+            sample weights.
+        random_state: an int, a NumPy RandomState or None. An int makes a fit repeatable. torch's
+            own random numbers are neither used nor advanced.
+        dtype: the dtype for inputs. Default `"float32"`. None keeps theirs (for token ids).
+        net_options: further arguments of the class or function. You can set them one by one, too,
+            with `set_params(net__hidden=64)` or in a grid.
         compile_options, fit_options: further arguments of `Model.compile` (devices, strategy,
             precision) and of `Model.fit`.
 
     Attributes:
         classes_: the labels, sorted.
-        n_features_in_, feature_names_in_: of the inputs; the latter for data frames only.
+        n_features_in_, feature_names_in_: the inputs' features. The names are for data frames only.
         net_: the trained net.
         model_: the `fitkit.Model` around it.
-        history_: name → one value an epoch, of the last fit.
-
-    Example:
+        history_: a dict from name to values, one per epoch, of the last fit.
         >>> import torch
         >>> from sklearn.datasets import load_iris
         >>> from fitkit.sklearn import Classifier
@@ -348,11 +347,11 @@ class Classifier(ClassifierMixin, NetEstimator):
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Classifier:  # noqa: N803
-        """Train a net from its beginning.
+        """Train a new net.
 
         Args:
-            X: (N, features), or (N, ...) for nets that take images or sequences; or a sparse
-                matrix, of which each batch is made dense.
+            X: (N, features), or (N, ...) for nets that take images or sequences. Or a sparse
+                matrix, whose batches are made dense one by one.
             y: (N,) labels: numbers or strings.
             sample_weight: (N,) weights of the samples.
         """
@@ -373,7 +372,7 @@ class Classifier(ClassifierMixin, NetEstimator):
 
         Args:
             X, y, sample_weight: as in `fit`.
-            classes: all labels that will come; needed in the first call.
+            classes: all labels that will occur. The first call needs it.
 
         Raises:
             ValueError: the first call lacks `classes`, or a label isn't among them.
@@ -396,12 +395,12 @@ class Classifier(ClassifierMixin, NetEstimator):
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
-        """Each class's probability, (N, classes), in the order of `classes_`."""
+        """Predict the probability of each class, (N, classes), in the order of `classes_`."""
         outputs = self._outputs(X)
         takes = self._hint.takes
         if takes is None:
             raise ConfigurationError(
-                f"loss={self.loss!r} doesn't tell whether the net gives logits or probabilities. "
+                f"loss={self.loss!r} doesn't say whether the net outputs logits or probabilities. "
                 "Give a loss by name (or torch's own module), or use predict and net_."
             )
         if outputs.shape[1] == 1:
@@ -415,7 +414,7 @@ class Classifier(ClassifierMixin, NetEstimator):
         return probabilities
 
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
-        """The most probable label of each sample, (N,)."""
+        """Predict the most probable label of each sample, (N,)."""
         outputs = self._outputs(X)
         if outputs.shape[1] == 1:
             border = 0.5 if self._hint.takes == "probabilities" else 0.0
@@ -437,11 +436,11 @@ class Classifier(ClassifierMixin, NetEstimator):
 
     @property
     def _hint(self) -> LossHint:
-        """What the loss tells of the net's numbers."""
+        """What the loss says about the net's outputs."""
         return CompiledLoss(self._loss()).hint(SINGLE)
 
     def _columns(self) -> int:
-        """The columns that the net has to give."""
+        """The number of columns that the net must output."""
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two.")
         if self._hint.task != "binary":
@@ -449,7 +448,7 @@ class Classifier(ClassifierMixin, NetEstimator):
         if len(self.classes_) != 2:
             raise ConfigurationError(
                 f"loss={self.loss!r} is for two classes, but y has {len(self.classes_)}. Write "
-                "loss='cross_entropy', with a net that gives a column a class."
+                "loss='cross_entropy', with a net that outputs one column per class."
             )
         return 1
 
@@ -462,22 +461,22 @@ class Classifier(ClassifierMixin, NetEstimator):
         self._train(x, self._targets(indices), weight, epochs)
 
     def _targets(self, indices: np.ndarray) -> np.ndarray:
-        """The labels' indices as the loss takes them."""
+        """The labels' indices in the form that the loss takes."""
         if self._hint.task == "binary":
             return indices.astype(np.float32).reshape(-1, 1)
         return indices
 
 
 class Regressor(RegressorMixin, NetEstimator):
-    """A net that tells numbers, by scikit-learn's rules.
+    """A scikit-learn regressor that trains a net.
 
-    Targets are learned as they are: scale them (scikit-learn's `TransformedTargetRegressor`)
-    where they are far from 0 or wide.
+    It learns the targets as they are. If they are far from 0 or widely spread, scale them with
+    scikit-learn's `TransformedTargetRegressor`.
 
     Args:
-        net: as in `Classifier`; it gives a column a target, so one where `y` is (N,).
+        net: as in `Classifier`. It outputs one column per target, so one column if `y` is (N,).
         loss: as in `Model.compile`. Default None: `"mse"`.
-        optimizer: as in `Classifier`, like every argument that follows it there.
+        optimizer: this and all other arguments are as in `Classifier`.
 
     Attributes:
         n_features_in_, feature_names_in_, net_, model_, history_: as in `Classifier`.
@@ -492,11 +491,11 @@ class Regressor(RegressorMixin, NetEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Regressor:  # noqa: N803
-        """Train a net from its beginning.
+        """Train a new net.
 
         Args:
-            X: (N, features), or (N, ...) for nets that take images or sequences; or a sparse
-                matrix, of which each batch is made dense.
+            X: (N, features), or (N, ...) for nets that take images or sequences. Or a sparse
+                matrix, whose batches are made dense one by one.
             y: (N,) or (N, targets) numbers.
             sample_weight: (N,) weights of the samples.
         """
@@ -517,7 +516,7 @@ class Regressor(RegressorMixin, NetEstimator):
         return self
 
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
-        """The numbers for each sample, (N,) or (N, targets) as `y` was."""
+        """Predict the numbers for each sample, (N,) or (N, targets) like `y`."""
         outputs = self._outputs(X)
         return outputs[:, 0] if self._is_flat else outputs
 

@@ -1,4 +1,4 @@
-"""Data: anything that users pass, as a source of batches; and batches of uneven sequences."""
+"""Data: sources of batches for everything that users pass, and batches of uneven sequences."""
 
 from fitkit.data.collate import BucketBatchSampler, pack, pad
 from fitkit.data.combined import CombinedLoader

@@ -1,4 +1,4 @@
-"""In-memory data: NumPy arrays, tensors, trees of them, as tensors that can be sliced."""
+"""In-memory data: NumPy arrays, tensors and trees of them, as tensors that can be sliced."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class SparseMatrix:
     """A matrix of scipy.sparse, (N, features), whose batches are dense tensors.
 
     Args:
-        matrix: of any of scipy's formats.
+        matrix: in any of scipy's formats.
         name: the argument's name, for messages.
-        float_dtype: the dtype that floating numbers get.
+        float_dtype: the dtype for floating-point numbers.
     """
 
     ndim = 2
@@ -51,8 +51,8 @@ class SparseMatrix:
         if len(matrix.shape) != 2 or matrix.dtype.kind not in "biufc":
             raise ConfigurationError(
                 f"{name} is a sparse array of shape {tuple(matrix.shape)} and dtype "
-                f"{matrix.dtype}; a sparse matrix of numbers, (N, features), is read. Write "
-                f"{name}.toarray()."
+                f"{matrix.dtype}, but only a sparse matrix of numbers, (N, features), can be read. "
+                f"Write {name}.toarray()."
             )
         self.matrix: Any = matrix.tocsr()
         self.shape: tuple[Any, ...] = tuple(matrix.shape)
@@ -92,27 +92,27 @@ def is_array_tree(value: object, *, gaps: bool = False) -> bool:
 
 
 def wide_dtype(float_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of targets and weights beside a net's own: half precision would round them."""
+    """The dtype of targets and weights for a net's dtype: half precision would round them."""
     return float_dtype if float_dtype.itemsize >= 4 else torch.float32
 
 
 def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool = False) -> Any:
-    """A tree of arrays as the same tree of tensors.
+    """Convert a tree of arrays to the same tree of tensors.
 
-    Floating numbers get `float_dtype`; integers of a target become int64, as torch's losses
-    want them; other integers and booleans stay. Memory is shared where no conversion is
-    needed. An entry of a target's tuple, list or dict may be None.
+    Floating-point numbers get `float_dtype`. Integers of a target become int64, which torch's
+    losses require. Other integers and booleans stay. Memory is shared if no conversion is needed.
+    An entry of a target's tuple, list or dict may be None.
 
     Args:
-        value: arrays of shape (N, ...), or a tuple, list or dict of them; a matrix of
-            scipy.sparse becomes a `SparseMatrix`.
+        value: arrays of shape (N, ...), or a tuple, list or dict of them. A matrix of scipy.sparse
+            becomes a `SparseMatrix`.
         name: the argument's name, for messages.
         float_dtype: the dtype of the net's parameters.
         target: whether these are targets.
 
     Raises:
-        ArgumentTypeError: something that is no array of numbers.
-        ConfigurationError: an array without a first dimension.
+        ArgumentTypeError: a value isn't an array of numbers.
+        ConfigurationError: an array has no first dimension.
     """
     if not isinstance(value, torch.Tensor):
         if isinstance(value, Mapping):
@@ -161,7 +161,7 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
 
 
 def refuse_masked(tree: Any, name: str) -> None:
-    """Refuse a masked array: torch would take the numbers under its mask.
+    """Refuse a masked array: torch would use the numbers under its mask.
 
     Raises:
         ArgumentTypeError: with what to write.
@@ -170,8 +170,8 @@ def refuse_masked(tree: Any, name: str) -> None:
         if isinstance(leaf, np.ma.MaskedArray):
             raise ArgumentTypeError(
                 f"{name}{path} is a masked array, and torch knows no masks: it would take the "
-                f"numbers under the mask. Write {name}{path}.filled(value); samples or labels that "
-                "shall not count need a sample_weight of 0, or the label that the loss ignores."
+                f"numbers under the mask. Write {name}{path}.filled(value). Samples or labels that "
+                "must not count need a sample_weight of 0, or the label that the loss ignores."
             )
 
 
@@ -225,8 +225,8 @@ def _strings(array: np.ndarray[Any, Any], name: str) -> str:
         return with_code(
             f"{name} has the dtype {array.dtype}, strings ({text}, …), and a net computes with "
             f"numbers. Number the classes: classes, {name} = numpy.unique({name}, "
-            "return_inverse=True); class i is classes[i] then. fitkit.sklearn.Classifier takes "
-            "labels of strings as they are.",
+            "return_inverse=True). Class i is then classes[i]. fitkit.sklearn.Classifier takes "
+            "string labels as they are.",
             "FK019",
         )
     return (
@@ -236,7 +236,7 @@ def _strings(array: np.ndarray[Any, Any], name: str) -> str:
 
 
 def check_cuttable(tree: Any, name: str) -> None:
-    """Refuse sparse tensors of which torch can't choose rows; it can of the layout COO."""
+    """Refuse sparse tensors whose rows torch can't select. It can for the layout COO."""
     for path, leaf in trees.leaves_with_paths(tree):
         if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE[1:]:
             raise ConfigurationError(
@@ -246,7 +246,7 @@ def check_cuttable(tree: Any, name: str) -> None:
 
 
 def check_lengths(parts: dict[str, Any]) -> int:
-    """The common first length of all arrays in `parts` (name → tree).
+    """The first length that all arrays in `parts` (name → tree) share.
 
     Raises:
         ConfigurationError: lengths differ (both are named), or there are no samples.
@@ -271,11 +271,11 @@ def check_lengths(parts: dict[str, Any]) -> int:
 
 
 def check_alike(train: Any, held_out: Any) -> None:
-    """Refuse in-memory validation data that can't meet the same net as the training's.
+    """Refuse in-memory validation data that don't fit the net of the training data.
 
     Raises:
-        ConfigurationError: inputs of other shapes than the training's, or no targets beside
-            data that have them; what isn't in memory is seen only when it is read.
+        ConfigurationError: the inputs' shapes differ from the training's, or targets are missing
+            although the training data have them. Other data are checked when they are read.
     """
     if not (isinstance(train, ArraySource) and isinstance(held_out, ArraySource)):
         return
@@ -287,7 +287,7 @@ def check_alike(train: Any, held_out: Any) -> None:
     ]
     if [path for path, _ in shapes[0]] != [path for path, _ in shapes[1]]:
         raise ConfigurationError(
-            "validation_data's inputs are built otherwise than x: "
+            "validation_data's inputs have another structure than x: "
             f"{[path for path, _ in shapes[1]]} and {[path for path, _ in shapes[0]]}."
         )
     fixed = all(len(shape) <= 1 for _, shape in shapes[0])  # images and texts may differ in size
@@ -315,16 +315,16 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
 
 
 VIEWS = 256
-"""So many batches' views are made at once, which takes half the time of one by one; they have some
+"""How many batches are sliced at once. This takes half the time of one by one, and about
 0.1 MB."""
 
 
 MOST_BYTES = 1 << 22
-"""Of a tensor so many are in its fingerprint at most, which takes half a millisecond."""
+"""The most numbers of a tensor in its fingerprint, which takes half a millisecond."""
 
 
 def fingerprints(tree: Any) -> dict[str, str]:
-    """Each tensor's type, shape and a digest of rows all over it, by its place in the tree."""
+    """A fingerprint of each tensor by its place in the tree: type, shape, and a digest of rows."""
     found: dict[str, str] = {}
     for path, leaf in trees.leaves_with_paths(tree):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
@@ -338,16 +338,16 @@ def fingerprints(tree: Any) -> dict[str, str]:
 
 
 class ArraySource(Source):
-    """Batches cut from in-memory tensors; sample by sample nothing is collated.
+    """Batches cut from in-memory tensors, without collating single samples.
 
     Args:
         batch: `(x,)`, `(x, y)` or `(x, y, weight)`: trees of tensors of shape (N, ...).
-        batch_size: samples in a batch; the last one may be shorter.
+        batch_size: samples per batch. The last batch may be shorter.
         shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
 
-    The order of pass `p` follows from one seed, drawn from torch's global generator at the
-    first shuffled pass, and `p`: nothing else draws from that generator. Of `permutation.MANY`
-    samples or more it is computed, else kept in memory.
+    The order of pass `p` follows from `p` and a seed, which is drawn from torch's global generator
+    at the first shuffled pass. Nothing else draws from that generator. For `permutation.MANY` or
+    more samples the order is computed, otherwise kept in memory.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ class ArraySource(Source):
         return (take(self.batch, start, start + size) for start in starts)
 
     def _near(self, chosen: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Batches' indices where the data are, sent there at once; of very many some at a time."""
+        """The batches' indices on the data's device, sent at once, or in parts if very many."""
         first, rest = self.batch[0], iter(chosen)
         if not isinstance(first, torch.Tensor) or first.device.type == "cpu":
             yield from rest
@@ -431,7 +431,7 @@ class ArraySource(Source):
 
 
 def select_rows(tensor: Any, chosen: torch.Tensor) -> torch.Tensor:
-    """The chosen rows; indexing with an index tensor takes twice as long (PERFORMANCE.md)."""
+    """The chosen rows. Indexing with an index tensor takes twice as long (PERFORMANCE.md)."""
     if isinstance(tensor, SparseMatrix):
         return tensor.rows(chosen)
     if tensor.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""What a batch holds, what all sources of batches have, and the epochs that are cut from them."""
+"""Batches and their parts, the base class of sources, and the epochs cut from a source."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ COLLATE_ERRORS = {
         ".toarray()"
     ),
 }
-"""What torch says of samples that it can't join, and what to say instead."""
+"""torch's complaints about samples that it can't join, and what to say instead."""
 
 
 class NoRows:
-    """Stands for a batch without rows: it keeps its place, and nothing is computed of it.
+    """Stands for a batch without rows: it keeps its place, and nothing is computed from it.
 
-    The class itself does: it stays the same object where it is sent to another process.
+    The class itself is the marker: it stays the same object when it is sent to another process.
     """
 
 
 class Source:
-    """Gives batches, pass after pass.
+    """Yields batches, pass after pass.
 
     Attributes:
-        samples: in one pass; None where unknown.
-        batch_size: None where unknown.
-        steps: batches in one pass; None where unknown.
+        samples: the samples in one pass; None if unknown.
+        batch_size: the samples in a batch; None if unknown.
+        steps: the batches in one pass; None if unknown.
         repeatable: whether a second pass starts from the beginning.
-        target: all targets as a tree of tensors, where they are in memory.
-        own_state: follows the state that a loader keeps by itself (`OwnState`); None elsewhere.
-        generators: random generators of the data's own, which their order may follow from.
-        whole: all ranks' data, where this is a rank's shard of them; else the source itself.
+        target: all targets as a tree of tensors, if they are in memory.
+        own_state: tracks the state that a loader keeps by itself (`OwnState`); otherwise None.
+        generators: the data's own random generators, which may determine their order.
+        whole: all ranks' data, if this is one rank's shard of them; otherwise the source itself.
     """
 
     samples: int | None = None
@@ -71,20 +71,20 @@ class Source:
         return self
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of pass `number`, without the first `skip`; they aren't loaded if avoidable.
+        """The batches of pass `number`, without the first `skip`, which aren't loaded if avoidable.
 
-        `NoRows` stands for each that has no rows. It counts among those to skip.
+        `NoRows` stands for each batch without rows. It counts among those to skip.
 
-        What has been drawn when this returns is all that a pass draws before its first batch.
+        All that a pass draws before its first batch has been drawn when this returns.
         """
         raise NotImplementedError
 
 
 def marked(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, with `NoRows` for each that has none (an empty shard, or what a filter leaves).
+    """The batches, with `NoRows` for each empty one (from an empty shard or a filter).
 
     Raises:
-        ConfigurationError: samples of a kind that torch's collate doesn't join.
+        ConfigurationError: torch's collate can't join the samples.
     """
     try:
         for batch in batches:
@@ -93,8 +93,8 @@ def marked(batches: Iterator[Any]) -> Iterator[Any]:
         for pattern, explanation in COLLATE_ERRORS.items():
             if re.search(pattern, str(error)):
                 raise ConfigurationError(
-                    f"The data's samples {explanation} in the Dataset, or give a DataLoader with a "
-                    "collate_fn of its own."
+                    f"The data's samples {explanation} in the Dataset, or give a DataLoader with "
+                    "its own collate_fn."
                 ) from error
         raise
 
@@ -102,7 +102,7 @@ def marked(batches: Iterator[Any]) -> Iterator[Any]:
 def is_empty(batch: Any) -> bool:
     """Whether all arrays of a batch have 0 rows.
 
-    All of them: an image in which nothing is to be found has targets of 0 rows, too.
+    All of them: an image without objects has targets of 0 rows, too.
     """
     found = False
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
@@ -120,8 +120,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """The inputs, targets and sample weights of a batch; None for what it doesn't have.
 
     Args:
-        batch: `(x, y)`, `(x, y, sample_weight)`, `(x,)` as a tuple or list; anything else
-            (a tensor, a dict, a `PackedSequence`) is the inputs as a whole.
+        batch: `(x, y)`, `(x, y, sample_weight)` or `(x,)` as a tuple or list. Anything else (a
+            tensor, a dict, a `PackedSequence`) is the inputs as a whole.
 
     Raises:
         ConfigurationError: a tuple or list of another length.
@@ -143,7 +143,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def samples_in(x: Any, y: Any) -> int:
-    """The number of samples in a batch: its targets', where there are any."""
+    """The number of samples in a batch: those of its targets, if there are any."""
     if isinstance(y, torch.Tensor) and y.ndim:
         return y.shape[0]
     if y is None and isinstance(x, PackedSequence):
@@ -152,7 +152,7 @@ def samples_in(x: Any, y: Any) -> int:
 
 
 def samples_of(batch: Any) -> int:
-    """The number of samples in a batch that isn't taken apart yet; it may have any structure."""
+    """The number of samples in a batch of any structure that isn't unpacked yet."""
     is_packed = isinstance(batch, PackedSequence)
     if isinstance(batch, (tuple, list)) and not is_packed and len(batch) not in (1, 2, 3):
         return trees.sample_count(batch)
@@ -161,14 +161,14 @@ def samples_of(batch: Any) -> int:
 
 
 def check_weights(weight: Any, what: str) -> None:
-    """Refuse sample weights that are negative or not finite; reads the values.
+    """Refuse sample weights that are negative or not finite. Reads the values.
 
     Args:
-        weight: a tree of tensors; other leaves pass.
-        what: how the caller names them, for the message.
+        weight: a tree of tensors. Other leaves pass.
+        what: the weights' name for the message.
 
     Raises:
-        ConfigurationError: with a wrong one.
+        ConfigurationError: names a wrong one.
     """
     for tensor in trees.tensors(weight):
         if tensor.numel() == 0 or tensor.is_complex():
@@ -181,7 +181,7 @@ def check_weights(weight: Any, what: str) -> None:
 
 
 def warn_of_second_target(y: Any, weight: Any) -> None:
-    """Say where a batch's third entry looks like a second target rather than weights."""
+    """Warn if a batch's third entry looks like a second target rather than weights."""
     if not isinstance(y, torch.Tensor) or not isinstance(weight, torch.Tensor):
         return
     is_number = weight.is_floating_point() or weight.dtype is torch.bool
@@ -197,10 +197,10 @@ def warn_of_second_target(y: Any, weight: Any) -> None:
 
 @dataclasses.dataclass
 class Position:
-    """Where in the data a training is.
+    """The place of a training in its data.
 
     Attributes:
-        number: of the pass over the data, from 0.
+        number: the number of the pass over the data, from 0.
         batches: how many of its batches are done, over all ranks.
         began: the random state when the pass began (plain data).
     """
@@ -213,18 +213,18 @@ class Position:
 class Stream:
     """Cuts a source into epochs.
 
-    Without `steps` an epoch is one pass over the source. With it an epoch is that many
-    batches, of which some may have no rows: the next epoch goes on where the last one stopped,
-    and a source that can be read again starts anew in the middle of an epoch where it ends.
+    Without `steps`, an epoch is one pass over the source. With it, an epoch is that many batches,
+    some of which may have no rows. The next epoch continues where the last one stopped. A source
+    that can be read again starts over when it ends, even within an epoch.
 
     Args:
-        source: where the batches come from.
-        steps: batches in an epoch; None for one pass.
-        first: the number of the first pass; shuffling follows from it.
-        ranks: how many batches of the whole a step takes.
+        source: the source of the batches.
+        steps: batches per epoch; None for one pass.
+        first: the number of the first pass, which determines the shuffling.
+        ranks: how many batches of the whole data a step takes.
 
     Attributes:
-        position: where it is; with `steps` counted here, else by `note`.
+        position: the current place. With `steps` it is counted here, otherwise by `note`.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Stream:
         self.position: Position = Position(first)
         self._limit = steps
         self._ranks = ranks
-        # No reference back to this stream: a ring would keep a loader's workers alive.
+        # No reference back to this stream: a reference cycle would keep a loader's workers alive.
         self._endless = _passes(source, self.position, ranks) if steps is not None else iter(())
         self._epochs = 0
 
@@ -243,7 +243,7 @@ class Stream:
         """The next epoch's batches.
 
         Args:
-            done: steps of it that were made before the training was cut.
+            done: steps of this epoch that were made before the training stopped.
         """
         if self._limit is not None:
             return itertools.islice(self._endless, self._limit - done)
@@ -254,12 +254,12 @@ class Stream:
         return _begin(self.source, self.position)
 
     def note(self, steps: int) -> None:
-        """Take note of how many of the epoch's steps are done."""
+        """Record how many of the epoch's steps are done."""
         if self._limit is None:
             self.position.batches = steps * self._ranks
 
     def peek(self) -> Any:
-        """Read a batch, which is given again when its turn comes; None where there is none.
+        """Read a batch, which is yielded again in its turn; None if there is none.
 
         Ranks:
             Collective.
@@ -283,28 +283,28 @@ class Stream:
         return next((batch for batch in batches if batch is not NoRows), None)
 
     def loader_state(self, *, ends_pass: bool) -> dict[str, Any] | None:
-        """The state of a loader that keeps its own, read by one rank alone; None elsewhere.
+        """The state of a loader that keeps its own, if one rank reads it alone; otherwise None.
 
         Args:
-            ends_pass: whether the next batch is a new pass's.
+            ends_pass: whether the next batch belongs to a new pass.
         """
         own = self.source.own_state
         return None if own is None else own.state(ends_pass=ends_pass)
 
     def take_loader_state(self, state: dict[str, Any] | None) -> None:
-        """Let the data's own loader go on from its state, where it keeps one."""
+        """Restore the state of the data's own loader, if it keeps one."""
         own = self.source.own_state
         if own is not None and state is not None:
             own.take(state)
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Generators of the data's own, which their order may follow from."""
+        """The data's own generators, which may determine their order."""
         return self.source.generators
 
 
 def _begin(source: Source, position: Position) -> Iterator[Any]:
-    """A pass's batches from a position on; what is drawn at its beginning is drawn again."""
+    """The batches of a pass from a position on. What its beginning draws is drawn again."""
     own = source.own_state
     if position.batches and own is not None and own.waits:
         return source.batches(position.number, position.batches)
@@ -320,7 +320,7 @@ def _begin(source: Source, position: Position) -> Iterator[Any]:
 
 
 def _passes(source: Source, position: Position, ranks: int) -> Iterator[Any]:
-    """Pass after pass, until the source gives nothing or can't be read again."""
+    """Pass after pass, until the source yields nothing or can't be read again."""
     while True:
         count = position.batches
         for batch in _begin(source, position):
@@ -334,7 +334,7 @@ def _passes(source: Source, position: Position, ranks: int) -> Iterator[Any]:
 
 
 def limited(source: Source, steps: int | None) -> Iterator[Any]:
-    """The first `steps` batches of a new pass (all, where None); nothing more is read."""
+    """The first `steps` batches of a new pass (None: all). Nothing more is read."""
     batches = source.batches(0)
     return batches if steps is None else itertools.islice(batches, steps)
 
@@ -342,13 +342,13 @@ def limited(source: Source, steps: int | None) -> Iterator[Any]:
 def in_groups(
     batches: Iterable[Any], size: int, first: int = 0
 ) -> Iterator[Iterable[tuple[int, Any]]]:
-    """Number batches, and give them with their numbers in groups of `size`; the last may be short.
+    """Number batches, and yield them in groups of `size` with their numbers. The last may be short.
 
-    A group's batches are read while somebody goes through it, which must be to its end.
+    A group's batches are read while the caller iterates over it, which it must do to the end.
 
     Args:
-        first: the first batch's number. A group ends where its size divides the next number, so
-            that an epoch which was cut within a group goes on with the group's rest.
+        first: the number of the first batch. A group ends where its size divides the next number.
+            So an epoch that stopped within a group continues with the rest of the group.
     """
     numbered = enumerate(batches, first)
     if size == 1:
@@ -360,7 +360,7 @@ def in_groups(
 
 
 def check_readable(source: Source, epochs: int, steps: int | None, name: str = "x") -> None:
-    """Refuse a one-pass iterator where several passes would be needed.
+    """Refuse a one-pass iterator if several passes are needed.
 
     Raises:
         ConfigurationError: with what to give instead.

@@ -1,4 +1,4 @@
-"""Class weights: one weight a sample, by its label."""
+"""Class weights: one weight per sample, by its label."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 
 LARGEST_CLASS = 10**6
-"""A table has an entry for each class up to the largest one."""
+"""The table has an entry for each class up to the largest one."""
 
 
 class ClassWeights:
     """Turns labels into sample weights.
 
     Args:
-        weights: class → weight; classes that aren't there weigh 1.
+        weights: a dict from class to weight. Classes that it doesn't name weigh 1.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: keys that aren't class numbers, weights that
-            are negative or no numbers.
+        ArgumentTypeError, ConfigurationError: a key isn't a class number, or a weight is negative
+            or not a number.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
@@ -50,11 +50,11 @@ class ClassWeights:
             table[int(label)] = float(weight)
         self._table = table
         self._named = sorted(int(label) for label in weights)
-        self._seen: dict[torch.device, torch.Tensor] = {}  # a recorded step goes on writing there
+        self._seen: dict[torch.device, torch.Tensor] = {}  # a recorded step keeps writing to these
         self._notes_labels = True
 
     def __call__(self, target: Any, weight: torch.Tensor | None) -> torch.Tensor:
-        """The samples' weights, multiplied with `weight` where there is one.
+        """The samples' weights, multiplied by `weight` if there is one.
 
         Shapes: target (N,) or (N, 1) class numbers, or (N, C) one-hot; gives (N,).
         """
@@ -79,7 +79,7 @@ class ClassWeights:
         return chosen.reshape(-1, *[1] * (weight.ndim - 1)) * weight
 
     def warn_of_missing(self, target: Any, rank: int) -> None:
-        """Say at once which named classes none of in-memory data's labels has, on rank 0."""
+        """Warn at once, on rank 0, of named classes that no label of in-memory data has."""
         if not isinstance(target, torch.Tensor) or target.ndim > 2 or target.numel() == 0:
             return
         self._notes_labels = False
@@ -89,7 +89,7 @@ class ClassWeights:
             )
 
     def warn_of_unseen(self, collectives: Collectives) -> None:
-        """Say at the first epoch's end which named classes none of its labels had; once.
+        """Warn at the first epoch's end of named classes that none of its labels had; once.
 
         Ranks:
             Collective: each rank has seen its own labels.
@@ -118,7 +118,7 @@ def _labels(target: torch.Tensor) -> torch.Tensor:
         target = target[:, 0]
     if target.ndim != 1:
         raise ConfigurationError(
-            f"class_weight needs one label a sample; y has shape {tuple(target.shape)}. "
+            f"class_weight needs one label per sample, but y has shape {tuple(target.shape)}. "
             "Give sample weights instead."
         )
     return target.round().long() if target.is_floating_point() else target.long()

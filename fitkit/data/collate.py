@@ -1,4 +1,4 @@
-"""Sequences of uneven length in batches: padded, packed, or sorted into batches of like lengths."""
+"""Batches of sequences of uneven length: padded, packed, or grouped by similar lengths."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ def pad(
 ) -> Callable[[Sequence[Any]], Any]:
     """Make a `collate_fn` that pads sequences to the longest of a batch.
 
-    Samples are dicts, as Hugging Face's tokenizers make them, or tuples `(x, y)`. What is as long
-    as a sample's sequence (`"input_ids"`, else its first sequence) is padded with it: labels for
-    each position, masks. Other entries are joined as torch does it, or padded to their own longest.
+    Samples are dicts, as Hugging Face's tokenizers make them, or tuples `(x, y)`. A sample's
+    sequence is its `"input_ids"`, or else its first sequence. Entries of the same length (labels
+    for each position, masks) are padded with it. Other entries are joined as torch does it, or
+    padded to their own longest.
 
     Args:
-        value: what inputs are padded with: the tokenizer's `pad_token_id`, say. Masks, token types
+        value: the padding of the inputs, such as the tokenizer's `pad_token_id`. Masks, token types
             and position ids are padded with 0.
-        labels: what `"labels"` and the targets of tuples are padded with. Default None: -100 where
-            they are integers, which `"cross_entropy"` leaves out; of other targets it must be said.
-        multiple_of: the padded length is a multiple of it, which tensor cores compute faster.
+        labels: the padding of `"labels"` and of tuples' targets. Default None: -100 for integers,
+            which `"cross_entropy"` ignores. For other targets you must pass it.
+        multiple_of: make the padded length a multiple of this number, which tensor cores compute
+            faster.
         side: `"right"` (default) or `"left"`, for models that generate.
         lengths: whether tuples give `((x, lengths), y)`, with each sequence's length (N,).
 
-    Shapes: sequences (T_n, ...) give (N, T, ...). Dicts get an `"attention_mask"` (N, T) where they
-        have none: 1 at tokens, 0 at padding.
+    Shapes: sequences (T_n, ...) give (N, T, ...). Dicts without an `"attention_mask"` get one,
+        (N, T): 1 at tokens, 0 at padding.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be.
+        ConfigurationError, ArgumentTypeError: an argument is invalid.
 
     Example:
         >>> import torch, fitkit
@@ -100,7 +102,7 @@ def _padded(samples: Sequence[Any], *, lengths: bool, labels: float | None, **op
 
 
 def _fields(sample: Any) -> dict[Any, Any]:
-    """A sample's entries by their names or places, with lists of numbers as tensors."""
+    """A sample's entries by name or index, with lists of numbers as tensors."""
     if isinstance(sample, Mapping):
         entries: Any = sample.items()
     else:
@@ -116,7 +118,7 @@ def _as_tensor(entry: Any) -> Any:
 def _fill_of(
     name: Any, column: list[Tensor], labels: float | None, value: float, sizes: set[int]
 ) -> float:
-    """What an entry's sequences are padded with."""
+    """The padding of an entry's sequences."""
     if name in FILLED_WITH_ZERO:
         return 0
     if name not in (LABELS, 1):
@@ -124,8 +126,8 @@ def _fill_of(
     is_whole = not (column[0].is_floating_point() or column[0].is_complex())
     if labels is None and len(sizes) > 1 and not is_whole:
         raise ConfigurationError(
-            "The targets are sequences of numbers of uneven length, and what they are padded with "
-            "would count in the loss. Write fitkit.data.pad(labels=0.0), say, and give "
+            "The targets are sequences of numbers of uneven length, and their padding "
+            "would count in the loss. Write for example fitkit.data.pad(labels=0.0), and give "
             "sample_weight, or a loss that leaves the padding out."
         )
     return IGNORED if labels is None else labels
@@ -141,30 +143,30 @@ def pack(
 ) -> Callable[[Sequence[Any]], Any]:
     """Make a `collate_fn` that packs documents into rows of one length, kept apart.
 
-    A row has several whole documents; the longest come first, each into the first row that has
-    room. A document longer than a row is cut into parts, each of which counts as a document. No
-    label asks for a document's first token, which the one before it would have to foretell.
+    A row holds several whole documents. The longest come first, each into the first row with room.
+    A document longer than a row is cut into parts, each of which counts as a document. No label
+    asks for a document's first token, which the document before it would have to predict.
 
-    What keeps documents apart is `"position_ids"`, which begin anew with each: Hugging Face's
-    causal language models make their mask from them, where `use_cache` is False. So dicts get that,
-    too. For other nets ask for a mask.
+    The `"position_ids"` keep documents apart: they start again with each document. Hugging Face's
+    causal language models make their mask from them if `use_cache` is False, so dicts get that,
+    too. For other nets, ask for a mask.
 
     Args:
-        length: tokens of a row.
-        value: what rows are filled up with; the labels there are -100.
-        mask: `"causal"` or `"full"` adds an `"attention_mask"` (R, 1, T, T), as
-            `scaled_dot_product_attention` takes it: true where a position may look at another, of
-            its document, up to itself or in all of it. Default None.
-        rows: how many rows a batch has at least, so that shapes change less. Default None: as many
-            as it takes.
+        length: the number of tokens in a row.
+        value: the padding at the end of rows. The labels there are -100.
+        mask: `"causal"` or `"full"` adds an `"attention_mask"` (R, 1, T, T) for
+            `scaled_dot_product_attention`. It is True where a position may attend to another one of
+            its document: up to itself, or all. Default None.
+        rows: the least number of rows in a batch, so that shapes change less. Default None: as many
+            as needed.
 
     Shapes: documents (T_n,) give rows (R, length). Dicts with `"input_ids"` (and `"labels"`, and
-        others for each token) give a dict with `"labels"`, which such models shift themselves.
-        Tuples `(tokens, targets)` give `({"input_ids", "position_ids"}, targets)`; tokens alone
-        give the same, where the targets are the next tokens.
+        other entries per token) give a dict with `"labels"`, which such models shift themselves.
+        Tuples `(tokens, targets)` give `({"input_ids", "position_ids"}, targets)`. Tokens alone
+        give the same, with the next tokens as targets.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments or samples that can't be.
+        ConfigurationError, ArgumentTypeError: an argument or a sample is invalid.
 
     Example:
         >>> import torch, fitkit
@@ -205,7 +207,7 @@ def _packed(
     batch: dict[str, list[Tensor]] = {name: [] for name in [*names, "position_ids", "document"]}
     for row_parts in packed:
         left = length - sum(len(part[TOKENS]) for part in row_parts)
-        sizes = [*(len(part[TOKENS]) for part in row_parts), left]  # the padding is apart, too
+        sizes = [*(len(part[TOKENS]) for part in row_parts), left]  # the padding is separate, too
         for name in names:
             fill = IGNORED if name == LABELS else 0 if name in FILLED_WITH_ZERO else value
             rest = first[name].new_full((left,), fill)
@@ -215,24 +217,24 @@ def _packed(
         batch["document"].append(numbers.repeat_interleave(torch.tensor(sizes)))
     joined: dict[str, Any] = {name: torch.stack(column) for name, column in batch.items()}
     document = joined.pop("document")
-    joined.pop(MASK, None)  # the samples' own says nothing here
+    joined.pop(MASK, None)  # the samples' own mask doesn't apply here
     if mask is not None:
         same = document[:, None, :, None] == document[:, None, None, :]
         joined[MASK] = same.tril() if mask == "causal" else same
     if is_dict:
-        # With a cache transformers doesn't look at position ids: documents would see each other.
+        # With a cache, transformers ignores position ids: documents would see each other.
         return {**joined, "use_cache": False} if mask is None else joined
     return [joined, joined.pop(LABELS)]
 
 
 def _document(sample: Any) -> dict[str, Tensor]:
-    """A sample's tokens, and what else it has for each of them, by names."""
+    """A sample's tokens, and its other entries per token, by name."""
     if isinstance(sample, Mapping):
         found = {str(name): torch.as_tensor(entry) for name, entry in sample.items()}
         found.pop("position_ids", None)
         tokens = found.get(TOKENS)
         if tokens is not None:
-            # The model shifts its labels: the first one is asked of the document before.
+            # The model shifts its labels: the first would be predicted by the document before.
             found[LABELS] = labels = found.get(LABELS, tokens).clone()
             labels[:1] = IGNORED
     elif isinstance(sample, (tuple, list)) and len(sample) == 2 and hasattr(sample[0], "__len__"):
@@ -258,23 +260,24 @@ def _parts(document: dict[str, Tensor], length: int) -> Iterator[dict[str, Tenso
 
 
 class BucketBatchSampler:
-    """Batches of samples of like lengths, in random order: a `DataLoader`'s `batch_sampler`.
+    """A `batch_sampler` for a `DataLoader`: batches of similar lengths, in random order.
 
-    Little of a padded batch is padding then. An epoch's order follows from `seed` and the epoch's
-    number, so a training that was cut goes on with the same batches, on any number of ranks.
+    It keeps the padding in a batch small. An epoch's order follows from `seed` and the epoch's
+    number, so a resumed training continues with the same batches, on any number of ranks.
 
     Args:
         lengths: each sample's length.
-        batch_size: samples of a batch. Either this or `max_tokens`.
-        max_tokens: the most tokens of a padded batch: its samples times its longest.
-        shuffle: whether samples and batches come in a new order each epoch. Default True.
-        window: among how many batches' samples, drawn by chance, like lengths are looked for; more
-            of them means less padding and less chance. Default 100. With `max_tokens`: all samples.
-        drop_last: whether batches that aren't full are left out. Default False.
-        seed: what the order follows from. Default 0.
+        batch_size: samples per batch. Give either this or `max_tokens`.
+        max_tokens: the most tokens in a padded batch: its samples times its longest length.
+        shuffle: whether samples and batches get a new order each epoch. Default True.
+        window: samples of this many randomly drawn batches are sorted by length together. A larger
+            window means less padding and less randomness. Default 100. With `max_tokens`, all
+            samples are sorted.
+        drop_last: whether to drop batches that aren't full. Default False.
+        seed: the seed of the order. Default 0.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: arguments that can't be, or a sample longer than
+        ConfigurationError, ArgumentTypeError: an argument is invalid, or a sample is longer than
             `max_tokens`.
 
     Example:
@@ -332,7 +335,7 @@ class BucketBatchSampler:
         self.epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; `fit` does it."""
+        """Set the number of the next epoch. `fit` calls it."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -347,7 +350,7 @@ class BucketBatchSampler:
         count = len(self.lengths)
         order = torch.randperm(count, generator=chance) if self.shuffle else torch.arange(count)
         if self.batch_size is None:
-            # Of all samples, so that each epoch has equally many batches.
+            # Over all samples, so that each epoch has the same number of batches.
             batches = self._cut_by_tokens(order[torch.argsort(self.lengths[order], stable=True)])
         else:
             parts = order.split(self.window * self.batch_size)

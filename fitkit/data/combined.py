@@ -1,4 +1,4 @@
-"""Several loaders side by side: each batch has one of each."""
+"""Several loaders side by side: each step takes a batch from each."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ MODES = ("min_size", "max_size_cycle", "max_size")
 
 
 class CombinedLoader:
-    """Gives a batch of each of several loaders at a time, in the structure that they came in.
+    """Yields a batch from each of several loaders at a time, in the loaders' structure.
 
-    `fit`, `evaluate` and `predict` take it as any loader. A step of the model's own gets the
-    batch, for example `batch["labelled"]` and `batch["unlabelled"]`.
+    `fit`, `evaluate` and `predict` take it like any loader. Your own steps get the batch, for
+    example `batch["labelled"]` and `batch["unlabelled"]`.
 
-    A `DataLoader` over a data set with a length is read by index: all orders of a pass, those of
-    further cycles too, are drawn when it begins. So ranks load only what they are dealt (whole
-    combined batches, in turn), and a resumed training goes on at its place without loading what
-    was before. Other iterables are read through, by each rank.
+    A `DataLoader` over a data set with a length is read by index. All orders of a pass, including
+    those of further cycles, are drawn when it begins. So ranks load only their own combined batches
+    (in turn), and a resumed training continues at its place without loading earlier ones. Every
+    rank reads other iterables in full.
 
     Args:
         loaders: a dict, list or tuple of loaders, or of any iterables that can be read again.
-        mode: how long a pass is where lengths differ. `"min_size"` (default): as the shortest.
-            `"max_size_cycle"`: as the longest, while shorter ones begin again, in a new order.
-            `"max_size"`: as the longest, with None in place of what has ended.
+        mode: the length of a pass if lengths differ. `"min_size"` (default): the shortest.
+            `"max_size_cycle"`: the longest, while shorter ones start again in a new order.
+            `"max_size"`: the longest, with None in place of those that have ended.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: no loaders, or an unknown mode.
+        ArgumentTypeError, ConfigurationError: there are no loaders, or the mode is unknown.
 
     Example:
         >>> import fitkit
@@ -60,7 +60,7 @@ class CombinedLoader:
         if mode == "sequential":
             raise ConfigurationError(
                 "mode='sequential' is one loader after the other: give fit a DataLoader over a "
-                "torch.utils.data.ConcatDataset, and evaluate one call for each loader."
+                "torch.utils.data.ConcatDataset, and call evaluate once for each loader."
             )
         check_choice("mode", mode, MODES)
         self.loaders = loaders
@@ -79,20 +79,20 @@ class CombinedLoader:
         return list(self.loaders.values() if isinstance(self.loaders, Mapping) else self.loaders)
 
     def structured(self, batches: Iterable[Any]) -> Any:
-        """One batch of each loader, in their structure."""
+        """One batch from each loader, in the loaders' structure."""
         if isinstance(self.loaders, Mapping):
             return dict(zip(self.loaders, batches, strict=True))
         return tuple(batches)
 
     def length(self, lengths: Iterable[int]) -> int:
-        """The batches of a pass, of loaders that have so many."""
+        """The number of batches in a pass, for loaders with these lengths."""
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __len__(self) -> int:
         return self.length(len(loader) for loader in self.parts)
 
     def __iter__(self) -> Iterator[Any]:
-        # All begin now, in their order, as `zip(first, second)` would have it.
+        # All begin now, in their order, as in `zip(first, second)`.
         readers = [iter(loader) for loader in self.parts]
         return map(self.structured, self._together(readers))
 
@@ -125,14 +125,14 @@ class CombinedSource(Source):
 
     Args:
         combined: the loaders' structure and mode.
-        loaders: those that are read in their place.
+        loaders: the loaders that are read in place of the given ones.
     """
 
     def __init__(self, combined: CombinedLoader, loaders: list[DataLoader[Any]]) -> None:
         self.combined = combined
         self.loaders = loaders
         self.steps: int | None = combined.length(map(len, loaders))
-        # Kept from pass to pass, so that workers may live on.
+        # Kept from pass to pass, so that workers can stay alive.
         self._orders = [GivenOrder() for _ in loaders]
         self._ordered = [
             with_sampler(loader, order) for loader, order in zip(loaders, self._orders, strict=True)
@@ -168,7 +168,7 @@ class CombinedSource(Source):
         return orders
 
     def read(self, orders: list[list[Any]]) -> Iterator[Any]:
-        """The batches of these indices, without a draw of random numbers more."""
+        """The batches of these indices, without drawing more random numbers."""
         readers = [self._reader(at, chosen) for at, chosen in enumerate(orders)]
         return marked(map(self.combined.structured, zip(*readers, strict=True)))
 
@@ -189,16 +189,16 @@ class CombinedSource(Source):
 
 
 EMPTY = None
-"""In place of the indices of a batch of a loader that has ended."""
+"""In place of the indices of a batch, for a loader that has ended."""
 
 
 def combined_source(
     combined: CombinedLoader, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
 ) -> CombinedSource | None:
-    """The source for a `CombinedLoader`; None where a loader can't be read by index.
+    """The source for a `CombinedLoader`; None if a loader can't be read by index.
 
     Args:
-        prepared: gives the loader that is read in a loader's place.
+        prepared: a function that returns the loader to read in place of a given one.
 
     Raises:
         ConfigurationError: a loader has no batches.

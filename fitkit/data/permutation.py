@@ -13,15 +13,15 @@ from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 MANY = 1 << 24
-"""From so many samples on fitkit's own orders are computed. A list of all indices takes 40 bytes a
-sample on each rank (0.7 GB here, 40 GB for a billion)."""
+"""The number of samples from which fitkit's own orders are computed. A list of all indices takes 40
+bytes per sample on each rank (0.7 GB here, 40 GB for a billion)."""
 
 ROUNDS = 8
-"""Four make a Feistel network's permutation hard to tell from a random one where its halves have
-many bits (Luby and Rackoff). The halves have few here, and need more."""
+"""With four rounds and large halves, a Feistel network's permutation is hard to tell from a random
+one (Luby and Rackoff). The halves have few bits here, and need more rounds."""
 
 BLOCK = 1 << 16
-"""So many indices are computed at a time, about: some milliseconds, and less than a megabyte."""
+"""About how many indices are computed at a time: some milliseconds, and less than a megabyte."""
 
 
 class Permutation:
@@ -32,7 +32,7 @@ class Permutation:
 
     Args:
         count: how many samples there are, at least 1.
-        seed: the order follows from it, from 0.
+        seed: the seed of the order, at least 0.
 
     Reference:
         M. Luby, C. Rackoff: How to Construct Pseudorandom Permutations from Pseudorandom
@@ -51,7 +51,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Which samples stand at these positions.
+        """The samples at these positions.
 
         Shapes: (P,) int64 below `count` to (P,) int64.
         """
@@ -61,7 +61,7 @@ class Permutation:
         return torch.from_numpy(found.astype(np.int64))
 
     def _permuted(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers after one pass through the network, whose halves may differ by a bit."""
+        """The numbers after one pass through the network. Its halves may differ by one bit."""
         low, high = numbers & self._low_mask, numbers >> self._low
         for first, second in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= _mixed(high + first) & self._low_mask
@@ -70,7 +70,7 @@ class Permutation:
 
 
 def _mixed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """64 bits of which each follows from all that were given (arithmetic modulo 2^64)."""
+    """Mix 64 bits so that each depends on all given ones (arithmetic modulo 2^64)."""
     numbers ^= numbers >> np.uint64(30)
     numbers *= np.uint64(0xBF58476D1CE4E5B9)
     numbers ^= numbers >> np.uint64(27)
@@ -80,18 +80,18 @@ def _mixed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class IndexBatches(Sequence[torch.Tensor]):
-    """The indices of a pass's batches, of which none is kept: a slice of it is one again.
+    """The indices of a pass's batches, computed on access. A slice of it is one again.
 
     Args:
-        samples: how many there are.
-        batch_size: of each batch; the last one may be shorter.
-        order: which sample stands where; None for their own order.
-        drop_last: whether a shorter last batch is left out.
-        numbers: of the batches that this has; None for all.
+        samples: the number of samples.
+        batch_size: the size of each batch. The last one may be shorter.
+        order: the order of the samples; None for their own.
+        drop_last: whether to leave out a shorter last batch.
+        numbers: the numbers of the batches in it; None for all.
 
     Attributes:
         batch_size: as given.
-        full: how many of the batches are of that size; they come first.
+        full: how many batches have that size. They come first.
     """
 
     def __init__(
@@ -135,38 +135,38 @@ class IndexBatches(Sequence[torch.Tensor]):
             yield from self._computed(self._numbers[start : start + at_once])
 
     def lists(self) -> Iterator[list[int]]:
-        """The batches as data sets and workers expect them."""
+        """The batches in the form that data sets and workers expect."""
         return map(torch.Tensor.tolist, self)
 
     def _computed(self, numbers: range) -> Sequence[torch.Tensor]:
-        """The batches of these numbers."""
+        """The batches with these numbers."""
         first = torch.arange(numbers.start, numbers.stop, numbers.step) * self.batch_size
         positions = (first[:, None] + torch.arange(self.batch_size)).flatten()
-        # The shorter last batch is the last one here, where it is here at all.
+        # The shorter last batch comes last here, if it is included at all.
         positions = positions[: len(positions) - max(int(positions[-1]) + 1 - self._samples, 0)]
         return (positions if self._order is None else self._order(positions)).split(self.batch_size)
 
 
 class PermutationSampler(Sampler[int]):
-    """Gives each index of a data set once, in a random order that takes no memory.
+    """Yields each index of a data set once, in a random order that takes no memory.
 
-    `torch.utils.data.RandomSampler` makes a list of all indices, 40 bytes each. This one computes
-    each index when it is asked for, in some 80 nanoseconds, so it is for data sets with hundreds of
-    millions of samples. `fit` uses it by itself for a `Dataset` of 2^24 (16,777,216) samples or
-    more; in a `DataLoader` of your own you choose the sampler. With it `fit` deals the order out to
-    ranks and resumes in the middle of an epoch without going through what was before.
+    `torch.utils.data.RandomSampler` makes a list of all indices, 40 bytes each. This sampler
+    computes each index when it is needed, in about 80 nanoseconds. It is for data sets with
+    hundreds of millions of samples. `fit` uses it by itself for a `Dataset` of 2^24 (16,777,216)
+    samples or more. In your own `DataLoader` you choose the sampler. With this one, `fit` divides
+    the order among ranks, and resumes within an epoch without reading what came before.
 
-    Each pass has a new order. It follows from a seed that is drawn from `generator`. The orders
-    are pseudorandom: not every order of the samples can come up, as with `torch.randperm`, whose
-    seed has 64 bits as well.
+    Each pass has a new order, from a seed that is drawn from `generator`. The orders are
+    pseudorandom: not every order of the samples can occur. The same is true of `torch.randperm`,
+    whose seed has 64 bits, too.
 
     Args:
         data_source: the data set, or anything else with a length.
-        generator: of random numbers; None (the default) for torch's global one.
+        generator: a random generator. Default None: torch's global one.
 
     Raises:
         ConfigurationError: `data_source` is empty.
-        ArgumentTypeError: it has no length.
+        ArgumentTypeError: `data_source` has no length.
 
     Example:
         >>> import torch, fitkit

@@ -1,14 +1,14 @@
-"""Which GPUs are free: the ones to train on when the user leaves the choice to fitkit.
+"""Finding free GPUs, for users who leave the choice to fitkit.
 
-A GPU is usable if a tensor can be placed on it (one in exclusive mode that another process holds
-refuses) and nobody else occupies it. Other processes occupy it if they
+A GPU is usable if a tensor can be placed on it and no other process occupies it. (A GPU in
+exclusive mode that another process holds refuses tensors.) Other processes occupy it if they
 
 - hold more than 1 GiB or 5 % of its memory, whichever is more. The driver, a desktop and an idle
   CUDA context stay below that; a training doesn't;
-- or keep it more than half busy, however little they hold.
+- or keep it more than half busy, however little memory they hold.
 
 The caller's own processes don't count. The choice is made once, in the caller's process, and
-handed to the ranks: asked again, it would come out differently once rank 0 holds a GPU.
+passed to the ranks. Asked again, it would differ once rank 0 holds a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 GIB = 2**30
 
 CHOSEN = "FITKIT_FREE_GPUS"
-"""The variable by which rank 0 hands its choices, in order, to the ranks that run its script."""
+"""The variable by which rank 0 passes its choices, in order, to the ranks that run its script."""
 
 _chosen: list[list[int]] = []
 """This process's choices so far."""
@@ -44,21 +44,21 @@ OCCUPIED_BYTES, OCCUPIED_FRACTION, OCCUPIED_LOAD = GIB, 0.05, 0.5
 
 
 def find_usable_cuda_devices(k: int = -1) -> list[int]:
-    """The indices of free CUDA devices, those with the most free memory first.
+    """Find free CUDA devices, those with the most free memory first.
 
-    Whole GiB of free memory are compared; where they are equal, the less busy GPU comes first.
-    No CUDA context is left in this process: the GPUs are asked by a child process. In a script
-    that runs once for each rank (`strategy="ddp"`) every rank gets what rank 0 chose.
+    Free memory is compared in whole GiB. If it is equal, the less busy GPU comes first. A child
+    process asks the GPUs, so no CUDA context is left in this process. In a script that runs once
+    for each rank (`strategy="ddp"`), every rank gets what rank 0 chose.
 
     Args:
-        k: how many; -1 for all that are free, which may be fewer than there are.
+        k: the number of GPUs. -1 for all that are free, which may be fewer than the machine has.
 
     Returns:
-        Indices among the visible devices (after `CUDA_VISIBLE_DEVICES`), as `devices=` takes.
+        Indices among the visible devices (after `CUDA_VISIBLE_DEVICES`), as `devices=` takes them.
 
     Raises:
         ConfigurationError: there is no CUDA device, or too few are free. The message says what
-            occupies the others, as far as known (`pip install nvidia-ml-py` tells more).
+            occupies the others, as far as known (`pip install nvidia-ml-py` shows more).
 
     Example:
         >>> import torch, fitkit
@@ -78,7 +78,7 @@ def find_usable_cuda_devices(k: int = -1) -> list[int]:
 
 
 def _handed_down(index: int) -> list[int] | None:
-    """What rank 0 chose at its call number `index`, where it started this process afterwards.
+    """Rank 0's choice at its call number `index`, if rank 0 started this process later.
 
     Raises:
         ConfigurationError: the variable doesn't hold what fitkit writes there.
@@ -88,8 +88,8 @@ def _handed_down(index: int) -> list[int] | None:
     text = os.environ.get(CHOSEN, "[]")
     if not re.fullmatch(r"\[(\[(\d{1,4}(, \d{1,4})*)?\](, )?)*\]", text, re.ASCII):
         raise ConfigurationError(
-            f"{CHOSEN}={text[:80]!r} is no list of lists of device numbers, as fitkit sets it for "
-            "the ranks of a script. Unset it."
+            f"{CHOSEN}={text[:80]!r} isn't a list of lists of device numbers, as fitkit sets it "
+            "for the ranks of a script. Unset it."
         )
     choices: list[list[int]] = json.loads(text)
     return choices[index] if index < len(choices) else None
@@ -100,7 +100,7 @@ def _is_other_script_rank() -> bool:
 
 
 def select_free(k: int, gpus: Sequence[GPU]) -> list[int]:
-    """The choice itself, by what is known of each visible GPU; see `find_usable_cuda_devices`."""
+    """Choose from what is known of each visible GPU; see `find_usable_cuda_devices`."""
     _check_k(k)
     if not gpus:
         raise ConfigurationError(
@@ -132,7 +132,7 @@ def select_free(k: int, gpus: Sequence[GPU]) -> list[int]:
 
 
 def why_occupied(gpu: GPU) -> str | None:
-    """What keeps a GPU from being used, to follow its name; None if it is free."""
+    """Why a GPU can't be used, as text after its name; None if it is free."""
     if gpu.failure is not None:
         return f"takes no tensor ({gpu.failure}{_by(gpu.holders)})"
     if gpu.used_bytes > max(OCCUPIED_BYTES, OCCUPIED_FRACTION * gpu.total_bytes):
@@ -165,11 +165,11 @@ def _check_k(k: object) -> None:
 
 
 def _without_own(gpu: GPU) -> GPU:
-    """The GPU as it would be without the caller's own processes (its earlier workers too)."""
+    """The GPU as it would be without the caller's own processes (including earlier workers)."""
     own = [holder for holder in gpu.holders if _is_own(holder.pid)]
     own_bytes = sum(holder.used_bytes or 0 for holder in own)
     if not own_bytes and torch.cuda.is_initialized() and torch.cuda.memory_reserved(gpu.index):
-        # In a container the driver's process numbers aren't ours. A context takes some 0.5 GiB.
+        # In a container the driver's process numbers differ. A context takes about 0.5 GiB.
         own_bytes = torch.cuda.memory_reserved(gpu.index) + GIB // 2
     own_bytes = min(own_bytes, gpu.used_bytes)
     return dataclasses.replace(
@@ -184,7 +184,7 @@ def _is_own(pid: int) -> bool:
     """Whether a process is this one or descends from it."""
     while pid > 1 and pid != os.getpid():
         try:
-            # After the name, which may hold blanks and brackets: state, parent, …
+            # After the name, which may contain blanks and brackets: state, parent, …
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             return False
@@ -192,10 +192,10 @@ def _is_own(pid: int) -> bool:
 
 
 TIMEOUT_S = 90.0
-"""Importing torch takes up to 15 s on a loaded machine, and waking up eight GPUs as much."""
+"""Importing torch takes up to 15 s on a loaded machine, and waking up eight GPUs as long."""
 
 MARK = "fitkit-gpu "
-"""Begins a line that is ours: drivers print too."""
+"""Marks lines of fitkit's: drivers print, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +203,9 @@ class Holder:
     """A process that uses a GPU.
 
     Attributes:
-        pid: its number, as the driver knows it.
+        pid: its process number for the driver.
         name: its program; empty if unknown.
-        used_bytes: of the GPU's memory; None if the driver doesn't say.
+        used_bytes: the GPU memory that it uses; None if the driver doesn't say.
     """
 
     pid: int
@@ -218,13 +218,13 @@ class GPU:
     """What is known of a visible GPU.
 
     Attributes:
-        index: among the visible ones.
+        index: its index among the visible ones.
         failure: why no tensor could be placed on it; None if one could.
-        free_bytes: of its memory.
-        used_bytes: by other processes than the one that asked.
-        total_bytes: of its memory.
+        free_bytes: its free memory.
+        used_bytes: memory used by processes other than the asking one.
+        total_bytes: all of its memory.
         load: how busy it was lately, 0 to 1; None if unknown (no nvidia-ml-py).
-        holders: who uses it, the largest first; empty if unknown.
+        holders: the processes that use it, the largest first; empty if unknown.
     """
 
     index: int
@@ -237,10 +237,10 @@ class GPU:
 
 
 def probe_gpus(timeout_s: float = TIMEOUT_S) -> list[GPU]:
-    """All visible GPUs, in order; one that doesn't answer in time is there with that failure.
+    """All visible GPUs, in order. One that doesn't answer in time has that as its failure.
 
     Raises:
-        ConfigurationError: the child could not even count them.
+        ConfigurationError: the child couldn't even count them.
     """
     code = (
         "import sys; sys.path[:] = sys.argv[1].split('\\n'); "
@@ -259,7 +259,7 @@ def probe_gpus(timeout_s: float = TIMEOUT_S) -> list[GPU]:
 
 
 def run_child(code: str, timeout_s: float) -> tuple[list[str], str]:
-    """The marked lines that some code prints in a Python of its own, and why there are no more.
+    """Run code in its own Python. Returns the marked lines, and why there are no more.
 
     A process that waits for a broken driver can't be killed, so nothing here waits for its end.
     """
@@ -289,7 +289,7 @@ def _parse(line: str) -> GPU:
 
 
 def report() -> None:
-    """The child's part: how many GPUs there are, then a line for each."""
+    """The child's part: the number of GPUs, then a line for each."""
     import torch
 
     print(MARK + str(torch.cuda.device_count()), flush=True)
@@ -300,7 +300,7 @@ def report() -> None:
 
 
 def load_nvml() -> Any:
-    """The module pynvml (of nvidia-ml-py), ready for questions; None without it or a driver."""
+    """The module pynvml (of nvidia-ml-py), initialised. None without it or a driver."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -310,9 +310,9 @@ def load_nvml() -> Any:
 
 
 def examine(index: int, cuda: Any, zeros: Any, nvml: Any) -> GPU:
-    """What torch, and NVML where it is there, say about one GPU.
+    """What torch, and NVML if present, say about one GPU.
 
-    NVML is asked first: to place a tensor makes a context here, of some 0.5 GiB.
+    NVML is asked first, because placing a tensor creates a context of about 0.5 GiB.
     """
     facts: dict[str, Any] = {"index": index}
     try:
@@ -330,13 +330,13 @@ def examine(index: int, cuda: Any, zeros: Any, nvml: Any) -> GPU:
 
 
 def _ask_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
-    """Memory, load and processes; what NVML refuses to say (MIG, containers) is left out.
+    """Memory, load and processes. What NVML doesn't report (MIG, containers) is left out.
 
-    By UUID, because NVML's own order is that of the bus: torch's is another one, unless
+    It asks by UUID, because NVML orders GPUs by bus. torch's order differs, unless
     CUDA_DEVICE_ORDER=PCI_BUS_ID, and CUDA_VISIBLE_DEVICES leaves some out.
     """
     facts: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # Its errors; other modules called pynvml know less.
+    with contextlib.suppress(Exception):  # NVML's errors; other modules named pynvml have less
         handle = nvml.nvmlDeviceGetHandleByUUID(
             uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         )

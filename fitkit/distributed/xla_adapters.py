@@ -1,6 +1,6 @@
-"""What fitkit needs of a package that drives XLA devices, and the two that there are.
+"""Adapters to the packages that drive XLA devices: torch_tpu and torch_xla.
 
-Neither was ever run with a TPU: docs/engines.md says what was.
+Neither was ever run with a TPU. docs/engines.md says what was tested.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fitkit.registry import unknown_name
 
 @runtime_checkable
 class Adapter(Protocol):
-    """The six calls by which a training on XLA devices differs from any other.
+    """The six methods by which a training on XLA devices differs from any other.
 
     Attributes:
-        backend: of the process group in which the ranks meet; it exchanges what is on the CPU.
+        backend: the backend of the ranks' process group, which exchanges what is on the CPU.
 
     Example:
         >>> from fitkit.strategies import XLAAdapter, XLAStrategy
@@ -37,19 +37,19 @@ class Adapter(Protocol):
     backend: str
 
     def count(self) -> int:
-        """How many devices this machine has, without claiming any."""
+        """Return the number of this machine's devices, without claiming any."""
 
     def launch(self, ranks: int) -> None:
-        """Prepare for so many processes on this machine, in the first before the others start."""
+        """Prepare for so many processes on this machine. Called in the first, before the others."""
 
     def device(self, world: World, local_ranks: int) -> torch.device:
         """Claim this rank's device."""
 
     def world_size(self) -> int:
-        """How many processes the devices' own exchanges reach, once the ranks have met."""
+        """Return how many processes the devices' own exchanges reach, once the ranks have met."""
 
     def step(self) -> None:
-        """Compute what was noted since the last call, where operations are only noted."""
+        """Run the operations recorded since the last call, if operations are only recorded."""
 
     def sum(self, tensors: list[torch.Tensor]) -> None:
         """Replace tensors on the device by their sums over the ranks.

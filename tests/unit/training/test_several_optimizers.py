@@ -122,7 +122,7 @@ def test_muon_refuses_what_it_cannot_train():
         fitkit.optimizers.muon(net().parameters())
     with pytest.raises(ConfigurationError, match="Muon refuses its arguments"):
         fitkit.optimizers.muon(net(), betas=(0.9, 0.99))
-    with pytest.raises(ConfigurationError, match=r'Write "muon", which leaves'):
+    with pytest.raises(ConfigurationError, match=r'Write "muon", which trains all other'):
         fit(compiled(net(), Muon))
 
 
