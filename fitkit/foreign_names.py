@@ -1,7 +1,7 @@
 """Names of Keras, Lightning, Accelerate and skorch that fitkit doesn't have, and what to write.
 
-What is there under a peer's name isn't here. An error for an unknown argument or attribute ends in
-the sentence that a row has, a warning of a method that is never called too; the pages
+Names that fitkit has, too, aren't listed. The error for an unknown argument or attribute ends with
+a row's sentence, and so does the warning about a method that is never called. The pages
 docs/from-keras.md and docs/from-lightning.md show the rows.
 """
 
@@ -13,7 +13,7 @@ _IN_FIT = "Write fit({})."
 _IN_COMPILE = "Write compile({}) before."
 _IN_CALLBACKS = "Write fit(callbacks=[{}])."
 
-_EPOCHS = "Write model.history: a list of epochs' values by name."
+_EPOCHS = "Write model.history, which lists each epoch's values by name."
 _TRAINABLE = "Write [p for p in model.parameters() if p.requires_grad]."
 
 _READING = {
@@ -22,16 +22,16 @@ _READING = {
     ("Keras", "max_queue_size"): _LOADER_OPTIONS.format("prefetch_factor=…"),
     ("Lightning", "num_workers"): _LOADER_OPTIONS.format("num_workers=…"),
     ("Lightning", "datamodule"): "Give its loaders as x (and validation_data).",
-    ("Lightning", "model"): "The verbs are the model's own: model.fit(loader).",
+    ("Lightning", "model"): "fit is a method of the model: model.fit(loader).",
     ("Lightning", "devices"): _IN_COMPILE.format("devices=…"),
     ("skorch", "device"): _IN_COMPILE.format('accelerator="cuda"'),
 }
 """Arguments of `fit`, `evaluate` and `predict` alike."""
 
 _KERAS_SAVES = {
-    ("Keras", "overwrite"): "A file that is there is replaced, whole or not at all.",
-    ("Keras", "save_format"): "The suffix says the format: .h5, .safetensors or .pt.",
-    ("Keras", "include_optimizer"): "save has it; save_weights leaves it out.",
+    ("Keras", "overwrite"): "An existing file is replaced completely or not at all.",
+    ("Keras", "save_format"): "The suffix sets the format: .h5, .safetensors or .pt.",
+    ("Keras", "include_optimizer"): "save includes it; save_weights doesn't.",
 }
 
 _ESTIMATOR = {
@@ -39,14 +39,14 @@ _ESTIMATOR = {
     ("skorch", "criterion"): "Write loss=….",
     ("skorch", "lr"): "Write learning_rate=….",
     ("skorch", "max_epochs"): "Write epochs=….",
-    ("skorch", "train_split"): "Write validation_split=0.2; default is none.",
+    ("skorch", "train_split"): "Write validation_split=0.2. There is no split by default.",
     ("skorch", "device"): 'Write compile_options={"accelerator": "cuda"}.',
     ("skorch", "iterator_train"): 'Write fit_options={"shuffle": …}, batch_size=….',
     ("skorch", "iterator_valid"): 'Write fit_options={"validation_batch_size": …}.',
-    ("skorch", "warm_start"): "Write partial_fit, which trains on.",
+    ("skorch", "warm_start"): "Write partial_fit, which continues the training.",
 }
 _FITTED = {
-    ("skorch", "history"): "Write history_, a list of epochs' values by name.",
+    ("skorch", "history"): "Write history_, which lists each epoch's values by name.",
     ("skorch", "module_"): "Write net_.",
     ("skorch", "optimizer_"): "Write model_.optimizer.",
     ("skorch", "initialize"): "Leave it out: fit makes the net.",
@@ -103,8 +103,9 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Accelerate", "kwargs_handlers"): "Write strategy=fitkit.strategies.DDPStrategy(…).",
         ("Accelerate", "step_scheduler_with_optimizer"): 'Write lr_scheduler={"scheduler": …, '
         '"interval": "step"}.',
-        ("Accelerate", "even_batches"): "Leave it out: ranks needn't have as many samples.",
-        ("Accelerate", "dispatch_batches"): "Leave it out: plain iterables are read by rank 0.",
+        ("Accelerate", "even_batches"): "Leave it out: ranks may have different numbers of "
+        "samples.",
+        ("Accelerate", "dispatch_batches"): "Leave it out: rank 0 reads plain iterables.",
         ("skorch", "criterion"): "Write loss=….",
         ("skorch", "train_split"): _IN_FIT.format("validation_split=0.2"),
         ("skorch", "iterator_train"): "Give fit a DataLoader.",
@@ -139,7 +140,8 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
     "save": _KERAS_SAVES,
     "save_weights": _KERAS_SAVES,
     "load_weights": {
-        ("Keras", "by_name"): "Weights are matched by name; write strict=False for a part of them.",
+        ("Keras", "by_name"): "Weights are matched by name. Write strict=False to load a part of "
+        "them.",
     },
     "fitkit.Model": {
         ("Keras", "weights"): "Write list(model.parameters()).",
@@ -156,7 +158,7 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Keras", "evaluate_generator"): _OTHER_VERB.format("evaluate"),
         ("Keras", "predict_generator"): _OTHER_VERB.format("predict"),
         ("Keras", "predict_classes"): "Write model.predict(x).argmax(1).",
-        ("Keras", "reset_metrics"): "Each pass begins its metrics anew.",
+        ("Keras", "reset_metrics"): "Each pass resets its metrics.",
         ("Keras", "train_step"): "Override training_step(self, batch, batch_idx).",
         ("Keras", "input_shape"): "PyTorch's nets don't know it; model.summary(x) shows shapes.",
         ("Keras", "output_shape"): "PyTorch's nets don't know it; model.summary(x) shows shapes.",
@@ -164,8 +166,8 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         "global_step, world_size and stop_training itself.",
         ("Lightning", "logger"): "Write self.log(name, value); loggers are callbacks of fit.",
         ("Lightning", "hparams"): "Call self.save_hyperparameters() in __init__.",
-        ("Lightning", "load_from_checkpoint"): "Make the model, then write model.load(path), or "
-        "load_weights(path); or fitkit.load_model(path, net).",
+        ("Lightning", "load_from_checkpoint"): "Build the model and write model.load(path) "
+        "or load_weights(path). Or write fitkit.load_model(path, net).",
         ("Lightning", "callback_metrics"): _EPOCHS,
         ("Lightning", "logged_metrics"): _EPOCHS,
         ("Lightning", "to_onnx"): 'Write model.export("net.onnx").',
@@ -176,7 +178,7 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Accelerate", "prepare"): "Leave it out: fit moves and wraps what it needs.",
         ("Accelerate", "unwrap_model"): "Leave it out: the model is never wrapped; its net is net.",
         ("Accelerate", "gather"): "Write model.all_gather(value).",
-        ("Accelerate", "gather_for_metrics"): "Leave it out: metrics are over all ranks' samples.",
+        ("Accelerate", "gather_for_metrics"): "Leave it out: metrics cover all ranks' samples.",
         ("Accelerate", "is_main_process"): "Write model.is_global_zero.",
         ("Accelerate", "num_processes"): "Write model.world_size.",
         ("Accelerate", "process_index"): "Write model.global_rank.",
@@ -186,8 +188,9 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Accelerate", "accumulate"): "Write compile(accumulate_grad_batches=…).",
         ("Accelerate", "backward"): "fit does it; in a training_step write self.manual_backward.",
         ("Accelerate", "autocast"): 'Leave it out: compile(precision="bf16-mixed") does it.',
-        ("Accelerate", "reduce"): "Write model.all_gather(value).mean(0), say.",
-        ("Accelerate", "wait_for_everyone"): "Leave it out: files are there after the next call.",
+        ("Accelerate", "reduce"): "Write for example model.all_gather(value).mean(0).",
+        ("Accelerate", "wait_for_everyone"): "Leave it out: files are complete when the next call "
+        "returns.",
         ("Accelerate", "save_state"): "Write model.save(path), or give fit a ModelCheckpoint.",
         ("Accelerate", "load_state"): "Write fit(resume_from=path), or model.load(path).",
         ("Accelerate", "skip_first_batches"): "Leave it out: fit(resume_from=path) skips them.",
@@ -196,7 +199,8 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Accelerate", "register_for_checkpointing"): "Give a callback a state_dict.",
         ("Accelerate", "init_trackers"): _IN_CALLBACKS.format("fitkit.loggers.…"),
         ("Accelerate", "end_training"): "Leave it out: loggers and workers end by themselves.",
-        ("skorch", "partial_fit"): "Write model.fit again: it goes on, the optimizer's state too.",
+        ("skorch", "partial_fit"): "Write model.fit again. It continues with the optimizer's "
+        "state.",
         ("skorch", "predict_proba"): "Write fitkit.sklearn.Classifier(net), which has it.",
         ("skorch", "score"): "Write fitkit.sklearn.Classifier(net), or model.evaluate.",
         ("skorch", "module_"): "Write model.net.",
@@ -253,13 +257,15 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
     },
     "EarlyStopping": {
         ("Lightning", "strict"): "Leave it out: a name that the logs don't have is an error.",
-        ("Lightning", "check_on_train_epoch_end"): "Leave it out: it looks when the epoch has all.",
-        ("Lightning", "log_rank_zero_only"): "Leave it out: rank 0 alone prints.",
+        ("Lightning", "check_on_train_epoch_end"): "Leave it out: it checks once the epoch's "
+        "values are complete.",
+        ("Lightning", "log_rank_zero_only"): "Leave it out: only rank 0 prints.",
     },
     "ModelCheckpoint": {
-        ("Lightning", "auto_insert_metric_name"): "Leave it out: names are never put in front.",
+        ("Lightning", "auto_insert_metric_name"): "Leave it out: fitkit never adds prefixes to "
+        "names.",
         ("Lightning", "save_on_train_epoch_end"): "Leave it out: it saves after the validation.",
-        ("Lightning", "enable_version_counter"): "Leave it out: a file that is there is replaced.",
+        ("Lightning", "enable_version_counter"): "Leave it out: existing files are replaced.",
     },
     "Classifier": _ESTIMATOR,
     "Regressor": _ESTIMATOR,

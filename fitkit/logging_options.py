@@ -75,7 +75,7 @@ def as_loggable(name: str, value: Any) -> Any:
         if value.numel() != 1:
             raise ConfigurationError(
                 f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}. Log one number: "
-                "its .mean(), say."
+                "for example its .mean()."
             )
         return value.detach().reshape(())
     if is_metric(value):

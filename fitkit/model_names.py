@@ -76,11 +76,11 @@ def set_weights(model: Module, weights: Any) -> None:
     if now != then:
         raise ConfigurationError(
             f"set_weights got {len(then)} arrays of the shapes {_some(then)}, but the net has "
-            f"{len(now)} of the shapes {_some(now)}. Give what its get_weights() gives."
+            f"{len(now)} of the shapes {_some(now)}. Give what its get_weights() returns."
         )
     if any(hasattr(part, "full_tensor") for part in held):
         raise ConfigurationError(
-            "set_weights can't be called in a run that has spread the weights over its ranks. "
+            "set_weights can't be called in a run that has sharded the weights over its ranks. "
             "Call it between two calls of fit."
         )
     with torch.no_grad():
@@ -184,5 +184,5 @@ def _other_meaning(kind: type, base: type, name: str) -> ConfigurationError:
     about = f" ({first[:1].lower()}{first[1:]})" if first else ""
     return ConfigurationError(
         f"{kind.__name__} can't use the name {name!r} for something of its own: a fitkit.Model has "
-        f"it already{about}. Give yours another name, such as 'own_{name}'."
+        f"it already{about}. Use another name, such as 'own_{name}'."
     )

@@ -156,8 +156,8 @@ def _check_list(given: Any) -> None:
     for optimizer in given if len(given) > 1 else ():
         if needs_closure(optimizer):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} computes the loss itself, several times a step, so it "
-                "can't step together with others. Give it alone."
+                f"{type(optimizer).__name__} computes the loss itself, several times per step, so "
+                "it can't step together with others. Give it alone."
             )
     counts = Counter(id(parameter) for optimizer in given for parameter in held_by(optimizer))
     shared = sum(count > 1 for count in counts.values())

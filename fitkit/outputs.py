@@ -252,7 +252,7 @@ def by_output(
                 refuse(
                     name,
                     f"has {len(value)} {entries}",
-                    "Give one entry an output, or a dict by name.",
+                    "Give one entry per output, or a dict by name.",
                 )
             for child, item in pairs or ():
                 add(child, item)
@@ -277,7 +277,7 @@ def targets_by_output(
     A net's only output, or the only one that has a loss, takes its target without a name.
 
     Args:
-        target: one target, or lists and dicts of one an output.
+        target: one target, or lists and dicts of one per output.
         outputs: the net's.
         trained: the names of those that have a loss.
         needed: the names that are asked for; None: all.

@@ -138,7 +138,7 @@ def concatenate(trees: list[Any]) -> Any:
     if is_named_tuple(first):
         return type(first)(*(concatenate(list(items)) for items in zip(*trees, strict=True)))
     if isinstance(first, list) and not any(map(_has_rows, first)):
-        return [entry for tree in trees for entry in tree]  # one entry a sample: texts
+        return [entry for tree in trees for entry in tree]  # one entry per sample: texts
     if isinstance(first, (tuple, list)):
         return type(first)(concatenate(list(items)) for items in zip(*trees, strict=True))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):

@@ -217,7 +217,7 @@ def refusals(name: str) -> Iterator[None]:
         ours = isinstance(error, ValueError)
         reason = str(error) if ours else f"libhdf5 can't read it ({error})"
         raise CheckpointError(
-            f"{name} is refused: {reason}. Its digest is right, so this is no accident: another "
+            f"{name} is refused: {reason}. Its digest is right, so this isn't damage: another "
             "program, or a newer fitkit or torch, made it. Nothing was loaded."
         ) from error
 

@@ -100,7 +100,7 @@ def _refusal(name: str, file: BinaryIO, error: Exception) -> str:
     shown = ", ".join(found[:_SHOWN_NAMES]) + (", …" if len(found) > _SHOWN_NAMES else "")
     return (
         f"{name} is refused: beside tensors it holds {shown}, and making these would let it run "
-        "any code. Where you trust whoever made it, read it with torch alone, "
+        "any code. If you trust its author, read it with torch itself, "
         f"content = torch.load({name!r}, weights_only=False), and save its state dict: "
         "torch.save(content['state_dict'], 'weights.pt'), or content.state_dict() of a module."
     )

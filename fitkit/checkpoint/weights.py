@@ -439,7 +439,7 @@ def _fill(
     except Exception as error:
         raise CheckpointError(
             f"{error} It was whole when it was checked, so some weights may have been replaced: "
-            "build the module anew before you go on."
+            "build the module again before you continue."
         ) from error
 
 
@@ -451,7 +451,7 @@ def _assign(path: str, module: torch.nn.Module, state: OrderedDict[str, Any]) ->
         raise CheckpointError(
             f"{path} fits {type(module).__name__} by names and shapes, but the module's own "
             f"loading failed ({type(error).__name__}: {error}). Some of its weights may have been "
-            "replaced: build it anew before you go on."
+            "replaced: build it again before you continue."
         ) from error
 
 

@@ -470,7 +470,7 @@ def check_data_type(x: Any, name: str = "x") -> None:
         called = getattr(x, "__name__", "f")
         raise ArgumentTypeError(
             f"{name} is {makes} that hasn't been called. Write {called}() for one epoch; for "
-            "several give an object whose __iter__ begins anew, or a DataLoader.",
+            "several give an object whose __iter__ starts again, or a DataLoader.",
             code="FK018",
         )
     if x is None or isinstance(x, (str, bytes, int, float, range, type)):

@@ -472,7 +472,7 @@ def expand_counts(text: str) -> list[int]:
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item.strip())
         nodes = int(match[2] or 1) if match else 0
         if match is None or int(match[1]) == 0 or len(counts) + nodes > MOST_RANKS:
-            raise ValueError("is no list of task counts like '2(x3),1'")
+            raise ValueError("isn't a list of task counts like '2(x3),1'")
         counts += [int(match[1])] * nodes
     return counts
 
@@ -486,7 +486,7 @@ def expand_hosts(text: str) -> list[str]:
     # Commas inside brackets part ranges, the others part hosts.
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(items) != text.strip() or not items:
-        raise ValueError("is no list of hosts like 'n[03-05,9],other'")
+        raise ValueError("isn't a list of hosts like 'n[03-05,9],other'")
     hosts: list[str] = []
     for item in items:
         hosts += _expand_item(item.strip())
@@ -513,7 +513,7 @@ def _expand_ranges(text: str) -> list[str]:
         match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item.strip())
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last) or int(last) - int(first) + len(numbers) >= 100_000:
-            raise ValueError(f"has [{text}], which is no list of numbers like [03-05,9]")
+            raise ValueError(f"has [{text}], which isn't a list of numbers like [03-05,9]")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers
 

@@ -156,7 +156,7 @@ def _read_words(devices: Any, kind: str, visible: int) -> Any:
         raise _refused(devices, kind, visible, "names no device")
     for index in devices:
         if isinstance(index, bool) or not isinstance(index, int):
-            raise _refused(devices, kind, visible, f"has {index!r}, which is no index")
+            raise _refused(devices, kind, visible, f"has {index!r}, which isn't an index")
     return tuple(devices)
 
 
@@ -171,7 +171,7 @@ def _read_text(devices: str, kind: str, visible: int) -> Any:
         indices = tuple(int(item) for item in items if item)
         if indices:
             return indices
-    raise _refused(devices, kind, visible, "is no count and no list of indices")
+    raise _refused(devices, kind, visible, "is neither a count nor a list of indices")
 
 
 def _count(count: int, devices: Any, kind: str, visible: int) -> Any:

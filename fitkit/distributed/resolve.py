@@ -180,7 +180,7 @@ def named_strategy(strategy: Any) -> Strategy:
         if isinstance(entry, type) and issubclass(entry, Strategy):
             return entry()
         raise ArgumentTypeError(
-            f"strategy={strategy!r} is registered as {describe(entry)}, which is no subclass of "
+            f"strategy={strategy!r} is registered as {describe(entry)}, which isn't a subclass of "
             "fitkit.strategies.Strategy."
         )
     raise ArgumentTypeError(

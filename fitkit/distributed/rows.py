@@ -90,9 +90,9 @@ def gather(
     """What the replicas returned, as one.
 
     Tensors (N_r, ...) are joined along dimension 0. Tensors without dimensions, numbers and
-    flags become a vector with one entry a replica, also where there is one replica only. None
+    flags become a vector with one entry per replica, also where there is one replica only. None
     stays None. Containers are joined by their structure, but lists of strings end to end. Anything
-    else becomes a list with one entry a replica. A mapping whose type can't be built from pairs
+    else becomes a list with one entry per replica. A mapping whose type can't be built from pairs
     becomes a dict.
 
     Args:
@@ -142,7 +142,7 @@ def gather(
 
 
 def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
-    """The mean of a vector with one entry a replica, by what each entry is the mean over.
+    """The mean of a vector with one entry per replica, by what each entry is the mean over.
 
     An entry that is the mean over nothing counts for nothing, though it is NaN.
     """
@@ -172,7 +172,7 @@ def _joined_leaves(leaves: list[Any], device: torch.device | None) -> Any:
     if all(isinstance(leaf, (bool, int, float, complex)) for leaf in leaves):
         return torch.tensor(leaves, device=device)
     if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        raise ValueError("some are no tensors")
+        raise ValueError("some aren't tensors")
     return list(leaves)
 
 

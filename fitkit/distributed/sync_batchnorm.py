@@ -189,8 +189,8 @@ class _Normalisation(torch.autograd.Function):
         mean, variance, total = _merged(*_local_moments(inputs, counts), group)
         if total.device.type == "cpu" and total.item() < 2:
             raise ConfigurationError(
-                "Batch normalisation in training needs more than 1 value a channel, but all ranks "
-                f"together have {int(total.item())}. Take larger batches, or drop_last=True."
+                "Batch normalisation in training needs more than 1 value per channel, but all "
+                f"ranks together have {int(total.item())}. Use larger batches, or drop_last=True."
             )
         mean, variance = mean.to(_wide(inputs.dtype)), variance.to(_wide(inputs.dtype))
         context.save_for_backward(inputs, weight, mean, (variance + eps).rsqrt(), total)
@@ -233,7 +233,7 @@ class _Normalisation(torch.autograd.Function):
 def _local_moments(
     inputs: torch.Tensor, counts: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's mean, sum of squares around it, and number of values a channel, in float64.
+    """This rank's mean, sum of squares around it, and number of values per channel, in float64.
 
     Shapes: (B, C, ...) → (C,), (C,), (1,).
     """
@@ -259,7 +259,7 @@ def _merged(
     size: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The mean and (biased) variance over all ranks, and their number of values a channel.
+    """The mean and (biased) variance over all ranks, and their number of values per channel.
 
     Ranks:
         Collective: one exchange.

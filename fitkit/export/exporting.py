@@ -46,7 +46,7 @@ def export(
             as in `Model.export`.
 
     Raises:
-        ConfigurationError: arguments that can't be, a net that torch can't export, or a file
+        ConfigurationError: an argument is invalid, a net that torch can't export, or a file
             that computes something else.
         MissingPackageError: what the format needs isn't installed.
         CheckpointError: the file can't be written; one that was there is untouched.

@@ -179,12 +179,12 @@ def _aligned(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.ndim == 0 or weight.shape != values.shape[: weight.ndim]:
         raise ConfigurationError(
             f"sample_weight of shape {shape} doesn't fit losses of shape {tuple(values.shape)}. "
-            f"Give one weight a sample, shape ({count},), or one a position."
+            f"Give one weight per sample, shape ({count},), or one per position."
         )
     return weight
 
 
-# ---- formulas: of matched pairs, in float32 at least; one value a sample, or one a position ----
+# ---- formulas: of matched pairs, in float32 at least; one value per sample or per position ----
 
 LossFunction = Callable[..., torch.Tensor]
 

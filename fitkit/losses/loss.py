@@ -42,7 +42,7 @@ def checked_count(count: Any, what: str) -> float | torch.Tensor:
         )
     if not 0 <= float(count) < math.inf:
         raise ConfigurationError(
-            f"{what}={describe(count)}. What a loss is the mean over is a finite number from 0."
+            f"{what}={describe(count)}. It must be a finite number, 0 or more."
         )
     return count if isinstance(count, (int, float)) else float(count)
 
@@ -303,7 +303,7 @@ class CustomLoss(Loss):
         if result.ndim == 0:
             raise ConfigurationError(
                 f"{self.label} gives one number for the whole batch, but sample and class weights "
-                "need one a sample. Let it return its values before the mean, shape (N,); "
+                "need one per sample. Let it return its values before the mean, shape (N,); "
                 "fitkit takes the mean itself."
             )
         return result
@@ -324,10 +324,10 @@ class CustomLoss(Loss):
                 self._has_warned = True
                 warn(
                     f"{self.label} gives one number for a batch that has labels of {ignored}. "
-                    "Where these don't count in it, fitkit can't tell what its mean is taken "
-                    "over, and weighs batches by their samples: the result depends on how they "
-                    "are cut. Let it return its values before the mean, for the labels that "
-                    "count; fitkit takes the mean."
+                    "If these don't count in it, fitkit can't tell what its mean is taken over. It "
+                    "weights batches by their samples, so the result depends on how they are cut. "
+                    "Let the loss return its values before the mean, for the labels that count. "
+                    "fitkit takes the mean."
                 )
 
     def to(self, device: torch.device | str) -> None:
@@ -349,7 +349,7 @@ class CustomLoss(Loss):
         if not isinstance(result, torch.Tensor):
             raise ConfigurationError(
                 f"{self.label} returned {describe(result)}, but must return a tensor: the mean "
-                "loss, or one value a sample."
+                "loss, or one value per sample."
             )
         return result
 
@@ -390,7 +390,7 @@ def resolve(loss: Any) -> Loss:
     if not callable(loss):
         raise ArgumentTypeError(
             f"loss={describe(loss)} must be a name, a torch.nn loss, or a callable "
-            "(prediction, target); or a list or dict of these, one an output."
+            "(prediction, target); or a list or dict of these, one per output."
         )
     function = TORCH_FUNCTIONS.get(loss) if isinstance(loss, Hashable) else None
     if function is not None:

@@ -37,13 +37,13 @@ class CompiledMetrics:
     `update` feeds. All values are over the samples of this process.
 
     Args:
-        metrics: a metric, or a list (for every output), a list of lists (one an output) or a
-            dict (one entry an output; for a net with a single output chosen names), nested as the
+        metrics: a metric, or a list (for every output), a list of lists (one per output) or a
+            dict (one entry per output; for a net with a single output chosen names), nested as the
             outputs are. A metric is a name, a torchmetrics object, a `MetricCollection`, or a
-            callable `(prediction, target)` that gives the batch's mean or one value a sample.
+            callable `(prediction, target)` that gives the batch's mean or one value per sample.
         weighted_metrics: the same; their values are weighted by the sample weights. Only means
             over samples can be: names such as `"accuracy"` and `"mae"`, and callables that
-            give one value a sample.
+            give one value per sample.
 
     Raises:
         ConfigurationError: an unknown name, or what can't be a metric.
@@ -137,7 +137,7 @@ class CompiledMetrics:
         Args:
             prediction: what the net gave.
             target: its targets.
-            weight: one weight a sample, or a dict or list of them by output; None: 1 each.
+            weight: one weight per sample, or a dict or list of them by output; None: 1 each.
         """
         only = self.only
         if (
@@ -176,7 +176,7 @@ class CompiledMetrics:
 
         Returns:
             Python floats; an array for a metric of several numbers; for a metric that gives a
-            dict one entry a key, `<name>_<key>`. Metrics without samples are left out.
+            dict one entry per key, `<name>_<key>`. Metrics without samples are left out.
         """
         return dict(pair for group in self._started() for pair in group.results())
 
@@ -228,7 +228,7 @@ class Specs:
     """The metrics of one argument of compile.
 
     Args:
-        metrics: a metric, a list (for every output), a list of lists (one an output) or a dict
+        metrics: a metric, a list (for every output), a list of lists (one per output) or a dict
             (by output; for a net with a single output by chosen name), nested as the outputs are.
         argument: `"metrics"` or `"weighted_metrics"`.
 
@@ -381,7 +381,7 @@ class Specs:
             f"weighted_metrics has {metric}, which isn't a mean over samples, so sample weights "
             "have no meaning for it. Pass it as metrics, which ignore weights. These can be "
             f"weighted: {', '.join(weightable_names())}, and callables (prediction, target) that "
-            "give one value a sample."
+            "give one value per sample."
         )
 
 

@@ -133,7 +133,7 @@ class FirstBatch:
         target = self.target.reshape(self.prediction.shape)
         if target.ndim < 2:
             raise ConfigurationError(
-                f"one column a class is needed, but the prediction is {_seen(self.prediction)} "
+                f"one column per class is needed, but the prediction is {_seen(self.prediction)} "
                 f"and the target {_seen(self.target)}."
             )
         axis, other = self._axes()

@@ -202,7 +202,7 @@ def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
 
 
 def _logged(name: str, result: Any) -> Iterator[tuple[str, Any]]:
-    """A result as floats and arrays; a dict as one entry a key."""
+    """A result as floats and arrays; a dict as one entry per key."""
     if isinstance(result, Mapping):
         for key, value in result.items():
             yield from _logged(f"{name}_{key}", value)

@@ -306,7 +306,7 @@ def _need_columns(first: FirstBatch) -> None:
     shape = tuple(first.prediction.shape)
     if len(shape) < 2 or shape[-1] == 1:
         raise ConfigurationError(
-            f"it compares vectors, but a prediction of shape {shape} has one number a sample."
+            f"it compares vectors, but a prediction of shape {shape} has one number per sample."
         )
 
 

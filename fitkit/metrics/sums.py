@@ -40,7 +40,7 @@ class Batch:
     Args:
         prediction: (N, ...), or any structure for metrics that see each batch as it came.
         target: (N, ...), or any structure.
-        weight: one weight a sample (N,) or an entry; None: 1 each.
+        weight: one weight per sample (N,) or an entry; None: 1 each.
     """
 
     def __init__(self, prediction: Any, target: Any, weight: Tensor | None = None) -> None:
@@ -63,7 +63,7 @@ class Mean:
 
     Args:
         conversion: what the function is given.
-        values: gives one value a sample (N,) or an entry (N, ...).
+        values: gives one value per sample (N,) or an entry (N, ...).
         skip_ignored: whether entries whose target is `IGNORED` count for nothing; the
             function must give 0 for them.
         finish: what makes the result of the mean; None: nothing.
@@ -189,8 +189,8 @@ class CallableMean(Mean):
     """The mean of what a user's function gives, over samples; it sees each batch as it came.
 
     Args:
-        function: `(prediction, target)` → a scalar, the batch's mean, or one value a sample, which
-            it must give to be weighted.
+        function: `(prediction, target)` → a scalar, the batch's mean, or one value per
+            sample, which it must give to be weighted.
     """
 
     joins = False
@@ -207,7 +207,7 @@ class CallableMean(Mean):
         value, samples = value.detach(), batch.samples
         each = value.ndim > 0 and value.shape[0] == samples
         if not each and (value.numel() != 1 or self.weighted):
-            wanted = "one value a sample" if self.weighted else "a number or one value a sample"
+            wanted = "one value per sample" if self.weighted else "a number or one value per sample"
             raise ConfigurationError(
                 f"it gave a result of shape {tuple(value.shape)} for {samples} samples, but "
                 f"{'weighted_metrics need' if self.weighted else 'metrics need'} {wanted}, "
@@ -233,7 +233,7 @@ def weights_of(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if weight.shape != values.shape[: weight.ndim]:
         raise ConfigurationError(
             f"sample weights of shape {tuple(weight.shape)} do not belong to values of shape "
-            f"{tuple(values.shape)}: give one weight a sample."
+            f"{tuple(values.shape)}: give one weight per sample."
         )
     weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
     return weight.to(device=values.device, dtype=dtype).expand(values.shape)

@@ -44,7 +44,7 @@ class TorchMetric:
     Args:
         metric: the metric; from now on this object's own.
         conversion: what its `update` is given; None: each batch as it came, of any structure.
-        joins: whether one update with joined batches is the same as one a batch.
+        joins: whether one update with joined batches is the same as one per batch.
         finish: what makes the result of what `compute` gives; None: nothing.
         least_samples: fewer have no result.
 
@@ -344,7 +344,7 @@ ROWS = frozenset(
         "SpearmanCorrCoef",
     }
 )
-"""They keep a row a sample, in order (or, with `thresholds`, count)."""
+"""They keep a row per sample, in order (or, with `thresholds`, count)."""
 
 SUMS = frozenset(
     {
@@ -371,7 +371,7 @@ SUMS = frozenset(
         "WeightedMeanAbsolutePercentageError",
     }
 )
-"""They add up a value a sample: fractions, so that the last digits depend on the order."""
+"""They add up a value per sample: fractions, so that the last digits depend on the order."""
 
 MOMENTS = frozenset({"PearsonCorrCoef", "NormalizedRootMeanSquaredError"})
 """They bring means and variances up to date by formulas that hold for batches of any size."""
@@ -387,7 +387,7 @@ def joins(metric: Metric, owner: type) -> bool:
     """
     if owner.__name__ not in _ALL or not owner.__module__.startswith("torchmetrics."):
         return False
-    # It then keeps one row a batch.
+    # It then keeps one row per batch.
     return getattr(metric, "keep_sequence_dim", None) is None
 
 

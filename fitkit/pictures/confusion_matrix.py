@@ -150,7 +150,7 @@ def _classes(values: Any, name: str) -> Array:
         whole = found.astype(np.int64, copy=True) if np.isfinite(found).all() else None
         if whole is None or not (whole == found).all():
             raise ConfigurationError(
-                f"{name} has numbers that aren't whole, which are no classes. Scores of two "
+                f"{name} has numbers that aren't whole, which aren't classes. Scores of two "
                 f"classes become classes by a threshold: ({name} > 0.5).astype(int) for "
                 "probabilities, > 0 for logits."
             )

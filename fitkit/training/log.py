@@ -520,7 +520,7 @@ def reduced(
             raise
         raise CheckpointError(
             "What the checkpoint has noted of the epoch can't be joined with the rest of it "
-            f"({type(error).__name__}: {error}). Begin the epoch anew: load its weights with "
+            f"({type(error).__name__}: {error}). Start the epoch again: load its weights with "
             "load_weights, or use an earlier checkpoint."
         ) from error
 

@@ -241,7 +241,7 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
     if not planned.keeps_state:
         warn(
             f"{type(scheduler).__name__} has no state_dict and load_state_dict, so checkpoints "
-            "can't keep where it is: a resumed training begins it anew. Give it both."
+            "can't store its position, and a resumed training starts it again. Give it both."
         )
     if planned.watches:
         check_watched(interval, planned.monitor)
@@ -329,7 +329,7 @@ class FitState:
             choice.check_parameters(compilation.trainable(model))
             warn(
                 "Parameters of the net were replaced since its optimizer was made; the optimizer "
-                "is made anew, without its state."
+                "is built again, without its state."
             )
             self.drop_optimizers()
         if not self.optimizers:

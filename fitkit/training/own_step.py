@@ -422,8 +422,8 @@ class OwnStep:
             if isinstance(found, torch.Tensor):
                 what = f"a tensor of shape {tuple(found.shape)}"
             raise ConfigurationError(
-                f"{hooks} returned {what}. Return the loss, a tensor with one number (its "
-                ".mean(), say), or a dict that has it as 'loss'."
+                f"{hooks} returned {what}. Return the loss, a tensor with one number, "
+                "for example its .mean(), or a dict that has it as 'loss'."
             )
         if not loss.requires_grad:
             raise ConfigurationError(

@@ -201,7 +201,7 @@ def _give_state(callback: Callback, state: Any) -> None:
         name = type(callback).__name__
         raise CheckpointError(
             f"{name} can't go on from its state in the checkpoint ({type(error).__name__}: "
-            f"{error}). Make it as it was, leave it out, or begin anew on the weights alone "
+            f"{error}). Make it as it was, leave it out, or start again from the weights alone "
             "(load_weights)."
         ) from error
 

@@ -212,7 +212,7 @@ def _selected(values: dict[str, Any]) -> Any:
     if count is None or isinstance(devices, (bool, float)):
         raise ConfigurationError(
             f"auto_select_gpus=True needs a count of GPUs, but devices={describe(devices)}. Write "
-            "devices=2, say, or devices=-1 for all that are free."
+            "for example devices=2, or devices=-1 for all that are free."
         )
     return find_usable_cuda_devices(count)
 
@@ -343,8 +343,8 @@ def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: boo
         below = samples // step * step
         nearest = f"{below} or {below + step}" if below else f"{step}"
         raise ConfigurationError(
-            f"{given} can't be divided among {what}. Write {nearest}, say, or take another number "
-            f"of devices{' or another batch_size in the loader' if is_fixed else ''}."
+            f"{given} can't be divided among {what}. Write for example {nearest}, or use another "
+            f"number of devices{' or another batch_size in the loader' if is_fixed else ''}."
         )
     if is_fixed:
         return samples // step
@@ -356,7 +356,7 @@ def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: boo
         raise ConfigurationError(
             f"{given} is {mine} samples for each of {among}, which can't be cut into equal batches "
             f"of about batch_size={size} samples: {mine // parts} is the largest size that divides "
-            f"them. Write effective_batch_size={near}, say, or another batch_size in fit."
+            f"them. Write for example effective_batch_size={near}, or another batch_size in fit."
         )
     return parts
 
@@ -527,7 +527,7 @@ class FitArguments:
         check_alike(source, self.held_out)
 
     def _check_validates_within(self, source: Source, held_out: Source) -> None:
-        """Refuse data that can't be validated on several times an epoch, or at no known batch."""
+        """Refuse data that can't be validated on several times per epoch, or at no known batch."""
         given = f"validation_freq={describe(self.validation_freq)}"
         unknown = source.steps is None and self.steps_per_epoch is None
         if unknown and not isinstance(self.validation_freq, dict):

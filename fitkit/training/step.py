@@ -359,10 +359,10 @@ class CompiledStep:
             ) from error
         if y is None and isinstance(x, Mapping) and self.loss.own is None and len(x) > 1:
             raise ConfigurationError(
-                f"A batch of {self.name} is a dict without targets beside it ({', '.join(x)}), and "
-                f"{type(error).__name__} came of it: {error}\nWhere one of these entries holds the "
-                f"targets, write compile(target={list(x)[-1]!r}), say; or give (x, y) by a "
-                "collate_fn."
+                f"A batch of {self.name} is a dict without targets beside it ({', '.join(x)}), "
+                f"which led to {type(error).__name__}: {error}\nIf one of these entries holds the "
+                f"targets, write for example compile(target={list(x)[-1]!r}). Otherwise give "
+                "(x, y) by a collate_fn."
             ) from error
         raise_explained(error, self.wrapped.net, x, y, self.name)
 
@@ -448,7 +448,7 @@ def check_batch(x: Any, weight: Any, name: str) -> None:
     if any(leaf is not None for leaf in wrong):
         raise ConfigurationError(
             f"A batch's sample_weight holds a {type(wrong[0]).__name__}; it must be a tensor or "
-            "array of one weight a sample."
+            "array of one weight per sample."
         )
     check_weights(
         weight,

@@ -164,7 +164,7 @@ def test_a_rank_that_fails_ends_the_call_and_the_optimizer_begins_anew():
 
     note = fitkit.callbacks.LambdaCallback(on_train_batch_begin=fails)
     with (
-        pytest.warns(UserWarning, match="begins anew"),
+        pytest.warns(UserWarning, match="starts over"),
         pytest.raises(fitkit.WorkerError, match="no more"),
     ):
         fit(model, 2, callbacks=note)

@@ -154,7 +154,7 @@ def private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
         raise ConfigurationError(
-            f"{folder} must be a folder of this user alone (mode 0700), and isn't. Remove it, or "
+            f"{folder} must be a folder of this user only (mode 0700), but isn't. Remove it, or "
             "set TMPDIR to another folder."
         )
     return folder

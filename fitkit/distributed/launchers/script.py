@@ -242,7 +242,7 @@ class JoinedRanks(ScriptRanks):
                 raise WorkerError("Rank 0's process has ended.")
             raise ConfigurationError(
                 f"FITKIT_MEETING={str(path)!r} must be a folder of this user alone; fitkit sets it "
-                f"for the ranks of a script. Unset {', '.join(VARIABLES)} to start the script anew."
+                f"for the ranks of a script. Unset {', '.join(VARIABLES)} to start it again."
             )
         super().__init__(place.rank, place.world_size, MeetingFolder(path))
 

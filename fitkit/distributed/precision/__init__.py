@@ -99,7 +99,7 @@ def resolve_precision(precision: object) -> Precision:
         mixed, *true = map(repr, OTHER_WORDS[normalise(word)])
         also = f", or {true[0]}, which casts the weights too" if true else ""
         raise ConfigurationError(
-            f"precision={precision!r} is another library's word. Write {mixed}{also}. "
+            f"precision={precision!r} is another library's name. Write {mixed}{also}. "
             f"Known: {_known()}."
         )
     if word not in PRECISIONS and _is_eight_bits(normalise(word)):

@@ -158,7 +158,7 @@ def check_pair(name: str, dtype: torch.dtype, device: torch.device) -> None:
         return
     table = "; ".join(f"{device_type}: {', '.join(names)}" for device_type, names in GOES.items())
     raise ConfigurationError(
-        f"precision={name!r} can't be used on {kind}: {reason}. What goes: {table}.", code="FK038"
+        f"precision={name!r} can't be used on {kind}: {reason}. Supported: {table}.", code="FK038"
     )
 
 

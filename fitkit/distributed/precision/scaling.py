@@ -173,8 +173,8 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 CLOSURE = (
-    "{kind} computes the loss itself, several times a step, which precision='16-mixed' can't scale "
-    "for it. Write precision='bf16-mixed', or take another optimizer."
+    "{kind} computes the loss itself, several times per step, which precision='16-mixed' can't "
+    "scale for it. Write precision='bf16-mixed', or use another optimizer."
 )
 
 

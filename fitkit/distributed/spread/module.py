@@ -175,7 +175,7 @@ def check_trains(
         )
     if isinstance(optimizers[0], torch.optim.LBFGS):
         raise ConfigurationError(
-            "LBFGS computes the loss itself, several times a step, and looks at all parameters "
+            "LBFGS computes the loss itself, several times per step, and looks at all parameters "
             "at once: they can't be spread over ranks. Write strategy='ddp', or take another "
             "optimizer."
         )
@@ -211,7 +211,7 @@ def _check_parameters(module: nn.Module, optimizers: list[Optimizer], strategy: 
     own = set(named.values())
     if any(p not in own for one in optimizers for g in one.param_groups for p in g["params"]):
         raise ConfigurationError(
-            f"The optimizer holds parameters outside the net (a loss's, say); under strategy="
+            f"The optimizer holds parameters outside the net, such as a loss's; under strategy="
             f"{strategy!r} it can't train both. Make them part of the net, or write "
             "strategy='ddp'."
         )

@@ -17,7 +17,7 @@ from fitkit.distributed.spread.module import ShardedModule
 from fitkit.errors import ConfigurationError
 
 CLOSURE = (
-    "{kind} computes the loss itself, several times a step, and looks at all parameters at once: "
+    "{kind} computes the loss itself, several times per step, and looks at all parameters at once: "
     "its state can't be spread over ranks. Write strategy='ddp', or take another optimizer."
 )
 

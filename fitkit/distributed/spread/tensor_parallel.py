@@ -18,7 +18,7 @@ STYLES = ("colwise", "rowwise")
 
 
 def check_plan(ranks: Any, plan: Any) -> None:
-    """Refuse arguments that can't be.
+    """Refuse an argument is invalid.
 
     Args:
         ranks: how many compute a batch together.

@@ -176,7 +176,7 @@ def test_a_function_may_give_a_scalar_or_values_per_sample():
     assert torch.equal(scalar(prediction, target), squared(prediction, target))
     assert torch.equal(each(prediction, target), squared_each(prediction, target).mean())
     assert each.per_sample(prediction, target).shape == (5,)
-    with pytest.raises(ConfigurationError, match=r"squared gives one number.*need one a sample"):
+    with pytest.raises(ConfigurationError, match=r"squared gives one number.*need one per sample"):
         scalar.per_sample(prediction, target)
 
 

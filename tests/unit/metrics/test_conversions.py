@@ -134,7 +134,7 @@ def test_what_can_not_be_classification_is_refused(prediction, target, hint, mes
 
 
 def test_classes_are_asked_for_columns_that_are_not_there():
-    with pytest.raises(ConfigurationError, match="one column a class"):
+    with pytest.raises(ConfigurationError, match="one column per class"):
         FirstBatch(torch.randn(8), labels(8), UNKNOWN).task("classes")
 
 

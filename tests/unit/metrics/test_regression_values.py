@@ -112,7 +112,7 @@ def test_cosine_similarity_and_divergence_are_means_over_samples(measure):
     ):
         found = measure("kl_divergence", given, target, hint=LossHint(takes))
         assert found["kl_divergence"] == pytest.approx(expected, 1e-5)
-    with pytest.raises(ConfigurationError, match="one number a sample"):
+    with pytest.raises(ConfigurationError, match="one number per sample"):
         measure("cosine_similarity", torch.rand(4, 1), torch.rand(4, 1))
 
 

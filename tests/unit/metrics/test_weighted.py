@@ -115,13 +115,13 @@ def test_a_callable_is_weighted_where_it_gives_a_value_a_sample(measure, batch):
 
     found = measure(None, logits, target, weighted=[first_column], weight=weight)
     assert found["first_column"] == pytest.approx(np.average(logits[:, 0], weights=weight), 1e-5)
-    with pytest.raises(ConfigurationError, match=r"'mean'.*one value a sample, shape \(7,\)"):
+    with pytest.raises(ConfigurationError, match=r"'mean'.*one value per sample, shape \(7,\)"):
         measure(None, logits, target, weighted={"mean": lambda p, t: p.mean()}, weight=weight)
 
 
 @pytest.mark.parametrize("metric", ["f1", "auc", "r2", MulticlassAccuracy(4)])
 def test_metrics_that_are_no_means_over_samples_are_refused_with_those_that_are(metric):
-    with pytest.raises(ConfigurationError, match="accuracy.*mse.*one value a sample"):
+    with pytest.raises(ConfigurationError, match="accuracy.*mse.*one value per sample"):
         CompiledMetrics(weighted_metrics=[metric])
 
 
