@@ -119,7 +119,7 @@ class Own(fitkit.Model):
 
 
 def test_load_from_checkpoint_of_a_class_says_what_to_write(tmp_path):
-    with pytest.raises(AttributeError, match=r"'Own' has no attribute.*Make the model, then"):
+    with pytest.raises(AttributeError, match=r"'Own' has no attribute.*Build the model and"):
         Own.load_from_checkpoint("model.h5")
     assert not hasattr(Own, "load_from_checkpoint")
     trained, again = Own(), Own()
