@@ -1,4 +1,4 @@
-"""What fitkit sees on a machine, in one screen: the text for a bug report."""
+"""What fitkit sees on a machine, on one screen: the text for a bug report."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ VARIABLES = re.compile(
 """Environment variables that change what fitkit does; no others are shown."""
 
 OTHER_NAMES = {"mlflow": "mlflow-skinny"}
-"""Packages that may be installed by another name."""
+"""Packages that may be installed under another name."""
 
 GIB = 2**30
 WIDTH = 100
 
 
 def report(fitkit_version: str) -> str:
-    """The text, a subject a line. Something that can't be found out is said, never raised."""
+    """The text, with one line per subject. What can't be found out is reported, never raised."""
     lines = {"fitkit": fitkit_version, **_versions(), **_machine(), **_launch(), **_choice()}
     width = max(map(len, lines))
     return "\n".join(
@@ -99,7 +99,7 @@ def _machine() -> dict[str, str]:
 
 
 def _memory() -> str:
-    """Main memory, and what is left of the shared memory in which ranks and workers hand data."""
+    """Main memory, and the free shared memory by which ranks and workers pass data."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -114,7 +114,7 @@ def _memory() -> str:
 
 
 def _gpus(count: int) -> dict[str, str]:
-    """A line for each GPU, asked by a process of its own so that a broken one can't stop us."""
+    """A line per GPU. A separate process asks them, so that a broken one can't stop this one."""
     if not count:
         return {}
     try:
@@ -158,14 +158,14 @@ def _launch() -> dict[str, str]:
             f"{cluster.node_rank} of {cluster.num_nodes}"
         )
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
-    # What doctor prints is shown to others.
+    # Users show the output of doctor to others.
     values = {n: "(set)" if n == SECRET else os.environ[n] for n in names}
     shown = " ".join(f"{name}={value}" for name, value in values.items())
     return {"launcher": started, "environment": shown or "nothing that concerns fitkit"}
 
 
 def _choice() -> dict[str, str]:
-    """What `compile` does where nothing was said about the hardware."""
+    """What `compile` chooses if nothing is said about the hardware."""
     try:
         strategy = resolve_strategy("auto", "auto", "auto", "32-true", None)
     except ConfigurationError as error:

@@ -1,5 +1,5 @@
-"""Names that a `Model` has beside torch's: Keras's helpers, which give way to a subclass's own
-layers and methods of the name, and the others, which a subclass can't use for something else."""
+"""The public names of a `Model` beside torch's. Keras's helpers give way to a subclass's own layers
+and methods of the same name. A subclass can't use the other names for something else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fitkit.module import Module
 
 
 class GivesWay:
-    """A method of Keras's name, before which a subclass's own attribute, layer or method goes."""
+    """A method with Keras's name. A subclass's own attribute, layer or method takes precedence."""
 
     def __init__(self, function: Callable[..., Any], is_property: bool = False) -> None:
         self.function: Callable[..., Any] = function
@@ -39,7 +39,7 @@ class GivesWay:
 
 
 class NotHere:
-    """A class method of a peer's: to look for it says what to write, on the class too."""
+    """A class method of another library. Looking it up raises an error that says what to write."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -50,10 +50,10 @@ class NotHere:
 
 
 def get_weights(model: Module) -> list[np.ndarray[Any, Any]]:
-    """The weights as NumPy arrays of their own, in the order of the net's `state_dict()`.
+    """Copy the weights into NumPy arrays, in the order of the net's `state_dict()`.
 
     Ranks:
-        Local within a run, but where a strategy has spread the weights: there collective.
+        Local within a run. Collective if a strategy has sharded the weights.
     """
     with model._fitkit.fit_state.evaluated():
         found = [_whole(value).clone() for value in _held_weights(model)]
@@ -62,14 +62,14 @@ def get_weights(model: Module) -> list[np.ndarray[Any, Any]]:
 
 
 def set_weights(model: Module, weights: Any) -> None:
-    """Put back what `get_weights` gave.
+    """Set the weights to the arrays that `get_weights` returned.
 
     Args:
-        weights: as many arrays, of the same shapes and in the same order.
+        weights: the arrays: equally many, in the same order, with the same shapes.
 
     Raises:
-        ConfigurationError: they don't fit (the weights are as they were), or a strategy has
-            spread the weights over the ranks of a run.
+        ConfigurationError: they don't fit (the weights stay as they were), or a strategy has
+            sharded the weights over the ranks of a run.
     """
     held, given = _held_weights(model), [torch.as_tensor(weight) for weight in weights]
     now, then = ([tuple(part.shape) for part in parts] for parts in (held, given))
@@ -89,18 +89,18 @@ def set_weights(model: Module, weights: Any) -> None:
 
 
 def count_params(model: Module) -> int:
-    """The number of parameters, frozen ones too; one that is used twice counts once."""
+    """The number of parameters, including frozen ones. A shared parameter counts once."""
     return sum(parameter.numel() for parameter in _without_lazy(model.parameters()))
 
 
 def layers(model: Module) -> list[nn.Module]:
-    """The net's layers of the first level, in a new list each time."""
+    """The net's first-level layers, in a new list each time."""
     net = model._weights_module()
     return [layer for layer in net.children() if layer is not None] or [net]
 
 
 def _held_weights(model: Module) -> list[torch.Tensor]:
-    """The tensors of the net's state dict; those in use."""
+    """The tensors of the net's state dict that are in use."""
     state = model._weights_module().state_dict().values()
     return _without_lazy(part for part in state if isinstance(part, torch.Tensor))
 
@@ -116,7 +116,7 @@ def _without_lazy(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, joined from all ranks where a strategy has spread it (a `DTensor`)."""
+    """A tensor, gathered from all ranks if a strategy has sharded it (a `DTensor`)."""
     joined = getattr(tensor, "full_tensor", None)
     return tensor.detach() if joined is None else joined().detach()
 
@@ -127,7 +127,7 @@ def _some(shapes: list[tuple[int, ...]]) -> str:
 
 @functools.cache
 def public_names(base: type) -> frozenset[str]:
-    """The names that a `Model` has beside any module's, and that are the same in each subclass.
+    """The public names that `Model` adds to torch's, and that mean the same in each subclass.
 
     Args:
         base: the class `Model`, here and below.
@@ -138,7 +138,7 @@ def public_names(base: type) -> frozenset[str]:
 
 
 def check_definitions(subclass: type, base: type) -> None:
-    """Refuse a subclass that defines a public name as another kind of thing.
+    """Refuse a subclass that defines a public name as a different kind of thing.
 
     Raises:
         ConfigurationError: with what the name stands for.

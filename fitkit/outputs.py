@@ -1,9 +1,9 @@
 """The outputs of a net by name, and what belongs to each of them.
 
-A net gives a tensor, a tuple, a dict, or an object with `.logits` (as Hugging Face models do);
-tuples and dicts may stand in one another. Losses, metrics and their logs speak of outputs by name:
-a dict's keys, `output_0`, `output_1` for a tuple, `b/c` for what stands at `c` in the structure
-`b`, and the empty name for the single output of a net that has one.
+A net returns a tensor, a tuple, a dict, or an object with `.logits` (as Hugging Face models do).
+Tuples and dicts may be nested. Losses, metrics and their logs refer to outputs by name. The name is
+a dict's key, or `output_0`, `output_1` in a tuple. `b/c` is the entry `c` of the structure `b`. The
+only output of a net has the empty name.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ MOVES_VALUES = frozenset({
     "Slice", "Split", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView",
     "Unsqueeze", "View", "AdaptiveAvgPool2D", "AvgPool2D", "Mean",
 })  # fmt: skip
-"""Operations, as autograd calls them, after which a value's scale is what it was."""
+"""Operations, by autograd's names, that leave a value's scale unchanged."""
 SCALES = {
     **dict.fromkeys(("Sigmoid", "Softmax"), "probabilities"),
     **dict.fromkeys(("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution"), "logits"),
 }
-"""What a net's last operation makes."""
+"""The scale that a net's last operation produces."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossHint:
-    """What an output's loss says about its numbers; metrics read predictions by it.
+    """What an output's loss says about its numbers. Metrics interpret predictions by it.
 
     Attributes:
-        takes: `"logits"`, `"probabilities"` or `"log_probabilities"`; None where unknown.
+        takes: `"logits"`, `"probabilities"` or `"log_probabilities"`; None if unknown.
         task: `"classes"` (one of C), `"binary"` (each entry yes or no), `"regression"`; None
-            where unknown.
-        class_axis: the dimension of classes that the loss reads, where several fit: 1 or -1;
-            None where it has none, or where unknown.
-        is_shifted: whether the prediction at a place of dimension 1 is of the next place's label,
-            as a causal language model's is.
+            if unknown.
+        class_axis: the dimension of classes that the loss reads, if several fit: 1 or -1. None if
+            it has none, or if unknown.
+        is_shifted: whether the prediction at a place in dimension 1 is for the next place's label,
+            as in a causal language model.
     """
 
     takes: str | None = None
@@ -58,9 +58,9 @@ class LossHint:
 
 
 def last_operation(prediction: torch.Tensor) -> str | None:
-    """What has made a prediction's values, as autograd calls it (`"Sigmoid"`, `"Addmm"`).
+    """The operation that produced a prediction, by autograd's name (`"Sigmoid"`, `"Addmm"`).
 
-    None where there is no graph: in an evaluation, or where nothing learns.
+    None if there is no graph: in an evaluation, or if nothing learns.
     """
     node: Any = prediction.grad_fn
     while node is not None:
@@ -72,14 +72,14 @@ def last_operation(prediction: torch.Tensor) -> str | None:
 
 
 def scale_of(prediction: Any) -> str | None:
-    """`"logits"` or `"probabilities"`, where the last operation makes one of them; else None."""
+    """`"logits"` or `"probabilities"`, if the last operation produces one of them; else None."""
     if not isinstance(prediction, torch.Tensor):
         return None
     return SCALES.get(last_operation(prediction) or "")
 
 
 def _entries(value: Any) -> dict[Any, Any]:
-    """What stands in a dict, tuple or list, by the keys of which names are made."""
+    """The entries of a dict, tuple or list, by the keys from which names are made."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (tuple, list)):
@@ -91,8 +91,8 @@ def _entries(value: Any) -> dict[Any, Any]:
 def named_outputs(prediction: Any) -> dict[Any, Any]:
     """The outputs in a net's prediction by name, in order.
 
-    Where there are several, the whole prediction comes first, under the name None, and each
-    structure of outputs before those that it holds.
+    If there are several, the whole prediction comes first, under the name None, and each structure
+    of outputs before the outputs in it.
 
     An object with `.logits` has that single output, and so has a dict of `"logits"`, alone or
     with the `"loss"` that the net computed.
@@ -124,14 +124,14 @@ def _add_outputs(found: dict[Any, Any], name: Hashable, value: Any) -> None:
 
 
 class Outputs:
-    """The names of a net's outputs, and in which structures they stand.
+    """The names of a net's outputs, and the structures that contain them.
 
     Args:
-        named: what `named_outputs` gives.
+        named: the result of `named_outputs`.
 
     Attributes:
-        within: the names of what each structure holds, by key; None is the whole's name.
-        names: of the outputs, in order.
+        within: the names in each structure, by key. None is the name of the whole.
+        names: the names of the outputs, in order.
     """
 
     def __init__(self, named: Mapping[Any, Any]) -> None:
@@ -147,7 +147,7 @@ class Outputs:
             self._below[name] = [found for names in inner for found in names]
 
     def below(self, name: Hashable) -> list[Any]:
-        """The names of all that stands in a structure, at any depth; none for an output."""
+        """The names of everything in a structure, at any depth; none for an output."""
         return self._below.get(name, [])
 
     def outputs_in(self, name: Hashable) -> list[Any]:
@@ -157,15 +157,15 @@ class Outputs:
     def by_position(
         self, name: Hashable, given: Sequence[Any], *, spreads: bool = False
     ) -> list[tuple[Any, Any]] | None:
-        """What a list gives to each part of a structure, or to each output in it.
+        """The entries of a list for the parts of a structure, or for the outputs in it.
 
         Args:
-            name: the structure's.
+            name: the structure's name.
             given: the list's entries.
             spreads: whether one entry may be meant for a whole structure.
 
         Returns:
-            Names and entries; None where there are fewer or more.
+            Names and entries; None if there are fewer or more.
         """
         children = list(self.within[name].values())
         if len(given) == len(children) and (
@@ -190,22 +190,22 @@ def by_output(
     spreads: bool = False,
     entries: str = "entries",
 ) -> dict[Any, Any]:
-    """What belongs to each output, and to each structure of outputs, by name.
+    """The values that belong to each output, and to each structure of outputs, by name.
 
     Args:
-        value: for the single output the thing itself (or a list or dict of one); for several
-            outputs lists in their order or dicts by their names, nested as the outputs are, or
-            one list without lists inside. A dict may leave out some.
-        outputs: the net's.
-        what: what `value` is, for the message ("loss", "target").
-        trained: the outputs that have a loss; a list of so many entries belongs to them, in order.
-        needed: the names that are asked for: below others `value` may be of any structure. None:
+        value: for a single output, its value (or a list or dict of one). For several outputs, a
+            list in their order or a dict by their names, nested as the outputs are. Or one flat
+            list. A dict may leave out some.
+        outputs: the net's outputs.
+        what: the name of `value` for the message ("loss", "target").
+        trained: the outputs that have a loss. A list of so many entries belongs to them, in order.
+        needed: the names that are asked for. For others, `value` may have any structure. None:
             all.
-        spreads: whether one thing for a structure of outputs belongs to each of them.
+        spreads: whether a single value for a structure of outputs belongs to each of them.
         entries: what a list holds, for the message.
 
     Raises:
-        ConfigurationError: names that no output has, or a list of another length.
+        ConfigurationError: a name that no output has, or a list of another length.
     """
     if outputs.names == [SINGLE]:
         if isinstance(value, Mapping) and len(value) == 1:
@@ -232,7 +232,7 @@ def by_output(
         if parts is None or value is None:
             return
         if isinstance(value, Mapping):
-            # At the top a key may be a whole name: `b/c`, as logs have it.
+            # At the top a key may be a whole name: `b/c`, as in the logs.
             known = outputs.below(name) if name is None else list(parts.values())
             given = {parts.get(key, key): item for key, item in value.items()}
             for child in known:
@@ -272,18 +272,18 @@ def targets_by_output(
     trained: Sequence[Any],
     needed: Collection[Any] | None = None,
 ) -> dict[Any, Any]:
-    """The target of each output, and of each structure of outputs, that has one.
+    """The targets by output, and by structure of outputs.
 
-    A net's only output, or the only one that has a loss, takes its target without a name.
+    A net's only output, or the only one with a loss, gets its target without a name.
 
     Args:
-        target: one target, or lists and dicts of one per output.
-        outputs: the net's.
-        trained: the names of those that have a loss.
+        target: one target, or lists and dicts with one per output.
+        outputs: the net's outputs.
+        trained: the names of the outputs with a loss.
         needed: the names that are asked for; None: all.
 
     Raises:
-        ConfigurationError: names that no output has, or a list of another length.
+        ConfigurationError: a name that no output has, or a list of another length.
     """
     if target is None and trained:
         return dict.fromkeys(trained)
@@ -304,8 +304,8 @@ def weights_by_output(
     trained: Sequence[Any],
     needed: Collection[Any] | None = None,
 ) -> dict[Any, Any]:
-    """The sample weights of each output that has some; the arguments are as those of
-    `targets_by_output`, but one tensor weighs a whole structure of outputs."""
+    """The sample weights by output. The arguments are those of `targets_by_output`, but one tensor
+    weights a whole structure of outputs."""
     if weight is None:
         return {}
     found = by_output(weight, outputs, "sample_weight", trained, needed=needed, spreads=True)
@@ -313,8 +313,8 @@ def weights_by_output(
         if is_container(found.get(name)):
             of = f" of the output {name!r}" if name else ""
             raise ConfigurationError(
-                f"sample_weight{of} is a {type(found[name]).__name__}. Give one tensor: a weight a "
-                "sample."
+                f"sample_weight{of} is a {type(found[name]).__name__}. Give one tensor, with one "
+                "weight per sample."
             )
     return found
 

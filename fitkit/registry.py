@@ -1,4 +1,4 @@
-"""Names and what they stand for: the one way in which fitkit resolves strings."""
+"""Registries of names: how fitkit resolves strings such as `"adam"`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
 
 
 LISTED = 24
-"""Of more names a message has the nearest only, where there are some, and where the list is."""
+"""The most names that a message lists. With more, it lists the nearest, and where to find all."""
 
 
 def unknown_name(
     kind: str, name: str, names: Iterable[str], hint: str = "", page: str = ""
 ) -> ConfigurationError:
-    """The error for a name that stands for nothing: the nearest five, all names, a hint.
+    """The error for an unknown name: the nearest five, all names, a hint.
 
     Args:
-        kind: what the names name.
-        name: the unknown one.
-        names: the known ones.
-        hint: a sentence at the message's end.
-        page: where a list of more than `LISTED` names stands.
+        kind: the kind of thing that has the name.
+        name: the unknown name.
+        names: the known names.
+        hint: a sentence at the end of the message.
+        page: the page that lists all names, if there are more than `LISTED`.
     """
     known = sorted(set(names))
     close = nearest(name, known, most=5)
@@ -56,14 +56,14 @@ def unknown_name(
 
 
 class Registry(Generic[Entry]):
-    """What each name of one kind stands for; case, `_` and `-` don't matter.
+    """The names of one kind, and what they stand for. Case, `_` and `-` don't matter.
 
     Args:
-        kind: what the names name, as users write the argument (`"loss"`).
+        kind: the argument's name, as users write it (`"loss"`).
         hint: a sentence that ends the error for an unknown name.
-        group: the entry points by which installed packages add names; each is loaded when its
-            name is asked for. None for no such names.
-        page: where users find the list of all names, if they are many.
+        group: the group of entry points by which installed packages add names. Each is loaded when
+            its name is looked up. None for no such names.
+        page: the page that lists all names, if there are many.
     """
 
     def __init__(self, kind: str, hint: str = "", group: str | None = None, page: str = "") -> None:
@@ -85,7 +85,7 @@ class Registry(Generic[Entry]):
         return entry
 
     def register(self, name: str, *aliases: str) -> Callable[[Entry], Entry]:
-        """A decorator that registers what it decorates."""
+        """Register the decorated object."""
         return lambda entry: self.add(name, entry, *aliases)
 
     def __contains__(self, name: str) -> bool:
@@ -99,11 +99,11 @@ class Registry(Generic[Entry]):
                 yield point.name
 
     def __getitem__(self, name: str) -> Entry:
-        """What `name` stands for.
+        """Look up a name.
 
         Raises:
-            ConfigurationError: nothing (the message has the nearest and all names), or what an
-                installed package's entry point names can't be imported.
+            ConfigurationError: the name is unknown (the message has the nearest and all names), or
+                an installed package's entry point can't be imported.
         """
         form = normalise(name)
         if form not in self._entries:

@@ -65,7 +65,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """The memory of the numbers in a tree's tensors; one that is there twice counts twice."""
+    """The memory of the numbers in a tree's tensors. A tensor that occurs twice counts twice."""
     return sum(tensor.nbytes for tensor in tensors(tree))
 
 
@@ -119,17 +119,17 @@ def _has_rows(tree: Any) -> bool:
 
 
 def concatenate(trees: list[Any]) -> Any:
-    """Trees of one structure joined leaf by leaf along dimension 0, in memory of their own.
+    """Join trees of one structure along dimension 0, leaf by leaf. The result is always a copy.
 
-    Tensors without dimensions become a vector with one entry a tree. Leaves that aren't
-    tensors become a list.
+    Tensors without dimensions become a vector with one entry per tree. Leaves that aren't tensors
+    become a list.
 
     Raises:
         ValueError: the trees differ in structure, or shapes differ beyond dimension 0.
     """
     first = trees[0]
     if isinstance(first, torch.Tensor):
-        # A copy even of a single one: a net may give its input, or a parameter.
+        # Copy even a single one: a net may return its input, or a parameter.
         return torch.cat([tensor if tensor.ndim else tensor.reshape(1) for tensor in trees])
     if isinstance(first, Mapping):
         if any(list(tree) != list(first) for tree in trees):

@@ -1,4 +1,4 @@
-"""A DataLoader's parts: its samplers, its rows by index, and a state of its own."""
+"""The parts of a DataLoader: its samplers, its rows by index, and its own state."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fitkit.random_states import random_state, set_random_state
 
 
 def tell_epoch(loader: DataLoader[Any], number: int) -> None:
-    """Call `set_epoch` of a loader's samplers and of its stream, where they have it."""
+    """Call `set_epoch` of a loader's samplers and of its stream, if they have it."""
     stream = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
     for part in (loader.sampler, loader.batch_sampler, stream):
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)
     if stream is not None and is_mosaic_stream(stream):
-        # It counts its own passes, from 0 again in a process that resumes.
+        # It counts its own passes, from 0 again in a resumed process.
         stream.next_epoch = number  # type: ignore[attr-defined]
 
 
@@ -47,16 +47,16 @@ def is_mosaic_stream(dataset: object) -> bool:
 
 
 def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
-    """Draw the workers' seed, as iterating a loader does once it has begun to iterate its sampler,
-    before the first index is asked for."""
+    """Draw the workers' seed, as iterating a loader does after it has begun to iterate its sampler
+    and before the first index is asked for."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Begin a pass, with the same draws of random numbers whether workers are new or live on.
+    """Begin a pass, with the same draws of random numbers for new and for persistent workers.
 
-    torch draws a seed for workers where it starts them, and none where `persistent_workers=True`
-    keeps them: the order would depend on which process has begun them, and when.
+    torch draws a seed when it starts workers, but none if `persistent_workers=True` keeps them. The
+    order would depend on which process started them, and when.
     """
     if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
         iter(getattr(loader, sampler_name(loader)))  # torch begins twice there
@@ -65,24 +65,24 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def sampler_name(loader: DataLoader[Any]) -> str:
-    """Which of a loader's samplers decides on its batches."""
+    """The name of the sampler that determines a loader's batches."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """The loader with another sampler in the deciding one's place."""
+    """The loader with another sampler in place of the determining one."""
     # A shallow copy keeps the user's subclass and attributes; a DataLoader refuses new samplers by
     # its own __setattr__.
     other = copy.copy(loader)
     object.__setattr__(other, sampler_name(loader), sampler)
-    object.__setattr__(other, "_iterator", None)  # workers that live on follow the old sampler
+    object.__setattr__(other, "_iterator", None)  # persistent workers follow the old sampler
     return other
 
 
 class GivenOrder:
     """A sampler over given items, which may be replaced for each pass.
 
-    So a loader's workers may live on from one to the next.
+    So a loader's workers can stay alive from pass to pass.
     """
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
@@ -96,7 +96,7 @@ class GivenOrder:
 
 
 def reads_by_index(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's batches are rows of tensors in memory, and nothing else of it acts.
+    """Whether a loader's batches are rows of tensors in memory, and none of its code acts.
 
     Classes are compared exactly: what a subclass changes can't be known.
     """
@@ -123,7 +123,7 @@ def _holds_tensors(dataset: Any) -> bool:
 
 
 def targets_by_index(loader: DataLoader[Any]) -> Any:
-    """What the targets are drawn from of a loader that `reads_by_index`; None where it has none."""
+    """The source of the targets of a loader that `reads_by_index`; None if it has none."""
     dataset: Any = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -144,7 +144,7 @@ def batches_by_index(loader: DataLoader[Any], chosen: Iterable[Any]) -> Iterator
 
 
 def _selected(whole: TensorDataset, among: Tensor | None, rows: Tensor) -> list[Tensor] | None:
-    """A batch of rows; None where some aren't there: torch itself may count from the end."""
+    """A batch of rows. None if some don't exist: torch itself may count from the end."""
     try:
         if among is not None:
             rows = among.index_select(0, rows)
@@ -156,8 +156,8 @@ def _selected(whole: TensorDataset, among: Tensor | None, rows: Tensor) -> list[
 def index_batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The indices of each batch.
 
-    Tensors (B,) where the samplers are torch's own for a loader's `shuffle`; else what the
-    loader's sampler gives.
+    Tensors (B,) if the samplers are torch's own for a loader's `shuffle`. Otherwise what the
+    loader's sampler yields.
     """
     batches = loader.batch_sampler
     if type(batches) is BatchSampler and type(batches.batch_size) is int:
@@ -172,9 +172,9 @@ def index_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def computed_batches(loader: DataLoader[Any]) -> IndexBatches | None:
-    """The indices of each batch of a new pass, where each can be computed without the others.
+    """The indices of each batch of a new pass, if each can be computed without the others.
 
-    None where the samplers aren't torch's own, or the order isn't that of the data set or a
+    None if the samplers aren't torch's own, or the order isn't that of the data set or of a
     `PermutationSampler`, which draws the pass's order here.
     """
     batches = loader.batch_sampler
@@ -197,12 +197,12 @@ def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:
         generator.manual_seed(seed)
     for _ in range(sampler.num_samples // count):
         yield torch.randperm(count, generator=generator)
-    # Torch's sampler draws this one too where nothing of it is left to give.
+    # torch's sampler also draws this one if nothing of it is left to yield.
     yield torch.randperm(count, generator=generator)[: sampler.num_samples % count]
 
 
 def _cut(parts: Iterator[Tensor], size: int, drop_last: bool) -> Iterator[Tensor]:
-    """Parts joined and cut into batches; the next part is drawn once an index of it is needed."""
+    """Parts joined and cut into batches. The next part is drawn when an index of it is needed."""
     rest = torch.empty(0, dtype=torch.int64)
     for part in parts:
         joined = torch.cat([rest, part]) if len(rest) else part
@@ -214,9 +214,9 @@ def _cut(parts: Iterator[Tensor], size: int, drop_last: bool) -> Iterator[Tensor
 
 
 def _rows_of(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None:
-    """The data set that holds the tensors, and the rows of it that `dataset` has (None for all).
+    """The data set that holds the tensors, and the rows of it in `dataset` (None for all).
 
-    None where a subset's indices aren't plain: torch itself says what is wrong with them.
+    None if a subset's indices aren't plain: torch itself says what is wrong with them.
     """
     among: Tensor | None = None
     while type(dataset) is Subset:
@@ -228,7 +228,7 @@ def _rows_of(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None:
     if not _are_within(among, len(dataset)):
         return None
     if among is None and any(tensor.device.type != "cpu" for tensor in dataset.tensors):
-        # Main memory refuses an index that isn't there; a GPU gives up all that is on it.
+        # Main memory refuses an index that doesn't exist. A GPU loses all that is on it.
         among = torch.arange(len(dataset))
     return dataset, among
 
@@ -238,9 +238,9 @@ def _are_within(among: Tensor | None, count: int) -> bool:
 
 
 def _plain_indices(indices: Sequence[int]) -> Tensor | None:
-    """A subset's indices as a tensor; None where some aren't integers from 0."""
+    """A subset's indices as a tensor; None if some aren't integers from 0."""
     if not isinstance(indices, (range, list, tuple, np.ndarray, Tensor)):
-        return None  # a pandas Series gives its entries by labels
+        return None  # a pandas Series looks up entries by labels
     if isinstance(indices, range):
         found = torch.arange(indices.start, indices.stop, indices.step)
     else:
@@ -248,7 +248,7 @@ def _plain_indices(indices: Sequence[int]) -> Tensor | None:
             found = torch.as_tensor(indices)
         except (TypeError, ValueError, RuntimeError):
             return None
-    # Not uint8 and bool: torch takes their entries for masks.
+    # Not uint8 and bool: torch takes them as masks.
     is_plain = found.ndim == 1 and found.dtype in (torch.int64, torch.int32, torch.int16)
     if not is_plain or (len(found) and int(found.min()) < 0):
         return None
@@ -256,7 +256,7 @@ def _plain_indices(indices: Sequence[int]) -> Tensor | None:
 
 
 def _usable(indices: Any) -> Tensor | None:
-    """A batch's indices as a tensor (B,); None where `index_select` would take them otherwise."""
+    """A batch's indices as a tensor (B,); None if `index_select` would take them otherwise."""
     if type(indices) is Tensor:
         is_plain = indices.dtype is torch.int64 and indices.ndim == 1 and indices.is_cpu
         return indices if is_plain else None
@@ -275,19 +275,19 @@ def _sample_by_sample(loader: DataLoader[Any], indices: Any) -> Any:
 
 
 def own_state_of(loader: Any) -> OwnState | None:
-    """What keeps track of a loader's own state; None for a loader that has none."""
+    """The tracker of a loader's own state; None for a loader without one."""
     methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
     return OwnState(loader) if all(callable(method) for method in methods) else None
 
 
 class OwnState:
-    """The state that a loader keeps by itself, asked for and given back at the right moments.
+    """Saves and restores the state that a loader keeps by itself, at the right moments.
 
     Args:
         loader: an iterable with `state_dict()` and `load_state_dict(state)`.
 
     Attributes:
-        waits: whether a state was taken that the next pass goes on from.
+        waits: whether a restored state waits for the next pass.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -299,10 +299,10 @@ class OwnState:
         self.waits: bool = False
 
     def batches(self, generators: Sequence[torch.Generator] = ()) -> Iterator[Any]:
-        """A new pass's batches; after `take` those that its pass still has.
+        """The batches of a new pass or, after `take`, the remaining ones of a restored pass.
 
         Args:
-            generators: the loader's own, which are where the cut training had them.
+            generators: the loader's own generators, with their states from the saved training.
         """
         if self.waits:
             self._load(self._taken["state"], generators)
@@ -310,10 +310,10 @@ class OwnState:
         return self._until_end(iter(self._loader))
 
     def _load(self, state: Any, generators: Sequence[torch.Generator]) -> None:
-        """Give the loader its state, without a draw that the training didn't make that was cut."""
+        """Restore the loader's state, without draws that the saved training didn't make."""
         now = random_state(generators)
         self._loader.load_state_dict(state)
-        self._loader.state_dict()  # torchdata's loader loads at the next use: let it be this one
+        self._loader.state_dict()  # torchdata's loader loads at its next use: make it this one
         set_random_state(now, generators)
         self.waits = False
 
@@ -322,11 +322,11 @@ class OwnState:
         self._at_end = True
 
     def state(self, *, ends_pass: bool) -> dict[str, Any] | None:
-        """The loader's state, to go on from; None where a new pass begins as the first one does.
+        """The loader's state to resume from; None if a new pass begins as the first one does.
 
         Args:
-            ends_pass: whether the next batch is a new pass's. A state from the middle of a pass
-                that was broken off would go on with its rest instead.
+            ends_pass: whether the next batch belongs to a new pass. Otherwise a state from within
+                an interrupted pass would continue with the rest of that pass.
         """
         if self.waits:
             taken: dict[str, Any] = self._taken
@@ -345,7 +345,7 @@ class OwnState:
         return {"state": self._loader.state_dict()}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Let the next pass go on from what `state` gave."""
+        """Let the next pass resume from what `state` returned."""
         self._taken, self.waits = state, True
 
 

@@ -1,13 +1,13 @@
-"""Each rank's shard of the data: the same batches as in one process, dealt out in turn.
+"""Each rank's shard of the data: the same batches as in one process, assigned to ranks in turn.
 
 A run on n ranks with batches of b samples learns from the same n·b samples at a time as one
 process with batches of n·b. The order is the user's: rank 0 draws it, with its own sampler and
 random numbers, and the others get that list.
 
-In training all ranks make the same number of steps, because gradients are exchanged in each.
-The last group of batches, where it isn't full, is dealt out evenly; a rank that gets nothing
-repeats a sample that counts for nothing, and so does one whose batch has no rows. In evaluation and
-prediction nothing is exchanged, so rank r simply takes every n-th batch.
+In training all ranks make the same number of steps, because gradients are exchanged in each. An
+incomplete last group of batches is divided evenly. A rank that gets nothing, or only a batch
+without rows, repeats a sample that doesn't count. Evaluation and prediction exchange nothing, so
+rank r simply takes every n-th batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankBatch:
 
     Attributes:
         batch: what the rank computes.
-        count: its samples; 0 where the batch only fills a place and counts for nothing.
+        count: its samples; 0 for a placeholder batch that doesn't count.
         total: the samples of all ranks in this step.
     """
 
@@ -68,10 +68,10 @@ def sharded(
     """The rank's shard of a source.
 
     Args:
-        ranks: those that share the data, two at least.
+        ranks: the ranks that share the data, at least two.
         training: whether ranks must make equal numbers of steps, of `RankBatch`es.
         replace_sampler: whether a loader's sampler may be replaced.
-        scatter: whether rank 0 alone can read plain iterables and hands batches out.
+        scatter: whether only rank 0 can read plain iterables, and sends batches to the others.
     """
     dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
     if isinstance(dataset, IterableDataset):
@@ -99,9 +99,9 @@ def sharded(
 
 
 def gives_parts(dataset: Any, ranks: Collectives) -> bool:
-    """Whether a stream gives each rank its own part: it says so, or its library divides it.
+    """Whether a stream gives each rank its own part, by its own account or by its library's.
 
-    Keeping every n-th batch of a part would leave out the rest without a word.
+    Keeping every n-th batch of a part would silently leave out the rest.
 
     Raises:
         ConfigurationError: Hugging Face's datasets gave this rank another one's part.
@@ -109,9 +109,9 @@ def gives_parts(dataset: Any, ranks: Collectives) -> bool:
     said = getattr(dataset, SHARDS_ITSELF, None)
     if said is not None:
         return bool(said)
-    if is_mosaic_stream(dataset):  # it goes by the launcher's variables alone
+    if is_mosaic_stream(dataset):  # it uses only the launcher's variables
         return os.environ.get("WORLD_SIZE", "1") == str(ranks.world_size)
-    # What datasets.distributed.split_dataset_by_node leaves behind.
+    # The mark that datasets.distributed.split_dataset_by_node leaves.
     divided = getattr(dataset, "_distributed", None)
     given = (getattr(divided, "rank", None), getattr(divided, "world_size", None))
     if None not in given:
@@ -131,7 +131,7 @@ def gives_parts(dataset: Any, ranks: Collectives) -> bool:
 
 
 class _Shard(Source):
-    """What all shards share: sizes, and the steps that the ranks make together.
+    """The base of all shards: their sizes, and the steps that the ranks make together.
 
     `batches` leaves out the first `skip` of all ranks' batches. A shard keeps no loader's state.
 
@@ -172,7 +172,7 @@ class _Shard(Source):
                 yield batch
 
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches as steps that all ranks make, though they may have different numbers of them.
+        """Batches as steps that all ranks make, even if they have different numbers of batches.
 
         Ranks:
             Collective at each step: the ranks exchange how many samples they have.
@@ -184,7 +184,7 @@ class _Shard(Source):
             last = self._seen if last is None else last  # another rank's fills a place as well
             count = count_of(batch)
             has_nothing = not count and last is None
-            # Sums alone: what a step takes must not grow with the number of ranks.
+            # Sums only: a step's cost must not grow with the number of ranks.
             facts = (count, batch is not None, has_nothing, has_nothing and batch is None)
             total, reading, lacking, ended = map(int, self.ranks.sums([float(f) for f in facts]))
             if total == 0:
@@ -209,7 +209,7 @@ class _Shard(Source):
 class _DealtByIndex(_Shard):
     """Data whose order is known before they are read: arrays, and loaders of map-style data sets.
 
-    All ranks have the same indices of all batches, and each reads those that it is dealt.
+    All ranks have the same indices of all batches, and each reads its own.
     """
 
     source: ArraySource | LoaderSource
@@ -248,15 +248,15 @@ class _DealtByIndex(_Shard):
             tell_epoch(source.loader, number)
             indices = iter(getattr(source.loader, sampler_name(source.loader)))
             draw_as_iterating_does(source.loader)
-            computed = computed_batches(source.loader)  # a seed, in place of all indices
+            computed = computed_batches(source.loader)  # a seed instead of all indices
             drawn = list(indices) if computed is None else computed
         return self.ranks.broadcast(drawn)
 
     def _read(self, chosen: Iterable[Any], is_computed: bool) -> Iterator[Any]:
-        """The batches of these indices, without a draw of random numbers more.
+        """The batches of these indices, without drawing more random numbers.
 
         Args:
-            is_computed: whether they are tensors, where a sampler gives lists.
+            is_computed: whether they are tensors instead of a sampler's lists.
         """
         source = self.source
         if isinstance(source, ArraySource):
@@ -276,7 +276,7 @@ class _DealtByIndex(_Shard):
 
 
 class _DealtCombined(_Shard):
-    """Several loaders side by side, whose batches are dealt out together."""
+    """Several loaders side by side, whose batches are divided among the ranks together."""
 
     source: CombinedSource
 
@@ -288,10 +288,10 @@ class _DealtCombined(_Shard):
 
 
 class _ReadByAll(_Shard):
-    """Data that every rank reads in their own order, to keep every n-th batch.
+    """Data that every rank reads in their own order, keeping every n-th batch.
 
     Args:
-        is_part: whether what a rank reads is its part already; then it keeps all.
+        is_part: whether a rank already reads only its own part. Then it keeps all.
     """
 
     def __init__(self, source: Any, ranks: Collectives, training: bool, *, is_part: bool) -> None:
@@ -307,10 +307,10 @@ class _ReadByAll(_Shard):
 
 
 class _HandedOut(_Shard):
-    """An iterable that only rank 0 has: it reads, and hands out a batch to each rank."""
+    """An iterable that only rank 0 has. It reads a batch for each rank and sends it there."""
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        # Begun here, not at the first batch: what a pass draws has to be drawn by now.
+        # Begun here, not at the first batch: all that a pass draws must be drawn by now.
         batches = self.source.batches(number, skip) if self.ranks.rank == 0 else iter(())
         return self._handed_out(batches)
 
@@ -326,7 +326,7 @@ class _HandedOut(_Shard):
                 yield mine
 
     def _next(self, batches: Iterator[Any]) -> list[Any] | None:
-        """For each rank its batch, its samples, and those of all ranks in this step."""
+        """The batch and samples of each rank, and the samples of all ranks in this step."""
         if self.ranks.rank != 0:
             return None
         found = [batch for _, batch in zip(range(self.size), batches, strict=False)]
@@ -342,12 +342,12 @@ class _HandedOut(_Shard):
 
 
 def count_of(batch: Any) -> int:
-    """A batch's samples; at least 1 where it has rows, for 0 says that it counts for nothing."""
+    """A batch's samples; at least 1 if it has rows, because 0 means that it doesn't count."""
     return 0 if batch is None or batch is NoRows else max(samples_of(batch), 1)
 
 
 def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it has rows; in place of one without comes another that has some.
+    """Each batch, and whether it has rows. A batch without rows is replaced by one with rows.
 
     Raises:
         ConfigurationError: no batch has rows.
@@ -370,7 +370,7 @@ def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def rank_batches(dealt: Iterable[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
-    """A loader's batches as a rank's parts of the steps that their indices were dealt for."""
+    """A loader's batches as a rank's parts of the steps that their indices belong to."""
     for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
         yield RankBatch(batch, count if has_rows else 0, total) if total else NoRows
 
@@ -383,7 +383,7 @@ def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[
         drop_last: whether a last step that isn't full is left out.
     """
     size, rank = ranks.world_size, ranks.rank
-    # Of full steps a rank looks at its own batch alone, however many ranks there are.
+    # In full steps a rank looks at its own batch only, however many ranks there are.
     full = _count_of_equal(groups) // size * size
     for mine in groups[rank:full:size]:
         yield mine, len(mine), size * len(mine)
@@ -395,12 +395,12 @@ def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[
             yield step[rank], len(step[rank]), total
         elif not drop_last or len(step) == size:
             mine = _part(step, rank, size, total)
-            # Nothing left for this rank: one sample fills the place.
+            # Nothing left for this rank: a single sample is its placeholder.
             yield (mine if len(mine) else step[0][:1]), len(mine), total
 
 
 def _count_of_equal(groups: Any) -> int:
-    """How many first batches are known to have the same number of samples."""
+    """How many of the first batches are known to have the same number of samples."""
     if isinstance(groups, IndexBatches):
         return groups.full
     if isinstance(groups, tuple):  # a tensor that was split: the last part may be shorter
@@ -413,7 +413,7 @@ def _uneven(step: Any) -> bool:
 
 
 def _part(step: Any, rank: int, size: int, total: int) -> Any:
-    """A rank's contiguous part of a group's samples; parts differ by one at the most."""
+    """A rank's contiguous part of a group's samples. Parts differ by one at most."""
     bounds = [index * total // size for index in (rank, rank + 1)]
     if isinstance(step[0], torch.Tensor):
         return torch.cat(list(step))[bounds[0] : bounds[1]]
@@ -424,17 +424,17 @@ def _part(step: Any, rank: int, size: int, total: int) -> Any:
 # ---------------------------------------------------------------------- the same data on all ranks
 
 LOOKED_AT = 256
-"""How many numbers of each array are looked at, evenly spread."""
+"""How many numbers of each array are compared, evenly spread."""
 
 
 def check_same_on_all_ranks(source: Source, ranks: Collectives) -> None:
     """Refuse data that differ between the ranks, as far as a small part of them shows.
 
-    Where each rank runs the script, each makes its own data. Random data or splits without a seed
-    then differ, and the ranks would deal out parts of different wholes, which nothing shows.
+    If each rank runs the script, each makes its own data. Random data or splits without a seed then
+    differ. The ranks would silently train on parts of different data sets.
 
-    Arrays (also inside a `TensorDataset`) are compared by shape, dtype and some of their numbers,
-    a `Subset` by some of its indices; of other data sets the length is all that is known.
+    Arrays (also inside a `TensorDataset`) are compared by shape, dtype and some of their numbers.
+    A `Subset` is compared by some of its indices. Of other data sets only the length is known.
 
     Ranks:
         Collective.
@@ -462,7 +462,7 @@ def check_same_on_all_ranks(source: Source, ranks: Collectives) -> None:
 
 
 def _facts(source: Source) -> Iterator[tuple[str, int]]:
-    """What can be known of a source for little, in words, each with a checksum."""
+    """Cheap facts about a source, in words, each with a checksum."""
     if isinstance(source, ArraySource):
         for name, part in zip(("x", "y", "sample_weight"), source.batch, strict=False):
             for path, leaf in trees.leaves_with_paths(part):
@@ -480,7 +480,7 @@ def _dataset_facts(dataset: Dataset[Any]) -> Iterator[tuple[str, int]]:
         for index, tensor in enumerate(dataset.tensors):
             yield _array_facts(f"tensors[{index}]", tensor)
     elif type(dataset) is Subset:
-        # Its indices may be millions in a list; a slice of it would be made in full.
+        # It may have a list of millions of indices, and a slice of it would be made in full.
         step = max(len(dataset.indices) // LOOKED_AT, 1)
         chosen = [int(dataset.indices[at]) for at in range(0, len(dataset.indices), step)]
         yield "a Subset's indices", zlib.crc32(repr(chosen).encode())

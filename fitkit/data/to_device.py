@@ -31,26 +31,26 @@ SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 class Transfer:
-    """Moves batches: every tensor to the device, floating inputs to the net's dtype.
+    """Moves batches: every tensor to the device, floating-point inputs to the net's dtype.
 
-    Targets and weights stay in float32 beside a net in half precision, and integer targets
-    become int64, as torch's losses want them. NumPy arrays become tensors, objects with `.to`
-    are asked to move, other leaves stay.
+    If the net is in half precision, targets and weights stay in float32. Integer targets become
+    int64, which torch's losses require. NumPy arrays become tensors. Objects with `.to` are asked
+    to move. Other leaves stay.
 
     Args:
-        device: where the net is.
+        device: the net's device.
         float_dtype: the dtype of the net's parameters.
-        memory_format: of floating inputs with four dimensions; None leaves it.
-        labels: entries of dict batches that are targets.
+        memory_format: the format of floating-point inputs with four dimensions. None leaves it.
+        labels: the entries of dict batches that are targets.
 
     Attributes:
-        ready: a batch that is on the device already, brought there by whoever set this.
-        pin: gives tensors of main memory where the device can fetch them by itself; None where
-            copies needn't go on beside what is computed.
+        ready: a batch that is already on the device, moved by whoever set this attribute.
+        pin: a function that pins a tensor in main memory, so that the device can fetch it. None if
+            copies needn't run in parallel with computation.
 
     A batch cut from arrays shares their memory. A net that changes its inputs in place (a first
-    layer with `inplace=True`) would change the user's data: `note_writes` looks after the first
-    batch, and where it does, later batches are copied and the first one is put back.
+    layer with `inplace=True`) would change the user's data. `note_writes` checks for this after the
+    first batch. If so, the first batch is restored and later ones are copied.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Transfer:
         self._watched: list[tuple[torch.Tensor, int, torch.Tensor]] | None = []
 
     def __call__(self, batch: Any) -> Any:
-        """The batch; the very same object where nothing has to move."""
+        """The batch on the device. The same object if nothing has to move."""
         if batch is self.ready and batch is not None:
             return batch
         if type(batch) in (tuple, list) and batch:
@@ -84,14 +84,14 @@ class Transfer:
         return self._inputs(batch)
 
     def note_writes(self) -> None:
-        """Look, after the first batch's forward, whether the net changed its inputs."""
+        """Check after the first batch's forward whether the net changed its inputs."""
         changed = [entry for entry in self._watched or () if entry[0]._version != entry[1]]
         self._copies = bool(changed)
         self._watched = changed or None
         self._leaves_inputs = not changed
 
     def undo_writes(self) -> None:
-        """Give the first batch's memory its values back; not before its backward is done."""
+        """Restore the first batch's memory, but not before its backward is done."""
         for tensor, _, values in self._watched or ():
             with torch.no_grad():
                 tensor.copy_(values)
@@ -135,7 +135,7 @@ class Transfer:
         return move(self.device) if callable(move) else leaf
 
     def _sent(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the device; where it can be fetched from, without waiting for it."""
+        """A tensor on the device. Doesn't wait for the copy if the device can fetch it."""
         if tensor.is_meta and self.device.type != "meta":
             raise ConfigurationError(META.format(name="A batch's entry"))
         if self.pin is not None and tensor.device.type == "cpu":
@@ -170,10 +170,10 @@ class Transfer:
 
 
 class CudaStreams:
-    """One stream for copies, beside the one on which the device computes.
+    """A stream for copies, besides the one on which the device computes.
 
-    Whoever copies asks this object for all that concerns streams, so that a double of it can test
-    the order of things without a GPU.
+    All copies ask this object about streams, so that a fake of it can test the order of events
+    without a GPU.
 
     Args:
         device: a CUDA device.
@@ -184,42 +184,42 @@ class CudaStreams:
         self._side = torch.cuda.Stream(device)
 
     def aside(self, *, after: bool = False) -> AbstractContextManager[Any]:
-        """What is started within runs on the stream for copies.
+        """Run what is started within the block on the copy stream.
 
         Args:
-            after: whether it waits for what is computed so far.
+            after: whether it waits for everything computed so far.
         """
         if after:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._side)
 
     def mark(self) -> torch.cuda.Event:
-        """What comes when all that was started so far on the present stream is done."""
+        """An event after all work started so far on the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Let the present stream wait for a mark; the host goes on."""
+        """Let the current stream wait for a mark. The host doesn't wait."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def wait_on_host(self, mark: torch.cuda.Event) -> None:
-        """Wait for a mark."""
+        """Wait for a mark on the host."""
         mark.synchronize()
 
     def used_here(self, tensor: Any) -> None:
-        """Keep a tensor's memory from being given away before the present stream is done with it.
+        """Keep a tensor's memory until the current stream is done with it.
 
         Args:
-            tensor: made on the other stream; anything with torch's `record_stream`.
+            tensor: a tensor made on the other stream, or anything with torch's `record_stream`.
         """
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's copy in pinned memory; its numbers are there when the stream is done."""
+        """A tensor's copy in pinned memory. Its values are there when the stream is done."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of main memory where the device can fetch it by itself."""
+        """A tensor in main memory that the device can fetch by itself."""
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def free_bytes(self) -> int:
@@ -228,27 +228,27 @@ class CudaStreams:
 
 
 def tensors_in(tree: Any) -> Iterator[Any]:
-    """The leaves whose memory streams must know of: tensors, and objects that hold some."""
+    """The leaves whose memory streams must know about: tensors, and objects that hold some."""
     return (leaf for leaf in trees.leaves(tree) if hasattr(leaf, "record_stream"))
 
 
 LEAD = 4
-"""Batches on the device at most: the host may be that far ahead of what is computed."""
+"""The most batches on the device: the host may be that far ahead of the computation."""
 
 RESIDENT_FRACTION = 0.25
-"""Of the device's free memory, what in-memory data may take to be there for a whole training. Free
-is meant before optimizer states, gradients and activations are there."""
+"""The fraction of the device's free memory that in-memory data may take for a whole training. Free
+means before optimizer states, gradients and activations exist."""
 
 
 class Mover:
-    """Brings batches to the device: by `Transfer`, or by the model's own hook.
+    """Moves batches to the device, by `Transfer` or by the model's own hook.
 
     Args:
         transfer: fitkit's way.
-        own: the model's `transfer_batch_to_device`, where it has its own; it is called in the step,
-            on the stream that computes.
-        streams: makes the device's streams, where batches are copied beside what is computed.
-            Default: CUDA's, on a CUDA device.
+        own: the model's `transfer_batch_to_device`, if overridden. It is called in the step, on the
+            stream that computes.
+        streams: a function that makes the device's streams, for copies in parallel with
+            computation. Default: CUDA's, on a CUDA device.
     """
 
     def __init__(
@@ -273,22 +273,22 @@ class Mover:
 
     @property
     def is_ours(self) -> bool:
-        """Whether fitkit moves batches, and not a hook of the model's."""
+        """Whether fitkit moves batches, and not a hook of the model."""
         return self._own is None
 
     def leaves(self, batch: Any) -> bool:
-        """Whether nothing is done to a batch, nor to others of the same tensors."""
+        """Whether nothing changes in a batch, nor in others with the same tensors."""
         return self._own is None and self.transfer(batch) is batch
 
     def bring_each(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Copy a pass's batches to a GPU, each while it computes those before; elsewhere give them.
+        """Copy a pass's batches to a GPU while it computes. On other devices, yield them.
 
-        No batch is read before it is asked for, so that the place in the data and the random
-        numbers drawn for them stay those of a loop without this. That costs nothing: the host
-        starts the work of a step and comes for the next batch while the device computes.
+        No batch is read before it is asked for. So the place in the data and the random numbers
+        drawn for them are those of a simple loop. This costs nothing: the host starts a step's work
+        and asks for the next batch while the device computes.
 
         Args:
-            batches: as they are read; `RankBatch`es keep their counts.
+            batches: the batches as they are read. `RankBatch`es keep their counts.
         """
         return batches if self._device_streams() is None else self._copied_aside(batches)
 
@@ -316,10 +316,10 @@ class Mover:
             computed.append(streams.mark())
 
     def bring_whole(self, source: Source) -> bool:
-        """Bring in-memory data to a GPU whole, where they take a small part of its free memory.
+        """Copy in-memory data to a GPU as a whole, if they take a small part of its free memory.
 
         Args:
-            source: read more than once.
+            source: a source that is read more than once.
 
         Returns:
             Whether they are there now.
@@ -336,7 +336,7 @@ class Mover:
         return True
 
     def _device_streams(self) -> Any:
-        """The device's streams; None where batches aren't copied beside what is computed."""
+        """The device's streams; None if batches aren't copied in parallel with computation."""
         if self._streams is None and self._make_streams is not None:
             self._streams = self._make_streams(self.transfer.device)
             self.transfer.pin = self._streams.pinned
@@ -344,16 +344,16 @@ class Mover:
 
 
 def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
-    """A batch moved by a hook, which may also ask for Lightning's number of the loader: 0."""
+    """A batch moved by a hook, which may also take Lightning's index of the loader: 0."""
     return own(batch, device, *([0] if len(inspect.signature(own).parameters) > 2 else []))
 
 
 def goes_aside(batch: Any) -> bool:
-    """Whether a batch is in main memory, and streams can know of its memory on the device.
+    """Whether a batch is in main memory, and streams can track its memory on the device.
 
-    An object that only knows how to move itself (`.to`) is moved where it is used, and so are
-    sparse and nested tensors, for which torch has no `record_stream`: nobody could say which of
-    their memory another stream still reads.
+    An object that only has `.to` is moved where it is used. So are sparse and nested tensors,
+    because torch has no `record_stream` for them: nothing could tell which of their memory another
+    stream still reads.
     """
     moves = False
     for leaf in trees.leaves(batch):

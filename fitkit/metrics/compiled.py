@@ -1,4 +1,4 @@
-"""What compile was given as metrics: checked at once, built and fed by output in each call."""
+"""The metrics of `compile`: checked at once, and built and fed by output in each call."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ from fitkit.outputs import (
 
 
 class CompiledMetrics:
-    """The metrics that compile was given, checked at once.
+    """The metrics that `compile` was given, checked at once.
 
-    `begin` gives those of one call of fit or evaluate, which `start` builds by the first batch and
-    `update` feeds. All values are over the samples of this process.
+    `begin` returns the metrics for one call of fit or evaluate. `start` builds them from the first
+    batch, and `update` feeds them. All values cover the samples of this process.
 
     Args:
-        metrics: a metric, or a list (for every output), a list of lists (one per output) or a
-            dict (one entry per output; for a net with a single output chosen names), nested as the
-            outputs are. A metric is a name, a torchmetrics object, a `MetricCollection`, or a
-            callable `(prediction, target)` that gives the batch's mean or one value per sample.
-        weighted_metrics: the same; their values are weighted by the sample weights. Only means
-            over samples can be: names such as `"accuracy"` and `"mae"`, and callables that
-            give one value per sample.
+        metrics: a metric, a list (for every output), a list of lists (one per output) or a dict
+            (one entry per output), nested as the outputs are. For a net with a single output, a
+            dict's keys are names that the user chooses. A metric is a name, a torchmetrics object,
+            a `MetricCollection`, or a callable `(prediction, target)` that returns the batch's mean
+            or one value per sample.
+        weighted_metrics: the same. Their values are weighted by the sample weights. Only means
+            over samples can be weighted: names such as `"accuracy"` and `"mae"`, and callables that
+            return one value per sample.
 
     Raises:
-        ConfigurationError: an unknown name, or what can't be a metric.
+        ConfigurationError: a name is unknown, or something isn't a metric.
 
     Attributes:
-        only: the group of the net's one output; None before a first batch, and where it has
-            several.
-        waits: whether batches may wait for others, to be counted together. Default True; not where
+        only: the group of the net's only output. None before a first batch, and with several
+            outputs.
+        waits: whether batches may wait for others, to be counted together. Default True. False if
             the values are read after each batch.
     """
 
@@ -71,14 +72,14 @@ class CompiledMetrics:
 
     @property
     def known_names(self) -> list[str]:
-        """The names logged by a net with a single output, as far as they are known by now."""
+        """The names that a net with a single output logs, as far as they are known now."""
         given = [spec for specs in self._given for spec in specs.for_unnamed_output()]
         return list(by_log_name({SINGLE: given})[SINGLE])
 
     def begin(self) -> CompiledMetrics:
-        """These metrics for one call of a verb, without any samples, so that calls can nest.
+        """These metrics for one call, without any samples, so that calls can nest.
 
-        The user's torchmetrics objects are copied; the objects themselves stay as they are.
+        The user's torchmetrics objects are copied. The objects themselves stay as they are.
         """
         fresh = copy.copy(self)
         fresh._groups = fresh.only = None
@@ -91,17 +92,16 @@ class CompiledMetrics:
         hint: Callable[[Any], LossHint],
         trained: Sequence[Any] = (),
     ) -> None:
-        """Build the metrics by the first batch; later calls do nothing.
+        """Build the metrics from the first batch. Later calls do nothing.
 
         Args:
-            prediction: what the net gave.
+            prediction: the net's prediction.
             target: its targets.
-            hint: gives for an output what its loss says about its numbers.
-            trained: the outputs that have a loss; targets may be those of them alone.
+            hint: a function from an output to what its loss says about its numbers.
+            trained: the outputs that have a loss. Targets may be for those only.
 
         Raises:
-            ConfigurationError: metrics that don't fit the outputs, or an output whose
-                task isn't clear.
+            ConfigurationError: metrics don't fit the outputs, or an output's task is unclear.
         """
         if self._groups is not None:
             return
@@ -128,16 +128,16 @@ class CompiledMetrics:
 
     @property
     def has_user_code(self) -> bool:
-        """Whether code of the user's sees each batch; after `start`."""
+        """Whether the user's own code sees each batch. Call it after `start`."""
         return any(group.sees_each for group in self._started())
 
     def update(self, prediction: Any, target: Any, weight: Any = None) -> None:
-        """Add a batch; its gradients don't count.
+        """Add a batch, without gradients.
 
         Args:
-            prediction: what the net gave.
+            prediction: the net's prediction.
             target: its targets.
-            weight: one weight per sample, or a dict or list of them by output; None: 1 each.
+            weight: one weight per sample, or a dict or list of them by output. None: 1 each.
         """
         only = self.only
         if (
@@ -158,12 +158,12 @@ class CompiledMetrics:
             group.update(predictions[name], targets[name], weights.get(name))
 
     def flush(self) -> None:
-        """Count the batches that wait, now that no more come."""
+        """Count the waiting batches, because no more come."""
         for group in self._started():
             group.flush()
 
     def up_to_date(self) -> contextlib.AbstractContextManager[Any]:
-        """Meanwhile all values count the batches that wait, which are joined once for them."""
+        """Within the block, all values include the waiting batches, which are joined once."""
         if self.only is not None:
             return self.only.up_to_date()
         stack = contextlib.ExitStack()
@@ -175,28 +175,28 @@ class CompiledMetrics:
         """The values over all samples so far, by name.
 
         Returns:
-            Python floats; an array for a metric of several numbers; for a metric that gives a
-            dict one entry per key, `<name>_<key>`. Metrics without samples are left out.
+            Python floats. An array for a metric of several numbers. For a metric that returns a
+            dict, one entry per key, `<name>_<key>`. Metrics without samples are left out.
         """
         return dict(pair for group in self._started() for pair in group.results())
 
     def loss_sums(self) -> tuple[float, float]:
-        """The sum of the losses that `OutputGroup.join_loss` lets be computed, and their number."""
+        """The sum of the losses that `OutputGroup.join_loss` collects, and their number."""
         return (0.0, 0) if self.only is None else self.only.loss_sums()
 
     def reset(self) -> None:
-        """Forget all samples; the metrics stay as the first batch let them be built."""
+        """Forget all samples. The metrics stay as the first batch built them."""
         for group in self._started():
             group.reset()
 
     def state(self) -> dict[str, State] | None:
-        """What was summed up on this rank, as plain data by name; None before `start`."""
+        """The sums of this rank, as plain data by name; None before `start`."""
         if self._groups is None:
             return None
         return {k: state for group in self._started() for k, state in group.states().items()}
 
     def merge(self, states: list[dict[str, State]]) -> None:
-        """Take the sums of all ranks in place of this rank's own; `reset` ends that.
+        """Replace this rank's own sums by those of all ranks, until `reset`.
 
         Args:
             states: the `state` of each rank that has one.
@@ -214,7 +214,7 @@ class _Listed:
 
     Attributes:
         specs: the metrics.
-        is_one: whether they were given as one, outside of a list: a dict's key may be their name.
+        is_one: whether they were given as one, outside of a list. A dict's key may be their name.
     """
 
     specs: list[MetricSpec]
@@ -228,12 +228,13 @@ class Specs:
     """The metrics of one argument of compile.
 
     Args:
-        metrics: a metric, a list (for every output), a list of lists (one per output) or a dict
-            (by output; for a net with a single output by chosen name), nested as the outputs are.
+        metrics: a metric, a list (for every output), a list of lists (one per output) or a dict,
+            nested as the outputs are. A dict's keys are outputs. For a net with a single output,
+            they may be names that the user chooses.
         argument: `"metrics"` or `"weighted_metrics"`.
 
     Raises:
-        ConfigurationError: what can't be a metric.
+        ConfigurationError: something isn't a metric.
     """
 
     def __init__(self, metrics: Any, argument: str) -> None:
@@ -245,7 +246,7 @@ class Specs:
         return bool(self._given)
 
     def for_unnamed_output(self) -> list[MetricSpec]:
-        """The metrics of a net with a single output; none where they are for several."""
+        """The metrics of a net with a single output; none if they are for several."""
         return self._for_single(SINGLE) or []
 
     def for_outputs(
@@ -253,17 +254,17 @@ class Specs:
     ) -> dict[Any, list[MetricSpec]]:
         """The metrics of each output.
 
-        What was given for several outputs holds for those of them that have targets. A function
-        given for one structure of outputs gets all of them, and so do the metrics of a structure
-        that has one target.
+        Metrics given for several outputs apply to those of them that have targets. A function given
+        for a structure of outputs gets all of them. So do the metrics of a structure with one
+        target.
 
         Args:
-            outputs: the net's.
-            targets: those that there are, by the names of outputs and of their structures.
+            outputs: the net's outputs.
+            targets: the existing targets, by the names of outputs and of their structures.
 
         Raises:
-            ConfigurationError: keys that are no output's, as many lists as there aren't outputs,
-                or metrics for an output without a target.
+            ConfigurationError: a key isn't an output, the number of lists isn't that of the
+                outputs, or an output with metrics has no target.
         """
         names = outputs.names
         is_by_name = isinstance(self._given, dict) and set(self._given) <= set(outputs.below(None))
@@ -301,7 +302,7 @@ class Specs:
         return found
 
     def _for_single(self, output: Hashable) -> list[MetricSpec] | None:
-        """The metrics of a single output; None where what was given is for several."""
+        """The metrics of a single output; None if they were given for several."""
         given = self._given
         if isinstance(given, list):
             return self._entries(given[0]) if len(given) == 1 else None
@@ -325,12 +326,12 @@ class Specs:
         )
 
     def _checked(self, given: Any, *, is_top: bool = True) -> Any:
-        """Lists and dicts as they were given, with `_Listed` for metrics and lists of them."""
+        """The given lists and dicts, with `_Listed` for metrics and lists of them."""
         if given is None:
             return None
         if isinstance(given, Mapping):
             for key in given:
-                # A net may call its outputs by numbers too.
+                # A net may name its outputs by numbers, too.
                 if key in (None, "") or not (is_top or isinstance(key, str)):
                     raise ArgumentTypeError(
                         f"{self.argument} has the key {describe(key)}: keys are names of outputs "
@@ -409,13 +410,13 @@ def _is_function(metric: Any) -> bool:
 
 
 def by_log_name(specs: Mapping[Any, Iterable[MetricSpec]]) -> dict[Any, dict[str, MetricSpec]]:
-    """Each output's metrics by the names under which they are logged, as Keras chooses them.
+    """Each output's metrics by their names in the logs, chosen as in Keras.
 
-    The second `mae` becomes `mae_1`. A weighted metric whose name a plain one has becomes
-    `weighted_mae`. `loss` is taken from the start: a metric of that name becomes `loss_1`.
+    The second `mae` becomes `mae_1`. A weighted metric with the name of a plain one becomes
+    `weighted_mae`. `loss` is reserved: a metric of that name becomes `loss_1`.
 
     Args:
-        specs: the metrics of each output, of those without any too.
+        specs: the metrics of each output, including outputs without any.
     """
     taken = {"loss", *(log_name(str(output), "loss") for output in specs)}
     named: dict[Any, dict[str, MetricSpec]] = {output: {} for output in specs}

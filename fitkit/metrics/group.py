@@ -1,4 +1,4 @@
-"""The metrics of one output: built by its first batch, fed with batches that wait for others."""
+"""The metrics of one output: built from its first batch, and fed with joined batches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fitkit.metrics.torchmetrics_adapter import (
 from fitkit.trees import tensors
 
 MOST_BATCHES = 256
-"""So many batches are joined at most; an update of torchmetrics then costs 2 µs a batch, not 80."""
+"""The most batches to join. An update of torchmetrics then costs 2 µs per batch, not 80."""
 MOST_ELEMENTS = 2**16
-"""So many numbers wait at most, predictions and targets: 0.25 MB in float32, which caches hold."""
+"""The most waiting numbers, predictions and targets: 0.25 MB in float32, which caches hold."""
 GROWTH = 8
-"""A block is so many times as large as the one before: few blocks are joined, and copied for it."""
+"""The size of a block relative to the one before: few blocks are joined, and copied for it."""
 LARGE = 2**15
-"""Batches of more numbers don't wait: to copy them takes longer than what joining saves."""
+"""Batches with more numbers don't wait: copying them takes longer than joining saves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MetricSpec:
     metric: Any
     weighted: bool
     named: Named | None = None
-    """What a name means that isn't fitkit's own: worker processes may not know it."""
+    """The meaning of a name that isn't fitkit's own: worker processes may not know it."""
 
 
 class OutputGroup:
@@ -49,11 +49,11 @@ class OutputGroup:
 
     Args:
         specs: the metrics by their final names.
-        first: the output's first batch, by which they are built.
-        waits: whether batches may wait for others; not where values are read after each.
+        first: the output's first batch, from which they are built.
+        waits: whether batches may wait for others. False if values are read after each.
 
     Attributes:
-        sums: what sums up each metric, by name.
+        sums: the sums of each metric, by name.
         sees_each: whether some metric sees each batch as it came.
     """
 
@@ -78,7 +78,7 @@ class OutputGroup:
         self._is_up_to_date = False
 
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
-        """Add a batch; its gradients don't count."""
+        """Add a batch, without gradients."""
         if self._each:
             self._count(self._each, Batch(prediction, target, weight))
         if self._joined:
@@ -91,11 +91,11 @@ class OutputGroup:
             for batch in ready:
                 self._count(self._joined, batch)
         if self._is_first:
-            self.flush()  # so that what can't work fails here, by its name
+            self.flush()  # so that an error is raised here, with the metric's name
             self._is_first = False
 
     def flush(self) -> None:
-        """Count the batches that wait."""
+        """Count the waiting batches."""
         for batch in self._buffer.take():
             self._count(self._joined, batch)
 
@@ -105,11 +105,12 @@ class OutputGroup:
                 one.update(batch)
 
     def join_loss(self, values: Values, device: torch.device) -> None:
-        """Let the losses of later batches be computed with the metrics, of many at once.
+        """Compute the losses of later batches together with the metrics, many at once.
 
         Args:
-            values: gives each sample's loss (N,); `loss_sums` has their sum, until `reset`.
-            device: where they are.
+            values: a function that returns each sample's loss (N,). `loss_sums` has their sum,
+                until `reset`.
+            device: the device of the losses.
         """
         self.flush()
         self._loss = self._joined["loss"] = Mean(as_given, values)
@@ -117,7 +118,7 @@ class OutputGroup:
 
     @property
     def joins_losses(self) -> bool:
-        """Whether losses are computed here: `join_loss` was called in this pass."""
+        """Whether losses are computed here, because `join_loss` was called in this pass."""
         return self._loss is not None
 
     def loss_sums(self) -> tuple[float, float]:
@@ -129,11 +130,11 @@ class OutputGroup:
         return total, samples
 
     def up_to_date(self) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile the sums count what waits too.
+        """Within the block, the sums include the waiting batches.
 
-        A sum of fractions depends in its last digits on which batches are joined; that must
-        not depend on who reads values when, as a progress bar does by the clock. Reading
-        therefore leaves the sums as they are, except where they are exact.
+        The last digits of a sum of fractions depend on which batches are joined. They must not
+        depend on when someone reads values, such as a progress bar by the clock. So reading leaves
+        the sums as they are, unless they are exact.
         """
         if self._buffer and not self._is_up_to_date:
             if not all(one.is_exact for one in self._joined.values()):
@@ -161,12 +162,12 @@ class OutputGroup:
             yield from _logged(name, value)
 
     def states(self) -> dict[str, State]:
-        """What was summed up for each metric, as plain data."""
+        """The sums of each metric, as plain data."""
         with self.up_to_date():
             return {name: one.state() for name, one in self.sums.items()}
 
     def load_merged(self, states: list[dict[str, State]]) -> None:
-        """Take the sums of all ranks in place of this rank's own, from the `states` of each."""
+        """Replace this rank's own sums by those of all ranks, from the `states` of each."""
         self._buffer.clear()
         for name, one in self.sums.items():
             one.load_merged([state[name] for state in states])
@@ -202,7 +203,7 @@ def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
 
 
 def _logged(name: str, result: Any) -> Iterator[tuple[str, Any]]:
-    """A result as floats and arrays; a dict as one entry per key."""
+    """A result as floats and arrays. A dict becomes one entry per key."""
     if isinstance(result, Mapping):
         for key, value in result.items():
             yield from _logged(f"{name}_{key}", value)
@@ -221,7 +222,7 @@ def _plain(result: Any) -> Any:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Let what fails on the first batch name its metric."""
+    """Add the metric's name to an error on the first batch."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
@@ -239,21 +240,21 @@ def _naming(name: str) -> Iterator[None]:
 class Buffer:
     """Predictions, targets and weights that wait until there are enough of them.
 
-    What waits is copied: a generator may refill its own buffers with the next batch (also
-    through NumPy, of which torch sees nothing), a net may give its input, and one that is
-    compiled with `mode="reduce-overhead"` overwrites its outputs. Large batches neither wait
-    nor are copied.
+    Waiting batches are copied, because their memory may change. A generator may reuse its own
+    buffers (even through NumPy, which torch doesn't see). A net may return its input. And a net
+    compiled with `mode="reduce-overhead"` overwrites its outputs. Large batches don't wait and
+    aren't copied.
 
-    Batches of one shape are copied into a block, memory in one piece that is used again and again:
-    a new tensor takes twice a copy's time, and joining them takes no further copy.
+    Batches of one shape are copied into a block, a piece of memory that is reused. A new tensor
+    would take twice as long as a copy, and joining a block needs no further copy.
 
     Args:
-        keeps: whether what is taken stays with a metric, which then needs its own memory.
+        keeps: whether a metric keeps what it gets, which then needs its own memory.
     """
 
     def __init__(self, *, keeps: bool = False) -> None:
         self._keeps = keeps
-        self._kind: Any = None  # what batches that are joined have in common
+        self._kind: Any = None  # what joined batches have in common
         self._like: Any = None  # the shapes and types of the block's batches
         self._block: tuple[Tensor, Tensor] | None = None
         self._places: Sequence[tuple[Tensor, Tensor]] = ()  # each batch's part of the block
@@ -264,14 +265,14 @@ class Buffer:
         self._waiting = self._elements = 0
 
     def __bool__(self) -> bool:
-        """Whether any wait."""
+        """Whether any batch waits."""
         return self._waiting > 0
 
     def add(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> Sequence[Batch]:
         """Let a batch wait, without its gradients.
 
         Returns:
-            What is to be counted now, before the next `add`, which uses its memory again.
+            The batches to count now, before the next `add` reuses their memory.
         """
         ready: Sequence[Batch] = ()
         like = (
@@ -283,7 +284,7 @@ class Buffer:
                 return *self.take(), self._large(prediction, target, weight)
             ready = self._begin_block(prediction, target, like)
         to_prediction, to_target = self._places[self._used]
-        # To ask for requires_grad costs a tenth of detaching.
+        # Checking requires_grad costs a tenth of detaching.
         to_prediction.copy_(prediction.detach() if prediction.requires_grad else prediction)
         to_target.copy_(target.detach() if target.requires_grad else target)
         if weight is not None:
@@ -302,12 +303,12 @@ class Buffer:
         return Batch(prediction, target, weight)
 
     def _begin_block(self, prediction: Tensor, target: Tensor, like: Any) -> Sequence[Batch]:
-        """Make an empty block: larger than the last, if that was of this batch's shape.
+        """Make an empty block, larger than the last if that was for this batch's shape.
 
-        Batches whose shapes change from one to the next so take no more memory than their own.
+        So batches whose shapes keep changing take no more memory than their own.
 
         Returns:
-            What is to be counted, as it can't be joined with such a batch.
+            The batches to count, because they can't be joined with such a batch.
         """
         shape, target_shape = prediction.shape or (1,), target.shape or (1,)
         weights = like[4]
@@ -324,7 +325,7 @@ class Buffer:
         most = -(-MOST_ELEMENTS // max(self._size, 1))
         capacity = min(GROWTH * len(self._places) if like == self._like else 1, most, MOST_BATCHES)
         with torch.inference_mode(False), torch.no_grad():
-            # What is made in inference mode can't be written to outside of it.
+            # A tensor made in inference mode can't be written to outside of it.
             self._block = (
                 prediction.new_empty((capacity, *shape)),
                 target.new_empty((capacity, *target_shape), device=prediction.device),
@@ -339,7 +340,7 @@ class Buffer:
         return predictions, targets
 
     def joined(self) -> Batch:
-        """All that wait as one batch."""
+        """All waiting batches as one."""
         blocks = [*self._full, self._used_part()] if self._used else self._full
         predictions, targets = zip(*blocks, strict=True)
         weight = torch.cat(self._weights) if self._weights else None
@@ -351,13 +352,13 @@ class Buffer:
         return parts[0].clone() if self._keeps else parts[0]
 
     def take(self) -> Sequence[Batch]:
-        """All that wait as one batch, if any do, which wait no longer."""
+        """Take all waiting batches as one, if there are any."""
         batches = (self.joined(),) if self._waiting else ()
         self.clear()
         return batches
 
     def clear(self) -> None:
-        """Forget all that wait; the last block is kept for what comes."""
+        """Forget all waiting batches. The last block is kept for the next ones."""
         self._full.clear()
         self._weights.clear()
         self._used = self._waiting = self._elements = 0
