@@ -265,8 +265,9 @@ class Model(Module):
             deterministic: True, False or `"warn"`: whether torch uses deterministic algorithms
                 during each call. None (default) leaves the setting unchanged.
             jit_compile: True to run `torch.compile` on the whole step (forward, loss, gradients,
-                update), on your own `training_step`, and on the net and loss in `evaluate` and
-                `predict`, as far as torch can compile them. Or a dict of `torch.compile`'s options.
+                update), including your own `training_step`. In `evaluate` and `predict` it compiles
+                the net and the loss. What torch can't compile runs as usual. Or pass a dict of
+                `torch.compile`'s options.
             matmul_precision: how precisely float32 matrices are multiplied during each call, as in
                 `torch.set_float32_matmul_precision`: `"highest"` (float32 throughout), `"high"`
                 (TF32 on CUDA) or `"medium"` (bfloat16 where the device has kernels for it). None
@@ -562,8 +563,8 @@ class Model(Module):
     def _computing(self, verb: str) -> AbstractContextManager[None]:
         """Surround a call that computes and changes nothing, so that threads can run several.
 
-        Only one such call runs at a time where several processes or replicas take part in it, or
-        where the model's own steps update metrics that are part of the model.
+        Only one such call runs at a time if several processes or replicas take part in it. The same
+        is true if the model's own steps update metrics that are part of the model.
         """
         strategy = self._fitkit.compilation.strategy
         alone = strategy.world.size > 1 or strategy.replicas > 1

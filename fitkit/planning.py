@@ -118,8 +118,8 @@ def plan(
 
     Activations are those of `batch`, and grow in proportion to its samples. The row `backward` is
     the gradient of the largest one. The figures leave out memory that lives within one operation
-    only, the device's own context and libraries (about half a gigabyte on CUDA), and memory that
-    the allocator can't fill (often a tenth).
+    only, and the device's own context and libraries (about half a gigabyte on CUDA). They also
+    leave out memory that the allocator can't fill (often a tenth).
 
     Args:
         model: a compiled model.

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all.
+"""Files that are written completely or not at all.
 
-A new file is written beside the one it will replace, forced to the disk, and renamed: whoever
-reads the path, also after a kill or a power cut, finds the old content or the new one. Of six ways
-to replace an HDF5 file tried with 60 kills each, the others lost both or mixed them.
+A new file is written beside the one that it will replace, forced to the disk, and renamed. A reader
+of the path finds the old content or the new one, even after a kill or a power cut. Of six ways to
+replace an HDF5 file, tried with 60 kills each, the others lost both or mixed them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ MISSING = "–"
 
 
 MOVING = (" now", " as the pass began")
-"""How the names of that end which changes while a run goes on."""
+"""The ends of the names of values that change during a run."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,7 +200,7 @@ def read_container(path: str | os.PathLike[str]) -> Iterator[Reader]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it isn't a file of ours, was damaged, or holds what ours never hold.
+        CheckpointError: fitkit didn't write it, it is damaged, or its content is impossible.
     """
     with open_verified(path) as verified:
         yield Reader(os.fspath(path), verified)

@@ -1,9 +1,8 @@
-"""A `.dcp` folder that threads write while the training goes on, a part on each rank.
+"""A `.dcp` folder that threads write during training, one part per rank.
 
-Collective exchanges belong to the training meanwhile. So all that the ranks have to agree on is
-agreed on before the threads begin, and a rank's thread leaves the digest of its shard as a note
-in the unfinished folder, which all ranks see. Rank 0's thread waits for the notes, writes the index
-and gives the folder its name.
+The training meanwhile needs the collective exchanges. So the ranks agree on everything before the
+threads begin. Each rank's thread leaves the digest of its shard as a note in the unfinished folder,
+which all ranks see. Rank 0's thread waits for the notes, writes the index and names the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ GRACE_S = 10.0
 
 
 class FolderByThreads:
-    """A save that is planned, and whose tensors are copied; `write` is for each rank's thread.
+    """A save that is planned, with its tensors copied. Each rank's thread calls `write`.
 
     Args:
         path, state_dict, state, collectives: as for `save_folder`.
@@ -75,7 +74,7 @@ class FolderByThreads:
             raise
 
     def write(self, then: Callable[[], None]) -> None:
-        """Write this rank's part; rank 0 also what follows when all parts are there.
+        """Write this rank's part. Rank 0 also finishes the folder once all parts are there.
 
         Args:
             then: called on rank 0 when the folder has its name.
@@ -100,7 +99,7 @@ class FolderByThreads:
         then()
 
     def stop(self) -> None:
-        """Let rank 0's thread wait no more: a part won't come."""
+        """Let rank 0's thread stop waiting, because a part won't come."""
         self._stops.set()
 
     def discard(self) -> None:
@@ -112,7 +111,7 @@ class FolderByThreads:
         return Path(self._place) / f".rank-{rank:05d}"
 
     def _digests_of(self, rank: int) -> dict[str, str]:
-        """A rank's file and its digest, as soon as it is written; empty where it has nothing."""
+        """A rank's file and its digest once it is written; empty if the rank has nothing."""
         note, ends_at = self._note_of(rank), float("inf")
         while not note.is_file():
             # The interpreter ends: whoever would call `stop` has gone.

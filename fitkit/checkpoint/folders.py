@@ -1,8 +1,8 @@
-"""Folders that are there whole or not at all, as `atomic.py` has it for files.
+"""Folders that are written completely or not at all, as `atomic.py` does for files.
 
 A folder is filled beside the one that it will replace, and gets its name at the end. Linux can
-exchange two names in one step; elsewhere the old folder is moved aside first, and whoever looks
-between the two steps finds none.
+exchange two names in one step. Elsewhere the old folder is moved aside first, and a reader between
+the two steps finds none.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ from fitkit.checkpoint.remote import is_url
 from fitkit.errors import CheckpointError
 
 INDEX = "index.h5"
-"""The file by which a folder of ours is known, written last."""
+"""The file that marks a folder as fitkit's. It is written last."""
 
 SHARD = re.compile(r"shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
-"""What the other files of such a folder are called."""
+"""The names of the other files in such a folder."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class UnfinishedFolder:
-    """A new folder to fill, which takes the place of `path` at `finish`.
+    """A new folder to fill. It replaces `path` at `finish`.
 
-    What killed processes left unfinished for this path is removed first: whoever fills a folder
-    holds a lock on it, which the system takes from a process that dies.
+    Unfinished folders that killed processes left for this path are removed first. A process holds a
+    lock on the folder that it fills, and the system releases it when the process dies.
 
     Args:
-        path: the folder to make; one that is there is replaced where it is a checkpoint of ours,
-            or empty.
+        path: the folder to make. An existing one is replaced if it is empty or fitkit's checkpoint.
 
     Attributes:
-        place: where to write meanwhile.
+        place: where to write until then.
 
     Raises:
         CheckpointError: there can't be a folder at `path`.
@@ -225,7 +224,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint: a file, or a folder of ours, of which no half is ever seen.
+    """Remove a checkpoint: a file, or a folder of fitkit's, of which nobody sees a half.
 
     Raises:
         FileNotFoundError: there is none.
@@ -249,7 +248,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) -> None:
-    """Give a checkpoint a second name, replacing what has it; its bytes stay one where links are.
+    """Give a checkpoint a second name, replacing what has it. Bytes are shared if links exist.
 
     Raises:
         OSError, CheckpointError: the name can't be given; what had it still has it.
@@ -300,7 +299,7 @@ def _copy(path: str, twin: str | os.PathLike[str]) -> None:
 
 
 def written_at(path: str | os.PathLike[str]) -> int | None:
-    """The time of a checkpoint's writing in ns, by which a later one differs; None: not there."""
+    """When a checkpoint was written, in ns, to recognize a later one. None if it doesn't exist."""
     if is_url(path):
         return remote.written_at(str(path))
     index = os.path.join(path, INDEX)
@@ -311,7 +310,7 @@ def written_at(path: str | os.PathLike[str]) -> int | None:
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file, or a folder of ours, at a path or URL."""
+    """Whether there is a file, or a folder of fitkit's, at a path or URL."""
     if is_url(path):
         return remote.exists(str(path))
     return os.path.isfile(path) or os.path.isfile(os.path.join(path, INDEX))

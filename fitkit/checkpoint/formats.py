@@ -31,11 +31,11 @@ from fitkit.version import __version__
 
 @dataclass(frozen=True)
 class Weights:
-    """What a file of weights holds.
+    """The content of a file of weights.
 
     Attributes:
-        tensors: parameters and buffers by name; those that share their memory are tied.
-        extra: what else the state dict has (`get_extra_state`): plain data.
+        tensors: parameters and buffers by name. Those that share their memory are tied.
+        extra: the other entries of the state dict (`get_extra_state`): plain data.
         versions: the version of each submodule's state, by the submodule's name.
         frozen: the parameters that are left out on purpose.
     """
@@ -142,7 +142,7 @@ class HDF5:
 
 
 def software() -> dict[str, str]:
-    """The versions that a file is written with, for whoever looks into it."""
+    """The versions of the software that writes a file, for its readers."""
     return {
         "fitkit": __version__,
         "torch": str(torch.__version__),
@@ -162,7 +162,7 @@ def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:
 
 
 class Arrays(Protocol):
-    """An open and checked file or folder of ours: its document, and tensors by their places."""
+    """An open and checked file or folder of fitkit's: its document, and tensors by place."""
 
     @property
     def document(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Arrays(Protocol):
 
 
 class StoredWeights:
-    """The weights in an open file or folder of ours.
+    """The weights in an open file or folder of fitkit's.
 
     Attributes:
         extra: the entries of the state dict that aren't tensors.

@@ -1,8 +1,8 @@
-"""Files without the parameters that don't learn: an adapter's file, say, without its base.
+"""Files without the parameters that don't learn, such as an adapter's file without its base.
 
-Such a file names what it leaves out, each with its dtype, and has one digest of all of it. So what
-is missing on purpose is told from what is lost, and a base that has changed is recognised.
-The note travels in the state dict's `_metadata`, as torch's own versions do.
+Such a file names what it leaves out, each with its dtype, and has one digest of all of it. So
+missing on purpose differs from lost, and a changed base is recognized. The note travels in the
+state dict's `_metadata`, as torch's own versions do.
 """
 
 from __future__ import annotations

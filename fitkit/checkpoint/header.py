@@ -1,8 +1,8 @@
-"""The first 512 bytes of a file of ours: what it is, how long it is, and the digest of all after.
+"""The first 512 bytes of fitkit's files: what it is, its length, and the digest of all after them.
 
 They lie in HDF5's user block, which libhdf5 skips. All of a file is checked against them in plain
-Python before libhdf5 sees a byte, because libhdf5 crashes or loops for ever on damaged files
-(4 in 3,000 random changes), and reads changed numbers without a word.
+Python before libhdf5 sees a byte. On damaged files, libhdf5 crashes or loops for ever (4 in 3,000
+random changes), and silently reads changed numbers.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def former(name: str) -> CheckpointError:
 
 
 def damaged(name: str, what: str) -> CheckpointError:
-    """The error for a file of ours that isn't as it was written."""
+    """The error for a file of fitkit's that was changed after it was written."""
     return CheckpointError(
         f"{name} is damaged: {what}. Nothing was loaded; use another copy or an earlier file.",
         code="FK052",

@@ -77,18 +77,18 @@ _READ_BY_FUSED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum", "momentum_bu
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
-    """Check that `optimizer.load_state_dict(state)` would give a state that the optimizer can use.
+    """Check that the optimizer can use a state before it loads it.
 
-    Groups are compared by number, parameters and options. What is kept for a parameter is compared
-    with what the optimizer keeps already; in torch's own optimizers it must also have the very
-    names, shapes and kinds of numbers that the class keeps.
+    Groups are compared by number, parameters and options. A parameter's state is compared with the
+    state that the optimizer has now. In torch's own optimizers it must also have exactly the names,
+    shapes and kinds of numbers that the class keeps.
 
     Args:
-        optimizer: the optimizer; it isn't changed.
+        optimizer: the optimizer. It isn't changed.
         state: what its `state_dict()` once returned.
 
     Raises:
-        CheckpointError: it doesn't fit; the message lists all that doesn't.
+        CheckpointError: the state doesn't fit. The message lists all differences.
     """
     problems = list(_problems(optimizer, state))
     if problems:

@@ -101,13 +101,13 @@ def save_folder(
     state: dict[str, Any] | None,
     collectives: Collectives,
 ) -> None:
-    """Write a checkpoint, of which every rank writes what it has; whole or not at all.
+    """Write a checkpoint to which every rank writes its part, completely or not at all.
 
     Args:
-        path: the folder, which all ranks see. A checkpoint that is there is replaced.
-        state_dict: the module's; parameters may be spread over the ranks (torch's `DTensor`).
-            Of other tensors rank 0's are taken.
-        state: all else, as for `save_checkpoint`; None for weights alone.
+        path: the folder, which all ranks see. An existing checkpoint is replaced.
+        state_dict: the module's state dict. Parameters may be sharded over the ranks (torch's
+            `DTensor`). For other tensors, rank 0's are used.
+        state: everything else, as for `save_checkpoint`; None for weights only.
         collectives: the ranks.
 
     Ranks:
@@ -383,11 +383,11 @@ def _chunks(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, torch.Tenso
 
 @contextlib.contextmanager
 def open_folder(path: str | os.PathLike[str]) -> Iterator[Folder]:
-    """A folder, all of which is checked.
+    """Open a folder after checking all of it.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        CheckpointError: it isn't a folder of ours, or something in it is damaged or missing.
+        CheckpointError: it isn't a folder of fitkit's, or something in it is damaged or missing.
     """
     refuse_url(path, "a folder of shards", "Write a name that ends in .h5.")
     folder = Path(path)

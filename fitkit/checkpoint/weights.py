@@ -243,28 +243,29 @@ def load_weights(
     """Copy the weights in a file into `module`'s parameters and buffers.
 
     The module keeps its devices and dtypes. Floating-point numbers are converted to the module's
-    floating dtype, as `Tensor.copy_` does (so float32 to float16 rounds, and overflows to inf);
-    complex numbers alike. Other dtypes must be the same: no integer becomes a float or a boolean.
+    floating dtype, as `Tensor.copy_` does (so float32 to float16 rounds, and overflows to inf).
+    Complex numbers are, too. Other dtypes must be the same: no integer becomes a float or a
+    boolean.
 
-    Before anything is assigned, all of the file is checked. Up to 64 MiB of weights are then held
-    in memory; more are read a second time, straight into the module, so that loading takes hardly
-    more memory than the module has. `module.load_state_dict` assigns what is left to assign, so
-    the module's own hooks, parametrizations and `set_extra_state` work; what a submodule with such
-    code of its own gets is held in memory as well.
+    The whole file is checked before anything is assigned. Up to 64 MiB of weights are then held in
+    memory. Beyond that, the weights are read a second time, straight into the module. So loading
+    takes hardly more memory than the module has. `module.load_state_dict` assigns the rest, so the
+    module's own hooks, parametrizations and `set_extra_state` work. The weights of a submodule with
+    such code are held in memory as well.
 
-    A file that leaves out what didn't learn (`trainable_only=True`) leaves the module's values
-    there as they are; where they aren't those that the file was made beside, a warning says so.
+    If a file leaves out what didn't learn (`trainable_only=True`), the module keeps its values
+    there. A warning says so if they aren't those that the file was made with.
 
-    Files of `.pt`, `.pth` and `.safetensors` that other programs wrote are read too. Where all
-    names in one begin with what a wrapper puts before them (`module.`, `_orig_mod.`, `net.`,
-    `model.`) and fit without it, it is left out, with a warning.
+    Files of `.pt`, `.pth` and `.safetensors` by other programs can be read, too. If all names in
+    one begin with a wrapper's prefix (`module.`, `_orig_mod.`, `net.`, `model.`) and fit without
+    it, the prefix is dropped, with a warning.
 
     Args:
         path: a file that `save_weights` wrote.
-        module: what has the names that the file has.
-        strict: whether a name that only the file or only the module has is an error. With False,
+        module: the module whose names the file has.
+        strict: whether a name that only the file or only the module has is an error. If False,
             what both have is loaded.
-        skip_mismatch: whether tensors of another shape (or kind of dtype) are left out, with one
+        skip_mismatch: whether tensors of another shape (or kind of dtype) are skipped, with one
             warning that names them, instead of being an error.
 
     Returns:
@@ -273,10 +274,10 @@ def load_weights(
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file can't be read whole, or doesn't fit; the message lists all
-            names that don't. The module is as it was, unless the message says otherwise: of more
-            than 64 MiB, the disk may fail or another program may write to the file between the
-            check and the end.
+        CheckpointError: the file can't be read completely, or doesn't fit. The message lists all
+            names that don't. The module is as it was, unless the message says otherwise: with more
+            than 64 MiB, the disk may fail, or another program may write to the file after the
+            check.
         ConfigurationError: the format is unknown, or the module has parameters without values.
     """
     check_flag("strict", strict)
@@ -462,8 +463,8 @@ _COPYING = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 def plain_targets(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers that torch's own loading overwrites, by name.
 
-    Left out are those at or below a submodule that has loading code or hooks of its own, tensors
-    of other classes than torch's, and those that share memory with another tensor.
+    Three kinds are left out: those at or below a submodule with its own loading code or hooks,
+    tensors of other classes than torch's, and those that share memory with another tensor.
     """
     loading = getattr(module.load_state_dict, "__func__", None)
     if loading is not nn.Module.load_state_dict and not hasattr(loading, "copies_as_torch"):

@@ -252,10 +252,10 @@ def array_batch(
 
 
 def _makes_batches(x: Any, y: Any, sample_weight: Any) -> bool:
-    """Whether `x` gives batches (or samples) itself, rather than being arrays.
+    """Whether `x` yields batches (or samples) itself, instead of being arrays.
 
-    A tuple is several inputs, and so is a list of arrays; a list of tuples, lists, dicts with
-    arrays in them or of objects, without `y`, is an iterable of batches.
+    A tuple or a list of arrays is several inputs. Without `y`, a list of tuples, lists, objects or
+    dicts of arrays is an iterable of batches.
     """
     if isinstance(x, (DataLoader, Dataset)) or hasattr(x, "__getitems__"):
         return True

@@ -1,20 +1,19 @@
-"""Who are we: this process's place among the processes that a launcher started.
+"""Cluster detection: this process's place among the processes that a launcher started.
 
-Launchers nest (torchrun in a SLURM job, mpirun under LSF), and each leaves its variables to
-what it starts. The innermost one counts. It is the first of these that is there:
+Launchers nest (torchrun in a SLURM job, mpirun under LSF), and each leaves its variables to the
+processes that it starts. The innermost one counts. It is the first of these whose variables exist:
 
-1. `fitkit`: our script launcher, which never starts ranks inside another launch,
+1. `fitkit`: fitkit's script launcher, which never starts ranks inside another launch,
 2. `torchrun` (also `torch.distributed.run`), by `TORCHELASTIC_RUN_ID`,
 3. `horovodrun`, by `HOROVOD_RANK`,
-4. variables in torchrun's manner that someone set by hand: RANK, WORLD_SIZE, LOCAL_RANK and
-   MASTER_ADDR; called `torchrun` too,
+4. torchrun's variables set by hand: RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR; also called
+   `torchrun`,
 5. `openmpi` (mpirun), 6. `pmi` (the mpiexec of MPICH, Intel, Cray), 7. `lsf` (jsrun),
 8. `slurm` (srun), 9. `kubeflow`.
 
-Kinds 4 to 6 are also the second voice of a scheduler: `srun --mpi=pmi2` sets PMI_RANK, jsrun
-sets OMPI_COMM_WORLD_RANK, and scripts copy SLURM_PROCID to RANK. Where rank and world size
-are the same as an outer launcher's, it is one launch, and the outer launcher is taken: it
-knows the nodes.
+A scheduler may also set the variables of kinds 4 to 6: `srun --mpi=pmi2` sets PMI_RANK, jsrun sets
+OMPI_COMM_WORLD_RANK, and scripts copy SLURM_PROCID to RANK. If rank and world size are the same as
+an outer launcher's, it is one launch. The outer launcher is then used, because it knows the nodes.
 """
 
 from __future__ import annotations
@@ -439,7 +438,7 @@ class LaunchVariables:
         return self.environment[name].strip()
 
     def number(self, *names: str, minimum: int = 0, maximum: int = 2**32) -> int:
-        """Likewise, as a whole number within the bounds."""
+        """The variable's value as a whole number within the bounds."""
         text = self.text(*names)
         if not re.fullmatch("[0-9]{1,20}", text) or not minimum <= int(text) <= maximum:
             bound = f" of at most {maximum}" if maximum < 2**32 else ""
@@ -451,7 +450,7 @@ class LaunchVariables:
         return int(text)
 
     def size(self, *names: str) -> int:
-        """Likewise, as a number of processes or nodes."""
+        """The variable's value as a number of processes or nodes."""
         return self.number(*names, minimum=1, maximum=MOST_RANKS)
 
     def master(self) -> tuple[str | None, int | None]:
@@ -465,7 +464,7 @@ def expand_counts(text: str) -> list[int]:
     """The tasks of each node: `"2(x3),1"` is 2, 2, 2, 1.
 
     Raises:
-        ValueError: it is no such list; the message goes on after the list.
+        ValueError: it isn't such a list. The message continues after the list.
     """
     counts: list[int] = []
     for item in text.split(","):
@@ -481,7 +480,7 @@ def expand_hosts(text: str) -> list[str]:
     """The hosts of a SLURM node list: `"n[03-05,9],other"` is n03, n04, n05, n9, other.
 
     Raises:
-        ValueError: it is no such list; the message goes on after the list.
+        ValueError: it isn't such a list. The message continues after the list.
     """
     # Commas inside brackets part ranges, the others part hosts.
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
@@ -528,7 +527,7 @@ RESTART = {
     "kubeflow": "torchrun --nproc-per-node={devices} in each of {nodes} pods",
     "fitkit": "it without FITKIT_LAUNCHED",
 }
-"""How each launcher is told the number of processes."""
+"""How to set the number of processes for each launcher."""
 
 
 def check_agreement(cluster: Cluster | None, devices: int | None, num_nodes: int | None) -> None:

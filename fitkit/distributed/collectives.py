@@ -363,15 +363,15 @@ class RankGroup:
     """Some of the ranks, which exchange things among themselves.
 
     Args:
-        groups: all groups that are made at this moment, whichever of them this rank is in.
-        rank: this one.
+        groups: all groups made at this moment, including those without this rank.
+        rank: this rank.
         backend: `"nccl"` or `"gloo"`.
-        timeout: bound of each exchange; None for torch's default.
+        timeout: the limit for each exchange; None for torch's default.
 
     Attributes:
-        handle: torch's group, until `leave`. Whoever may outlive the group (graphs, the frames of
-            an exception) holds this object instead: gloo closes its connections, by which the
-            others see that this rank has left, only when nothing holds torch's.
+        handle: torch's group, until `leave`. Objects that may outlive the group (graphs, an
+            exception's frames) hold this object instead. gloo closes its connections only when
+            nothing holds torch's group, and the other ranks see by this that the rank has left.
 
     Ranks:
         Collective: all ranks of the world make the same groups.

@@ -14,19 +14,20 @@ from fitkit.modes import tensors_of
 
 
 class Unfilled:
-    """The submodules of a module whose tensors have memory by now, but no numbers yet.
+    """The submodules of a module whose tensors have memory now, but no values yet.
 
-    The memory is the system's promise: it takes none before it is written. Each submodule gets
-    its numbers by its own `reset_parameters`, drawn with a seed that follows from its name, so
-    that they are the same in whatever order the submodules come and however many ranks there are.
+    The memory is the system's promise: it takes none before it is written. Each submodule gets its
+    values by its own `reset_parameters`, with a seed that follows from its name. So the values
+    don't depend on the order of the submodules or the number of ranks.
 
     Args:
-        module: its parameters and buffers on the meta device get main memory; the parameters
+        module: its parameters and buffers on the meta device get main memory. The parameters
             stay the same objects.
-        covered: names of tensors that will be overwritten; a submodule of such alone needs none.
+        covered: names of tensors that will be overwritten. A submodule with only such tensors
+            needs no values.
 
     Raises:
-        ConfigurationError: a submodule can't draw its numbers; nothing is changed then.
+        ConfigurationError: a submodule can't draw its values. Nothing is changed then.
     """
 
     def __init__(self, module: nn.Module, covered: Collection[str] = ()) -> None:

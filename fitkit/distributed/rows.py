@@ -31,17 +31,17 @@ def part_sizes(samples: int, parts: int) -> list[int]:
 def split(tree: Any, parts: int) -> list[Any]:
     """A batch of n samples as at most `parts` batches of nearly the same size.
 
-    Tensors (n, ...) are cut along dimension 0 (in views of the same memory), and so are lists of
-    n things that are no tensors, and tuples of n strings, which is what a `DataLoader` makes of
-    captions. Everything else is in every part.
+    Tensors (n, ...) are cut along dimension 0 (as views of the same memory). So are lists of n
+    things other than tensors, and tuples of n strings, which a `DataLoader` makes of captions.
+    Everything else is in every part.
 
     Args:
-        tree: any tree of tensors; its first tensor of at least one dimension tells n. Without
-            one there is one part.
-        parts: how many are wanted.
+        tree: any tree of tensors. Its first tensor with at least one dimension determines n.
+            Without one there is one part.
+        parts: the number of parts.
 
     Raises:
-        ConfigurationError: a `PackedSequence`, whose rows are no samples.
+        ConfigurationError: a `PackedSequence`, whose rows aren't samples.
     """
     samples = trees.sample_count(tree)
     sizes = part_sizes(samples, parts)

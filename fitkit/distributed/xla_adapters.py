@@ -126,19 +126,19 @@ class TorchXLA:
 
 
 ADAPTERS: dict[str, type[Adapter]] = {"torch_tpu": TorchTPU, "torch_xla": TorchXLA}
-"""The packages, the one first that goes on being developed."""
+"""The packages. The first is the one still in development."""
 
 
 def adapter_of(asked: Any) -> Adapter:
-    """The adapter that is meant.
+    """Return the chosen adapter.
 
     Args:
-        asked: a package's name, an object with an adapter's calls, or None for the first package
-            that is there.
+        asked: a package's name, an object with an adapter's methods, or None for the first
+            installed package.
 
     Raises:
-        MissingPackageError: the package isn't there, or neither is.
-        ConfigurationError, ArgumentTypeError: no adapter.
+        MissingPackageError: the package isn't installed, or neither is.
+        ConfigurationError, ArgumentTypeError: it isn't an adapter.
     """
     if asked is not None and not isinstance(asked, str):
         if isinstance(asked, Adapter):

@@ -30,9 +30,9 @@ class Logger(Callback):
 
     Args:
         update_freq: `"epoch"` (default) logs at the end of each epoch. A number n also logs at
-            every n-th batch: `batch_loss`, the mean loss of the n batches on rank 0,
-            `batch_learning_rate`, and the other running values of the progress bar (the metrics so
-            far and the values of `self.log`). This computes all metrics and reads the device. With
+            every n-th batch: `batch_loss` (the mean loss of the n batches on rank 0),
+            `batch_learning_rate`, and the running values of the progress bar. These are the metrics
+            so far and the values of `self.log`. This computes all metrics and reads the device. With
             n = 1 it does so at each step, and a small net may take several times as long.
             `"batch"` logs each batch's loss and rate only, and reads the device every 100 batches.
 
@@ -250,9 +250,9 @@ def scalars(logs: Logs) -> dict[str, float]:
 def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
     """Collect a training's settings: strings, numbers and flags by name.
 
-    They are the model's own `hparams`, if any; the arguments of `compile`, with the class and rate
-    of a default optimizer; `epochs`, `batch_size` and `world_size`; and the net's name and number
-    of parameters. Arguments that are None are left out.
+    They are the model's own `hparams`, if any, and the arguments of `compile`, with the class and
+    rate of a default optimizer. Then come `epochs`, `batch_size` and `world_size`, and the net's
+    name and number of parameters. Arguments that are None are left out.
     """
     own = getattr(model, "hparams", None)
     net = model._weights_module()

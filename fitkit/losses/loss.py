@@ -226,9 +226,11 @@ class KnownLoss(Loss):
         return weighted_mean(values, weight, divisor), count
 
     def joins(self, target: torch.Tensor) -> bool:
-        """Whether the loss is the mean of `of_each`, whichever of these targets come together:
-        none is ignored, no weights of the loss's own may be meant for a batch's places, and no code
-        of the user's acts in it."""
+        """Whether the loss is the mean of `of_each`, whichever of these targets come together.
+
+        For this, no target is ignored, no weights of the loss itself may be meant for places in a
+        batch, and none of the user's code acts in it.
+        """
         weighs = self._module is not None and any(True for _ in self._module.buffers())
         if weighs or self.has_user_code or not self._definition.joins:
             return False

@@ -18,7 +18,7 @@ from fitkit.errors import ConfigurationError
 
 
 class GradientAllreduce(Algorithm):
-    """Gradients are averaged exactly, while the backward pass goes on.
+    """Gradients are averaged exactly, during the backward pass.
 
     Reference: Gan et al., BAGUA, 2021, arXiv:2107.01499 (C_FP_S); Li et al., PyTorch
     Distributed, 2020, arXiv:2006.15704, which does the work.
@@ -185,16 +185,16 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 class Asynchronous(Algorithm):
-    """From time to time a copy of the weights is averaged over the ranks, while they go on.
+    """From time to time a copy of the weights is averaged over the ranks, during training.
 
-    When the mean is there, its difference to the copy is added to the weights, so that what was
-    learned meanwhile isn't lost. The exchange has a process group of its own and is carried out
-    by that group's thread; weights change between updates only. No rank waits for others but at
-    epochs' ends, evaluations and saves, where all end the rounds that any of them has begun.
+    When the mean arrives, its difference to the copy is added to the weights, so that nothing
+    learned in between is lost. The exchange has its own process group, whose thread runs it.
+    Weights change between updates only. Ranks wait for each other only at the ends of epochs,
+    evaluations and saves, where all finish the rounds that any of them has begun.
 
     Args:
-        sync_interval_ms: milliseconds from one round's beginning to the next's, at least.
-        warmup_steps: updates with the exact mean of gradients, before the ranks part.
+        sync_interval_ms: the least number of milliseconds between the starts of two rounds.
+        warmup_steps: the number of first updates with the exact mean of gradients.
 
     Reference: Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, 2021,
     arXiv:2107.01499 (asynchronous model averaging).

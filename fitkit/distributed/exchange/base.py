@@ -110,10 +110,10 @@ class Algorithm:
         """End what is under way, before the strategy averages what ranks hold apart."""
 
     def resume(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Go on from weights that are equal on all ranks again.
+        """Continue from weights that are equal on all ranks again.
 
         Args:
-            parameters: those that may learn now.
+            parameters: the parameters that can learn now.
         """
         self._weights = FlatTensors(parameters)
 

@@ -129,27 +129,27 @@ def _are_same(some: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) 
 
 
 class QAdamOptimizer(Optimizer):
-    """Adam for `warmup_steps`; then the variance is frozen, and momentum travels as bytes.
+    """Adam for `warmup_steps`. Then the variance is frozen, and momentum is sent as bytes.
 
-    On several ranks it needs `strategy=BaguaStrategy(algorithm="qadam")`, which averages
-    gradients during the warm-up, and the ranks' momentum afterwards, with error feedback. On one
-    device it is the same optimizer without an exchange.
+    On several ranks it needs `strategy=BaguaStrategy(algorithm="qadam")`. This averages gradients
+    during the warmup, and afterwards the ranks' momentum, with error feedback. On one device it is
+    the same optimizer without an exchange.
 
-    After the warm-up a parameter without a gradient counts as having a gradient of zero. Numbers
-    whose gradient was zero all through the warm-up have no variance; they get the mean variance
-    of their tensor (1 where it has none), since a division by nearly zero would throw them far.
-    And no number moves farther in a step than Adam lets it, lr (1 - beta1) / sqrt(1 - beta2):
-    one whose gradients grow after its variance is frozen would, and its range on the wire would
-    leave no levels to the others.
+    After the warmup, a parameter without a gradient counts as having a gradient of zero. Numbers
+    whose gradient was zero throughout the warmup have no variance. They get the mean variance of
+    their tensor (1 if it has none), because a division by nearly zero would throw them far. No
+    number moves farther in a step than in Adam, lr (1 - beta1) / sqrt(1 - beta2). Otherwise a
+    number whose gradients grow after the warmup could move farther. When sent as bytes, its range
+    would leave no levels to the others.
 
     Args:
         params: parameters, or groups of them.
         lr: the learning rate.
-        warmup_steps: steps of full Adam; long enough for the variance to settle (the paper: 15
-            to 25 % of the steps).
+        warmup_steps: the number of steps of full Adam, long enough for the variance to settle. The
+            paper uses 15 to 25 % of the steps.
         betas: the decay of momentum and variance, each in [0, 1).
-        eps: added to the root of the variance.
-        weight_decay: added to the gradient, times the parameter.
+        eps: a number added to the root of the variance.
+        weight_decay: the factor of the parameter that is added to its gradient.
 
     Reference: Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed, 2021, arXiv:2102.02888; Gan et al., BAGUA, 2021, arXiv:2107.01499 (8 bits).

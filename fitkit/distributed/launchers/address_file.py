@@ -69,8 +69,8 @@ def shared_address(cluster: Cluster, environment: Environment) -> SharedAddress:
 class AddressFile:
     """A file, for processes on one node.
 
-    What an earlier run of the same name left behind, killed before it could clean up, is
-    overwritten; until then it leads to a store that has another token, or to nothing.
+    If an earlier run of the same name was killed before it could clean up, its file is overwritten.
+    Until then the file leads to a store with another token, or to nothing.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How the processes that a launcher started meet: one store that all of them can reach.
+"""How the processes that a launcher started meet: by one store that all of them can reach.
 
 | launcher | the store |
 |---|---|
@@ -7,13 +7,13 @@
 | openmpi, pmi | rank 0's: at MASTER_ADDR, or on one node at a free port, left in a file |
 | horovodrun | rank 0's: at MASTER_ADDR, or at a free port, left at horovodrun's own server |
 
-Each call gets a part of that store of its own, which all ranks find before anything else is
-done. So nobody reads keys that an earlier call, or the ranks before a restart, left behind:
-such keys end most of torchrun's restarts with gloo and `env://` (pytorch issue 135712, still so
-in 2.13). Naming the part by TORCHELASTIC_RESTART_COUNT is the usual advice, but that count can
-be 1 on one host and 0 on another, and they would wait for each other in two parts. Here rank 0
-makes up a name and gives it to each rank in answer to a question that the rank has just asked:
-only a rank 0 that lives can have answered that.
+Each call gets its own part of that store, which all ranks find before anything else. So nobody
+reads keys from an earlier call, or from the ranks before a restart. With gloo and `env://`, such
+keys break most of torchrun's restarts (pytorch issue 135712, still so in 2.13). The usual advice is
+to name the part by TORCHELASTIC_RESTART_COUNT. But that count can be 1 on one host and 0 on
+another, and the hosts would wait for each other in two parts. Here rank 0 makes up a name. It gives
+the name to each rank in answer to a question that the rank has just asked. So only a living rank 0
+can have answered.
 """
 
 from __future__ import annotations

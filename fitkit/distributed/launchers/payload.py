@@ -1,8 +1,8 @@
 """A call as bytes for worker processes: code by value, data in shared memory, weights left out.
 
 - Functions and classes of the script, notebook cells, lambdas: by value (cloudpickle).
-- Tensors and arrays of 1 MiB or more: once in anonymous shared memory, mapped copy-on-write by
-  each worker, so that no rank holds its own copy and none sees another's changes.
+- Tensors and arrays of 1 MiB or more: once in anonymous shared memory. Each worker maps it
+  copy-on-write, so no rank holds its own copy and none sees another's changes.
 - The model's parameters and buffers: as their shapes only. The ranks get rank 0's numbers when
   the module is placed; sharing them would let all ranks step the same weights.
 """

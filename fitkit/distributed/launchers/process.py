@@ -39,7 +39,7 @@ def threads_shared(ranks: int) -> Iterator[None]:
 
 
 INTERRUPT_WAIT_S = 2.0
-"""How long after Ctrl-C an exchange may go on before the other ranks are ended."""
+"""How long after Ctrl-C an exchange may continue before the other ranks are ended."""
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 RUNNERS = {"pytest": "pytest", "py.test": "pytest", "unittest": "unittest", "pdb": "a debugger"}
 """Programs that run user code and would do all else that they do again, too."""
 EXIT_S = 10.0
-"""How long the other ranks' scripts may go on after rank 0's has ended."""
+"""How long the other ranks' scripts may continue after rank 0's has ended."""
 EXIT_AFTER_FAILURE_S = 2.0
 PARENT_S = 1.0
 """How often a rank looks whether rank 0's process is still there."""

@@ -109,21 +109,21 @@ class Failure:
 
 
 class Watch:
-    """Watches the other ranks for the length of a call.
+    """Watches the other ranks during a call.
 
     Args:
         store: this call's own part of a store.
-        rank, size: of this process.
-        lost: gives the failure of a rank that has ended, where this process can know that.
-        break_off: ends this process's exchanges.
-        ends_process: whether this process may be ended where it doesn't come out of the call.
+        rank, size: this process's rank and the number of ranks.
+        lost: a function that returns the failure of a rank that has ended, if known here.
+        break_off: a function that ends this process's exchanges.
+        ends_process: whether this process may be ended if it doesn't return from the call.
 
     Attributes:
-        failure: the first, as far as known here.
+        failure: the first failure, as far as known here.
         broken_off: whether this process's exchanges have been ended.
-        began: when, on the monotonic clock.
-        elsewhere: of the other ranks' exchanges that broke off too, where `cause` found no failure:
-            what broke them off, and where, by rank; of the first one and of a few others.
+        began: the start on the monotonic clock.
+        elsewhere: the other ranks' exchanges that failed, too, without a failure found by `cause`:
+            the reason and the place, by rank. Only the first one and a few others are kept.
     """
 
     def __init__(

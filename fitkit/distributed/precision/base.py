@@ -60,9 +60,9 @@ class Precision:
     def convert(self, module: nn.Module) -> None:
         """Give the module's parameters and buffers this precision's dtype, in place.
 
-        The base class restores the module: parameters that a "-true" precision has cast get their
-        own dtype back (digits that were rounded off stay lost), and layers that an earlier
-        precision has changed get their own class back. All others stay as they are.
+        The base class restores the module. Parameters that a "-true" precision has cast get their
+        own dtype back, but digits that were rounded off stay lost. Layers that an earlier precision
+        has changed get their own class back. All others stay as they are.
 
         Raises:
             ConfigurationError: the module can't learn in this precision.

@@ -88,9 +88,8 @@ class Scaling:
         """Make the optimizer's step, unless gradients aren't finite.
 
         Returns:
-            Whether it counts as an update. Fused optimizers on CUDA decide on the device; so
-            as not to wait for it, a step that they leave out is found at their next step,
-            which then doesn't count in its place.
+            Whether it counts as an update. Fused optimizers on CUDA decide on the device. To avoid
+            waiting for it, a skipped step is found at the next one, which then doesn't count.
         """
         if id(optimizer) in self._stepped:
             self.update()
@@ -124,7 +123,7 @@ class Scaling:
         return {"scaler": self.scaler.state_dict(), "overcounted": self._overcounted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as `state_dict` says."""
+        """Continue as `state_dict` says."""
         self.scaler.load_state_dict(dict(state["scaler"]))
         self._overcounted = int(state["overcounted"])
         self._late.clear()

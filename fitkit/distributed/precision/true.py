@@ -19,9 +19,9 @@ from fitkit.errors import ConfigurationError
 class TruePrecision(Precision):
     """The module is cast, in place, to one dtype.
 
-    Integer, boolean and complex tensors stay as they are. The module keeps that dtype after a
-    run; compiled to `"32-true"` or a mixed precision it gets its own back with the next run,
-    without the digits that were rounded off.
+    Integer, boolean and complex tensors stay as they are. The module keeps that dtype after a run.
+    If you compile `"32-true"` or a mixed precision, it gets its own dtype back with the next run,
+    but not the digits that were rounded off.
     """
 
     dtype: torch.dtype

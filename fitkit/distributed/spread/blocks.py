@@ -38,16 +38,15 @@ def _are_classes(given: Any) -> bool:
 
 
 def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:
-    """The submodules to shard apart, inner ones first; all other parameters belong to the root.
+    """The submodules to shard separately, inner ones first. Other parameters belong to the root.
 
-    A submodule that has a parameter in common with something outside it (tied weights) isn't
-    among them: two groups can't share one.
+    A submodule that shares a parameter with something outside it (tied weights) isn't among them:
+    two groups can't share one.
 
     Args:
-        wrap: `"blocks"` for the outermost submodules of several parts that stand side by side
-            with others of their class; a number for the smallest submodules with at least that
-            many parameters that aren't in a smaller one; a class or a tuple of classes; None for
-            none.
+        wrap: `"blocks"` selects the outermost submodules of several parts that have siblings of the
+            same class. A number selects the smallest submodules with at least that many parameters
+            that aren't in a smaller one. A class or a tuple of classes selects those. None: none.
     """
     candidates = [
         child

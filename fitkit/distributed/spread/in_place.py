@@ -1,10 +1,9 @@
-"""Modules and optimizers that train in another form, in place: taken over, and given back.
+"""Modules and optimizers that train in another form, in place, and are restored afterwards.
 
-Whoever holds the model, its parameters or its optimizer holds the very same objects before,
-meanwhile and afterwards, and meanwhile their `state_dict()` is whole. Torch's own functions
-(`distributed.checkpoint.state_dict`, 2.13) do neither: they take no module back, they call
-`state_dict()` themselves, so that no hook of it can use them, and to read an optimizer that has no
-state yet they make a step with it, which hooks and schedulers count.
+The model, its parameters and its optimizer stay the same objects, and their `state_dict()` is whole
+even during training. Torch's own functions (`distributed.checkpoint.state_dict`, 2.13) do neither.
+They don't restore a module. They call `state_dict()` themselves, so no hook of it can use them. And
+to read an optimizer without a state yet, they make a step, which hooks and schedulers count.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class ModuleInPlace(InPlace):
         submodule are the same before and after.
 
         Args:
-            numbers: what the parameters shall have; those that aren't named keep what they have.
+            numbers: the parameters' new values. Those that aren't named keep theirs.
         """
         from torch.distributed._composable_state import _module_state_mapping
 
@@ -149,9 +148,9 @@ def _take_off_hooks(part: nn.Module, origins: tuple[str, ...]) -> None:
 
 
 class OptimizerInPlace(InPlace):
-    """An optimizer whose state is in another form; its `state_dict()` is collective, and whole.
+    """An optimizer whose state is in another form. Its `state_dict()` is collective, and whole.
 
-    Its schedulers, loss scaling and hooks go on.
+    Its schedulers, loss scaling and hooks keep working.
 
     Args:
         optimizer: the same on all ranks.
@@ -191,7 +190,7 @@ class OptimizerInPlace(InPlace):
         ]
 
     def _whole_states(self, *, wanted: bool) -> dict[torch.Tensor, Any]:
-        """The whole states of its own parameters, to go on with.
+        """The whole states of its own parameters, to continue with.
 
         Ranks:
             Collective.

@@ -1,4 +1,4 @@
-"""Optimizers whose state is spread: whole parameters dealt out to the ranks, or parts of each."""
+"""Optimizers with sharded state: whole parameters are divided among the ranks, or parts of each."""
 
 from __future__ import annotations
 

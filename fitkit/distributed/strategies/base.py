@@ -54,9 +54,10 @@ class Strategy:
     Attributes:
         devices, device_ids, precision: set by `connect`: the devices of this node's ranks, in rank
             order; their indices; the run's precision.
-        world, launcher, reads_on_rank_zero: set by `connect` if there may be several ranks: this
-            process's place among them; the launcher that brings them into a call; whether only
-            rank 0 has the user's iterables, and sends batches to the others.
+        world, launcher, reads_on_rank_zero: set by `connect` if there may be several ranks. `world`
+            is this process's place among them, and `launcher` brings them into a call.
+            `reads_on_rank_zero` says whether only rank 0 has the user's iterables, and sends
+            batches to the others.
         collectives: set by `join` and `leave`: the exchanges between the ranks.
         engine: set by `fit` to the result of `engine_for`. None outside of a training, and if
             torch computes gradients and updates.

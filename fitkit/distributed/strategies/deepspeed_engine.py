@@ -298,7 +298,7 @@ class ZeroTraining(Engine):
                 state[prefix + name] = self._whole(parameter, copies=wanted)
 
     def _take(self, module: nn.Module, problems: Any) -> None:
-        """Let the updates go on from weights that were loaded."""
+        """Let the updates continue from loaded weights."""
         self._zero.refresh_fp32_params()
 
 
@@ -356,7 +356,7 @@ class StandIns(ModuleInPlace):
         """Make the module ordinary again.
 
         Args:
-            numbers: what its parameters shall have; the others stay empty.
+            numbers: the values of its parameters. The others stay empty.
         """
         self._give_back(numbers)
 

@@ -48,9 +48,9 @@ class FSDP(DDP):
     `fit`, the model is an ordinary one with the same parameters and the same optimizer.
 
     Args:
-        wrap: what is gathered together: `"blocks"` (default) for repeated blocks, such as a
-            transformer's layers; an int for submodules with at least so many parameters; a class
-            or a tuple of classes; None for the whole net at once.
+        wrap: what is gathered together. `"blocks"` (default) means repeated blocks, such as a
+            transformer's layers. An int means submodules with at least so many parameters. A class
+            or a tuple of classes means those. None means the whole net at once.
         reshard_after_forward: whether a block's parameters are freed between its forward and its
             backward. False needs their memory, and saves an exchange (ZeRO's second stage).
         shard_size: the number of ranks that share one copy of the net (a divisor of all ranks), for
