@@ -275,9 +275,8 @@ def load_weights(
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file can't be read completely, or doesn't fit. The message lists all
-            names that don't. The module is as it was, unless the message says otherwise: with more
-            than 64 MiB, the disk may fail, or another program may write to the file after the
-            check.
+            names that don't. The module is as it was, unless the message says otherwise. With more
+            than 64 MiB, the disk may fail, or another program may change the file after the check.
         ConfigurationError: the format is unknown, or the module has parameters without values.
     """
     check_flag("strict", strict)

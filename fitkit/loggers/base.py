@@ -32,8 +32,8 @@ class Logger(Callback):
         update_freq: `"epoch"` (default) logs at the end of each epoch. A number n also logs at
             every n-th batch: `batch_loss` (the mean loss of the n batches on rank 0),
             `batch_learning_rate`, and the running values of the progress bar. These are the metrics
-            so far and the values of `self.log`. This computes all metrics and reads the device. With
-            n = 1 it does so at each step, and a small net may take several times as long.
+            so far and the values of `self.log`. This computes all metrics and reads the device.
+            With n = 1 it does so at each step, and a small net may take several times as long.
             `"batch"` logs each batch's loss and rate only, and reads the device every 100 batches.
 
     Attributes:

@@ -269,7 +269,7 @@ def try_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> Non
 
 
 def _differences(found: Any, there: Any, place: str) -> Iterator[str]:
-    """Where a part of a scheduler's state is of another kind than the one that is there."""
+    """The places where a part of a scheduler's state has another type than the current one."""
     if isinstance(there, Counter):  # MultiStepLR's milestones
         counts = [*found, *found.values()] if isinstance(found, Counter) else [found]
         if not all(type(count) is int for count in counts):

@@ -1,4 +1,4 @@
-"""What a pass notes: running means, what steps log, and the values over all ranks."""
+"""The values of a pass: running means, what steps log, and the values over all ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fitkit.losses.compiled import of_outputs
 from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
 
 FOLD_EVERY = 128
-"""Values kept before they are folded into a sum: bounds memory, costs one operation."""
+"""The most values kept before they are added to a sum: bounds memory, costs one operation."""
 
 
 class RunningMean:
-    """The mean of batch values, weighed by what each is the mean over, in float64.
+    """The mean of batch values in float64, each weighted by what it is the mean over.
 
-    On a GPU adding keeps the tensor and does nothing else; the sums are made every `FOLD_EVERY`
-    values, there. A CPU's are read at once: nobody waits for that, whereas small tensors that are
-    kept lie in the gaps where a net's next activations would be, which then move through memory
-    that no cache holds (9 % of a small net's time).
+    On a GPU, adding only keeps the tensor. The sums are made there every `FOLD_EVERY` values. A
+    CPU's values are read at once, because nothing waits for that. Kept small tensors would lie in
+    the gaps where a net's next activations would be. These would then move through memory that no
+    cache holds (9 % of a small net's time).
     """
 
     __slots__ = ("_count", "_counted", "_counts", "_read", "_sum", "_values", "last")
@@ -45,7 +45,7 @@ class RunningMean:
         self._counted: float | torch.Tensor = 0  # on the device
 
     def add(self, value: torch.Tensor, count: float | torch.Tensor) -> None:
-        """Take a batch's mean; one over nothing changes nothing, though it is NaN.
+        """Add a batch's mean. A mean over nothing changes nothing, though it is NaN.
 
         Args:
             value: a detached tensor ().
@@ -65,7 +65,7 @@ class RunningMean:
             self._fold()
 
     def add_each(self, values: torch.Tensor, count: int) -> None:
-        """Take several batches' means (k,), each over as many samples."""
+        """Add several batches' means (k,), each over this many samples."""
         if not is_at_hand(values):
             for value in values.unbind():
                 self.add(value, count)
@@ -93,7 +93,7 @@ class RunningMean:
         self._counts.clear()
 
     def sums(self) -> tuple[float, float]:
-        """The sum over what counted so far, read from the device, and how much that was."""
+        """The sum over what counted so far, read from the device, and its count."""
         self._fold()
         total = self._read + (0.0 if self._sum is None else self._sum.item())
         counted = self._counted
@@ -108,7 +108,7 @@ class RunningMean:
 
 
 def is_at_hand(value: torch.Tensor) -> bool:
-    """Whether reading a number waits for nothing: it is in main memory, on this rank."""
+    """Whether a number can be read without waiting: it is in main memory, on this rank."""
     return value.is_cpu and type(value) is torch.Tensor
 
 
@@ -125,7 +125,7 @@ class Running:
         self._value: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor, samples: int) -> None:
-        """Take a value; `value` is a detached 0-d tensor."""
+        """Add a value, a detached 0-d tensor."""
         if self._reduce_fx == "mean":
             self._mean.add(value, samples)
         elif self._value is None:
@@ -134,7 +134,7 @@ class Running:
             self._value = _PAIRWISE[self._reduce_fx](self._value, value.double())
 
     def state(self) -> tuple[float, float]:
-        """What there is on this rank, as (number, samples); no samples: nothing."""
+        """This rank's state, as (number, samples). No samples: nothing."""
         if self._reduce_fx == "mean":
             return self._mean.sums()
         return (0.0, 0) if self._value is None else (self._value.item(), 1)
@@ -148,13 +148,13 @@ _PAIRWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Entry:
-    """All that was logged under one name.
+    """All values logged under one name.
 
     Attributes:
-        options: what `self.log` was given; the same at each call.
+        options: the options of `self.log`, the same at each call.
         latest: the last value.
         running: the values of the pass.
-        metric: the torchmetrics object, where it is one.
+        metric: the torchmetrics object, if it is one.
     """
 
     def __init__(self, options: LogOptions) -> None:
@@ -177,7 +177,7 @@ class Entry:
         return {key: value for key, value in found.items() if value is not None}
 
     def state(self) -> dict[str, Any]:
-        """What this rank tells the others."""
+        """What this rank sends to the others."""
         latest = None if self.latest is None else float(self.latest)
         return {
             "options": dataclasses.asdict(self.options),
@@ -191,7 +191,7 @@ class Logged:
     """The names and values of one pass.
 
     Attributes:
-        entries: by name, in the order in which they came.
+        entries: the entries by name, in the order in which they came.
     """
 
     def __init__(self) -> None:
@@ -206,11 +206,11 @@ class Logged:
         self._pending.clear()
 
     def add(self, name: str, value: Any, options: LogOptions, samples: int) -> None:
-        """Take a value.
+        """Add a value.
 
         Args:
             value: a 0-d tensor, or a torchmetrics object.
-            samples: by how many samples a mean weighs it.
+            samples: the number of samples that weights it in a mean.
 
         Raises:
             ConfigurationError: the name came before with other options, or with another metric.
@@ -281,11 +281,11 @@ class Logged:
         }
 
     def state(self) -> dict[str, Any]:
-        """What this rank tells the others, by name."""
+        """What this rank sends to the others, by name."""
         return {name: entry.state() for name, entry in self.entries.items()}
 
     def finish(self) -> None:
-        """Let torchmetrics objects forget the pass: its values are taken."""
+        """Reset torchmetrics objects, because the pass's values are taken."""
         for entry in self.entries.values():
             if entry.metric is not None:
                 entry.metric.reset()
@@ -293,12 +293,12 @@ class Logged:
     def merge(
         self, gathered: list[dict[str, Any]], steps: list[int], ranks: list[int]
     ) -> dict[str, float]:
-        """The values of all ranks together, as far as this rank can tell them.
+        """The values of all ranks together, as far as this rank can compute them.
 
         Args:
             gathered: each rank's `state`.
-            steps: each rank's number of steps that count; one without any logs nothing.
-            ranks: whose state each one is; a rank may have several.
+            steps: each rank's number of steps that count. A rank without any logs nothing.
+            ranks: the rank of each state. A rank may have several.
 
         Raises:
             ConfigurationError: ranks logged different names with `sync_dist`.
@@ -357,7 +357,7 @@ def check_names(gathered: list[tuple[str, ...]]) -> None:
 
 
 def local_value(metric: Any) -> Any:
-    """What a torchmetrics object has counted on this rank, without its own exchange."""
+    """A torchmetrics object's value on this rank, without its own exchange."""
     return merged_metric_value(metric, [metric_states(metric)])
 
 
@@ -377,10 +377,10 @@ class Logbook:
         meters: the pass's metrics.
 
     Attributes:
-        scales: the loss weights of the parts, where these are means over different things: the
-            loss is their sum then, not a mean of batches' losses.
+        scales: the loss weights of the parts, if these are means over different things. The loss
+            is then their sum, not a mean of batches' losses.
         steps: how many steps this rank has made.
-        padding: how many of them were padding, which counts for nothing.
+        padding: how many of them were padding, which doesn't count.
     """
 
     def __init__(self, meters: Any) -> None:
@@ -393,12 +393,12 @@ class Logbook:
         self.padding: int = 0
 
     def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
-        """Take the losses of a batch's several outputs."""
+        """Add the losses of a batch's several outputs."""
         for name, value in parts.items():
             self.parts.setdefault(name, RunningMean()).add(value.detach(), samples)
 
     def add_terms(self, terms: list[Term], samples: int) -> None:
-        """Take the losses of a batch's several outputs, each the mean over something else."""
+        """Add the losses of a batch's several outputs, each the mean over something else."""
         for term in terms:
             mean = self.parts.setdefault(term.name, RunningMean())
             mean.add(term.value.detach(), samples if term.count is None else term.count)
@@ -414,12 +414,12 @@ class Logbook:
         self.steps = self.padding = 0
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """The sum of the loss and of each of its parts, and over what it was taken."""
+        """The sum of the loss and of each of its parts, with what it was taken over."""
         parts = {name: part.sums() for name, part in self.parts.items()}
         return parts if self.scales else {"loss": self._loss_sums(), **parts}
 
     def _loss_sums(self) -> tuple[float, float]:
-        """The sum of the losses and their number, those included that wait with the metrics."""
+        """The sum of the losses and their number, including those that wait with the metrics."""
         (total, count), (more, samples) = self.loss.sums(), self.meters.loss_sums()
         return total + more, count + samples
 
@@ -440,18 +440,18 @@ class Logbook:
 def whole_loss(
     parts: Mapping[str, float | None], scales: dict[str, float], loss: float | None
 ) -> float | None:
-    """The loss of several outputs, from their means where these are over different things."""
+    """The loss of several outputs, from their means, if these are over different things."""
     means = [(scale, parts.get(name)) for name, scale in scales.items()]
     known = [scale * mean for scale, mean in means if mean is not None]
     return sum(known) if known else loss
 
 
 class LazyLogs(MutableMapping[str, Any]):
-    """A batch's logs: running values, made when somebody reads them.
+    """A batch's logs: running values, computed when they are read.
 
     Args:
-        read: gives the values; called at the first access.
-        batch_loss: the batch's own loss, a 0-d tensor on the device; None where there is none.
+        read: a function that returns the values, called at the first access.
+        batch_loss: the batch's own loss, a 0-d tensor on the device; None if there is none.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Updates that a model's own step makes (`automatic_optimization = False`): they are counted."""
+"""Manual optimization: updates by the model's own step (`automatic_optimization = False`)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fitkit.training.settings import DEFAULTS
 
 
 def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """A part's loss; 0 where it is the mean over nothing, which is NaN."""
+    """A part's loss; 0 if it is the mean over nothing, which is NaN."""
     if isinstance(count, torch.Tensor):
         return torch.where(count > 0, loss, torch.zeros_like(loss))
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 class Manual:
-    """The step makes the updates itself (`automatic_optimization = False`); they are counted.
+    """Runs a step that makes its own updates (`automatic_optimization = False`), and counts them.
 
-    Each call of an optimizer's `step` is one. Optimizers that work otherwise (SAM's `first_step`
-    and `second_step`) have made one in each batch after which the weights have changed.
+    Each call of an optimizer's `step` is one. For optimizers that work otherwise (SAM's
+    `first_step` and `second_step`), each batch that changes the weights is one.
 
     Args:
-        model: whose optimizers make them.
-        step: calls its `training_step`.
+        model: the model whose optimizers make them.
+        step: the object that calls its `training_step`.
     """
 
     def __init__(self, model: Module, step: Step) -> None:
@@ -41,7 +41,7 @@ class Manual:
         self._state: FitState = model._fitkit.fit_state
         self._engine: Engine | None = compilation.strategy.engine
         self._parameters = compilation.trainable(model)
-        self._steps_count = False  # whether some `step` was seen: then nothing else is looked at
+        self._steps_count = False  # whether a `step` was seen: then only these count
         self._updates_before: int | None = None  # of the epoch; None before its first batch
         self._has_warned = False
 
@@ -69,21 +69,21 @@ class Manual:
         return True
 
     def flush(self) -> None:
-        """Nothing waits: own updates aren't compiled as a whole."""
+        """Does nothing, because own updates aren't compiled as a whole."""
 
     def finish(self) -> None:
-        """Nothing is left over; an epoch without an update is told once."""
+        """Nothing is left over. Warns once of an epoch without an update."""
         if self._state.updates == self._updates_before and not self._has_warned:
             self._has_warned = True
             warn(
-                "No update was seen in this epoch, so global_step, EMA and what else follows "
+                "No update was seen in this epoch, so global_step, EMA and whatever else follows "
                 "updates stand still. One is counted for each optimizer.step() in training_step, "
-                "or for a batch that changes the parameters in place; p.data hides a change."
+                "or for a batch that changes the parameters in place. p.data hides a change."
             )
         self._updates_before = None
 
     def _versions(self) -> list[int]:
-        """What torch counts up with each change in place."""
+        """torch's counters of changes in place."""
         return [parameter._version for parameter in self._parameters]
 
 
@@ -95,7 +95,7 @@ def manual_backward(
     count: Count = None,
     **options: Any,
 ) -> None:
-    """Compute the gradients of a loss that the model's own step gave, averaged over the ranks."""
+    """Compute the gradients of a loss from the model's own step, averaged over the ranks."""
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
     mine: float = step.samples
     whole: float = step.total
@@ -121,7 +121,7 @@ def exchange_gradients(strategy: Strategy, parameters: list[torch.nn.Parameter])
 
 
 def check_manual(model: Module) -> None:
-    """Refuse what a model that makes its own updates can't be asked for.
+    """Refuse options that a model with manual optimization can't have.
 
     Raises:
         ConfigurationError: no `training_step`, or options that belong to automatic optimization.

@@ -42,7 +42,7 @@ SCHEDULER_KEYS = (
     "opt_idx",
 )  # fmt: skip
 LENGTHS = ("T_max", "total_steps", "total_iters", "_schedule_phases")
-"""What a scheduler's state says of how long it takes."""
+"""The entries of a scheduler's state that give its length."""
 OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 
 
@@ -53,13 +53,13 @@ class PlannedScheduler:
     Attributes:
         scheduler: the scheduler.
         interval: `"epoch"` or `"step"` (an update).
-        frequency: it moves after every so many of these.
-        monitor: the log that it watches; None for a scheduler that watches nothing.
-        optimizer: whose rates it sets.
-        strict: whether a monitored log that isn't there is an error; else it is told once.
+        frequency: it moves once in this many intervals.
+        monitor: the log that it watches; None if it watches nothing.
+        optimizer: the optimizer whose rates it sets.
+        strict: whether a missing monitored log is an error. If not, there is one warning.
         follows_fit: whether its length is the training's.
-        name: what LearningRateMonitor calls its rates; None for `learning_rate`.
-        passed: how many of its intervals are over; a checkpoint keeps it.
+        name: the name that LearningRateMonitor gives its rates; None for `learning_rate`.
+        passed: how many of its intervals are over. A checkpoint keeps it.
     """
 
     scheduler: Any
@@ -79,16 +79,16 @@ class PlannedScheduler:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a checkpoint can keep where the scheduler is."""
+        """Whether a checkpoint can keep the scheduler's position."""
         names = ("state_dict", "load_state_dict")
         return all(callable(getattr(self.scheduler, name, None)) for name in names)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the scheduler."""
+        """The scheduler's part of a checkpoint."""
         return self.scheduler.state_dict() if self.keeps_state else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a stored state; a length that the fit has given anew stays."""
+        """Continue from a stored state. A length that the fit has set stays."""
         if not self.keeps_state:
             return
         lengths = LENGTHS if self.follows_fit else ()
@@ -96,7 +96,7 @@ class PlannedScheduler:
         self.scheduler.load_state_dict(kept)
 
     def stepper(self) -> Callable[[], None]:
-        """What to call after each of its intervals; each call counts one."""
+        """The function to call after each of its intervals. Each call counts one."""
         scheduler = self.scheduler
         # One with a fixed length (OneCycleLR) keeps its last rate after it.
         total = getattr(scheduler, "total_steps", None)
@@ -118,9 +118,9 @@ class OwnOptimizers:
     """The optimizers of `configure_optimizers`.
 
     Attributes:
-        optimizers: in their order.
-        schedulers: in theirs.
-        frequencies: for how many batches in a row each optimizer is used; None for all each time.
+        optimizers: the optimizers, in their order.
+        schedulers: the schedulers, in theirs.
+        frequencies: for how many batches in a row each optimizer is used. None uses all each time.
     """
 
     optimizers: list[Optimizer]
@@ -129,10 +129,10 @@ class OwnOptimizers:
 
 
 def read_optimizers(returned: Any) -> OwnOptimizers:
-    """What `configure_optimizers` returned.
+    """Parse what `configure_optimizers` returned.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: none of the shapes.
+        ConfigurationError, ArgumentTypeError: it has none of the accepted shapes.
     """
     if returned is None:
         raise ConfigurationError(
@@ -255,38 +255,38 @@ def _checked_name(name: Any) -> str | None:
 
 
 class RunningFit(Run, Protocol):
-    """The `fit` that runs, as far as checkpoints use it, too."""
+    """The running `fit`, as far as checkpoints use it, too."""
 
     def progress(self) -> Progress:
-        """Tell where the training is, on all ranks."""
+        """Report the training's place, on all ranks."""
 
 
 @dataclasses.dataclass
 class FitState:
-    """The optimizers and schedulers: made when they are first needed after `compile` named them.
+    """The optimizers and schedulers, made when they are first needed after `compile`.
 
     Attributes:
-        optimizers: one, several that step together, or those of `configure_optimizers`; empty
-            before they were needed.
-        takes_turns: whether several have a loss each, in turn, as `configure_optimizers` means it.
-        schedulers: those of `configure_optimizers`, or the compiled one; empty where there are
-            none, or before the first fit.
-        frequencies: for how many batches in a row each optimizer is used; None for all each time.
-        updates: how many updates were made so far; never starts anew.
-        rate_factor: by how much the rates were scaled for the number of ranks.
+        optimizers: one, several that step together, or those of `configure_optimizers`. Empty
+            before they are needed.
+        takes_turns: whether several have one loss each, in turn, by `configure_optimizers`.
+        schedulers: those of `configure_optimizers`, or the compiled one. Empty if there are none,
+            and before the first fit.
+        frequencies: for how many batches in a row each optimizer is used. None uses all each time.
+        updates: the number of updates so far. It is never reset.
+        rate_factor: the factor by which the rates were scaled for the number of ranks.
         accumulate: batches whose gradients make one update, from the next group on.
-        grad_norms: of the gradients of each update before they are limited, since a callback took
-            them; None where nobody asks.
+        grad_norms: the gradient norm of each update before clipping, since a callback last took
+            them. None if nobody asks.
         frozen: the parameters that `toggle_optimizer` froze.
-        scalings: scale the losses of half precision, one an optimizer; empty where none are.
+        scalings: the loss scalers of half precision, one per optimizer. Empty without scaling.
         stored_scalings: their states in a checkpoint.
-        run: the `fit` that runs; None outside of one.
-        progress: where the last `fit`, or the checkpoint that was loaded, has ended.
-        stored_schedulers: states that a checkpoint has for schedulers not made yet.
+        run: the running `fit`, or None.
+        progress: where the last `fit`, or the loaded checkpoint, ended.
+        stored_schedulers: a checkpoint's states for schedulers not made yet.
         stored_groups: the optimizers' settings in that checkpoint.
-        trains: whether schedule-free optimizers show the weights that they train at, not those
-            that evaluate and are saved.
-        stored_weights: each optimizer's weights to train at in a checkpoint made within an epoch.
+        trains: whether schedule-free optimizers hold the weights that they train at, instead of
+            those for evaluation and saving.
+        stored_weights: each optimizer's training weights in a checkpoint made within an epoch.
     """
 
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
@@ -308,14 +308,14 @@ class FitState:
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy gets: all but the run."""
+        """The state of a copy: everything but the run."""
         return {**self.__dict__, "run": None}
 
     def optimizers_for(self, model: Module) -> list[Optimizer]:
         """The optimizers over the model's parameters.
 
-        One that was made from a name is made anew where parameters have been replaced since;
-        it would go on training the old ones.
+        An optimizer made from a name is built again if parameters have been replaced. Otherwise it
+        would keep training the old ones.
 
         Raises:
             ConfigurationError: it can't be made, nothing can learn, or an instance holds
@@ -344,7 +344,7 @@ class FitState:
         return self.optimizers
 
     def _configure(self, model: Module) -> None:
-        """Take what the model's own `configure_optimizers` gives."""
+        """Use the result of the model's own `configure_optimizers`."""
         compilation = model._fitkit.compilation
         check_trainable(list(model.parameters()))
         for name in ("learning_rate", "lr_scheduler"):
@@ -371,15 +371,15 @@ class FitState:
     ) -> list[PlannedScheduler]:
         """The schedulers of a fit.
 
-        One by name whose length `fit` gives (`"cosine"`) is made anew for each fit and moved on
-        to `initial_epoch`; any other is made once and goes on. A checkpoint's states are given to
-        those that go on.
+        A scheduler by name that gets its length from `fit` (`"cosine"`) is built again for each fit
+        and moved to `initial_epoch`. All others are built once and continue. They get the states
+        of a checkpoint.
 
         Args:
-            epochs: the final epoch's number.
-            initial_epoch: the first epoch's number.
-            steps: updates in an epoch; None where unknown.
-            resumes: whether a fit goes on that was cut.
+            epochs: the number of the final epoch.
+            initial_epoch: the number of the first epoch.
+            steps: updates per epoch; None if unknown.
+            resumes: whether the fit resumes a saved training.
         """
         optimizers = self.optimizers_for(model)
         choice = model._fitkit.compilation.scheduler
@@ -400,7 +400,7 @@ class FitState:
         steps: int | None,
         begins_anew: bool,
     ) -> None:
-        """Make one for each optimizer; an instance is of the optimizer that it was made for."""
+        """Make one for each optimizer. An instance belongs to the optimizer it was made for."""
         if self.schedulers or (begins_anew and self.stored_schedulers):
             self.stored_schedulers = []
             for group in self.groups:
@@ -421,20 +421,20 @@ class FitState:
             )
 
     def _move_to(self, initial_epoch: int, steps: int | None) -> None:
-        """Move the schedulers to where they would be at the beginning of an epoch."""
+        """Move the schedulers to where they would be at the start of an epoch."""
         for plan in self.schedulers:
             done = initial_epoch if plan.interval == "epoch" else initial_epoch * (steps or 0)
             plan.passed, done = done, done // plan.frequency
-            # torch warns where a scheduler moves before its optimizer has.
+            # torch warns if a scheduler moves before its optimizer.
             plan.optimizer._opt_called = True  # type: ignore[union-attr]
             for _ in range(done):
                 plan.scheduler.step()
 
     def restore_schedulers(self) -> None:
-        """Give schedulers the states that a checkpoint has for them.
+        """Give schedulers the states from a checkpoint.
 
         Raises:
-            CheckpointError: it has other schedulers.
+            CheckpointError: the checkpoint has other schedulers.
         """
         stored, self.stored_schedulers = self.stored_schedulers, []
         groups, self.stored_groups = self.stored_groups, []
@@ -452,7 +452,7 @@ class FitState:
         for plan, entry in zip(self.schedulers, stored, strict=True):
             plan.load_state(entry["state"])
             plan.passed = entry.get("passed", 0)
-        # Making a scheduler has set the rates anew.
+        # Making a scheduler has reset the rates.
         for group, kept in zip(self.groups, groups, strict=True):
             put_back(group, kept)
 
@@ -462,7 +462,7 @@ class FitState:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def freeze_others(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        """Let only this optimizer's parameters need gradients; those that are frozen by that."""
+        """Let only this optimizer's parameters need gradients. Returns those frozen by that."""
         needed = {id(parameter) for parameter in held_by(optimizer)}
         others = {id(p): p for other in self.optimizers for p in held_by(other)}
         frozen = [p for key, p in others.items() if key not in needed and p.requires_grad]
@@ -471,7 +471,7 @@ class FitState:
         return frozen
 
     def scalings_for(self, strategy: Strategy, count: int) -> list[Scaling]:
-        """What scales the losses, where the precision wants that; kept from fit to fit."""
+        """The loss scalers, if the precision needs them. They are kept from fit to fit."""
         if strategy.precision.scaler(strategy.device) is None:
             self.scalings = []
             return []
@@ -486,7 +486,7 @@ class FitState:
 
     @contextlib.contextmanager
     def counting_steps(self) -> Iterator[None]:
-        """Count the updates that somebody else makes meanwhile."""
+        """Count the updates that other code makes within the block."""
 
         def count(*arguments: Any) -> None:
             self.updates += 1
@@ -504,10 +504,10 @@ class FitState:
 
     @contextlib.contextmanager
     def settings_kept(self) -> Iterator[None]:
-        """Put the groups' settings back at the end of a block.
+        """Restore the groups' settings at the end of a block.
 
-        What callbacks do at an epoch's beginning was done before the epoch was cut; since then
-        the rates may have moved.
+        Callbacks' actions at the start of the epoch happened before the training was saved. The
+        rates may have changed since then.
         """
         before = self.settings()
         yield
@@ -515,10 +515,10 @@ class FitState:
             put_back(group, settings)
 
     def train(self, weights: list[list[torch.Tensor]] | None = None) -> None:
-        """Have schedule-free optimizers show the weights that they train at.
+        """Make schedule-free optimizers use the weights that they train at.
 
         Args:
-            weights: these, to the bit: there and back again differs in the last ones.
+            weights: these weights, to the bit: switching back and forth changes the last bits.
         """
         for optimizer in self.optimizers:
             if is_schedule_free(optimizer):
@@ -533,7 +533,7 @@ class FitState:
                     parameter.copy_(as_parts(weight, parameter))
 
     def eval(self) -> None:
-        """Have schedule-free optimizers show the weights that evaluate, and that are saved."""
+        """Make schedule-free optimizers use the weights for evaluation and saving."""
         for optimizer in self.optimizers if self.trains else ():
             if is_schedule_free(optimizer):
                 optimizer.eval()  # type: ignore[attr-defined]
@@ -541,7 +541,7 @@ class FitState:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Surrounds updates: afterwards the weights evaluate again, unless they trained before."""
+        """Surround updates. Afterwards the weights are for evaluation again, if they were."""
         before = self.trains
         try:
             self.train()
@@ -552,10 +552,10 @@ class FitState:
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[list[list[torch.Tensor]] | None]:
-        """Show the weights that evaluate within an epoch; then those that train, to the bit.
+        """Use the evaluation weights within an epoch, then the training weights, to the bit.
 
         Yields:
-            Each optimizer's weights to train at; None where the model has no others.
+            Each optimizer's training weights; None if the model has no others.
         """
         if not self.trains:
             yield None
@@ -571,33 +571,33 @@ class FitState:
             self.train(weights)
 
     def set_rate(self, rate: float) -> None:
-        """Change the rates and keep the optimizers' state; schedulers begin anew from there."""
+        """Change the rates and keep the optimizers' state. Schedulers start again from there."""
         self.rate_factor = 1.0
         for group in self.groups:
             put_rate(group, rate)
         self.drop_schedulers()
 
     def drop_optimizers(self) -> None:
-        """Let the optimizers be made anew."""
+        """Let the optimizers be built again."""
         self.optimizers, self.schedulers, self.frequencies = [], [], None
         self.takes_turns = False
         self.stored_schedulers, self.stored_groups = [], []
         self.trains, self.stored_weights = False, []
 
     def drop_schedulers(self) -> None:
-        """Let the next scheduler begin from the rates that there are now."""
+        """Let the next scheduler start from the current rates."""
         self.schedulers = []
         self.stored_schedulers, self.stored_groups = [], []
         for group in self.groups:
             group.pop("initial_lr", None)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """What `restore` needs: the objects, and the groups' settings."""
+        """The data for `restore`: the objects, and the groups' settings."""
         objects = {name: getattr(self, name) for name in KEPT}
         return objects, self.settings()
 
     def settings(self) -> list[dict[str, Any]]:
-        """The groups' settings; rates in tensors are changed in place, and so are copied."""
+        """The groups' settings. Rates in tensors change in place, so they are copied."""
         return [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -608,7 +608,7 @@ class FitState:
         ]
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Put the objects and the groups' settings back."""
+        """Restore the objects and the groups' settings."""
         objects, settings = snapshot
         vars(self).update(objects)
         for group, before in zip(self.groups, settings, strict=True):
@@ -618,7 +618,7 @@ class FitState:
 
 
 def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Give an optimizer's group its settings back; a tensor stays the object that it is."""
+    """Restore the settings of an optimizer's group. A tensor stays the same object."""
     for name, value in settings.items():
         current = group.get(name)
         if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -632,7 +632,7 @@ KEPT = (
     "optimizers", "takes_turns", "schedulers", "frequencies", "rate_factor",
     "stored_schedulers", "stored_groups", "stored_scalings", "stored_weights",
 )  # fmt: skip
-"""What `snapshot` keeps."""
+"""The attributes that `snapshot` keeps."""
 
 
 def configures_its_own(model: Module) -> bool:
@@ -643,7 +643,7 @@ def configures_its_own(model: Module) -> bool:
 
 
 def warn_of_flags(model: torch.nn.Module) -> None:
-    """Say where Keras's `layer.trainable = False` was written to a layer of torch, which learns."""
+    """Warn of Keras's `layer.trainable = False` on a torch layer, which learns all the same."""
     for path, module in model.named_modules():
         is_set = vars(module).get("trainable") is False and not _has_flag(type(module))
         if is_set and any(parameter.requires_grad for parameter in module.parameters()):
@@ -654,13 +654,13 @@ def warn_of_flags(model: torch.nn.Module) -> None:
 
 
 def _has_flag(kind: type) -> bool:
-    """Whether a class itself knows the attribute, and so may mean something of its own."""
+    """Whether a class defines the attribute itself, and so may give it another meaning."""
     codes = [getattr(f, "__code__", None) for base in kind.__mro__ for f in vars(base).values()]
     return any("trainable" in code.co_names for code in codes if code is not None)
 
 
 def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:
-    """Say once that a loss has parameters which nobody trains."""
+    """Warn once that a loss has parameters that no optimizer trains."""
     held = {id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)}
     idle = [p for p in compilation.loss_parameters() if p.requires_grad and id(p) not in held]
     if idle:

@@ -1,4 +1,4 @@
-"""One batch by the steps that a model defines itself, and what its hooks need to know meanwhile."""
+"""One batch by the model's own steps, and the context that its hooks need."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class StepContext:
 
     Attributes:
         name: `"training"`, `"validation"`, `"test"` or `"predict"`.
-        logged: what `self.log` was given.
-        compiled: computes the compiled loss, which hooks get by `super().training_step(…)`; None in
+        logged: the values of `self.log`.
+        compiled: computes the compiled loss, which hooks get by `super().training_step(…)`. None in
             `predict`.
-        predicting: computes the net's outputs, which `predict_step` gets by `super()`; None
-            elsewhere than in `predict`.
-        samples: of the current batch, on this rank.
-        seen: samples of the pass so far, on this rank.
-        is_over: whether the hook at the pass's end runs.
-        is_padding: whether the current batch is padding, which counts for nothing.
+        predicting: computes the net's outputs, which `predict_step` gets by `super()`. None except
+            in `predict`.
+        samples: the samples of the current batch, on this rank.
+        seen: the samples of the pass so far, on this rank.
+        is_over: whether the hook at the end of the pass runs.
+        is_padding: whether the current batch is padding, which doesn't count.
         is_opening: whether hooks run before a batch whose samples aren't known yet.
-        waiting: what they have logged, until `take_waiting`.
-        ending: what a hook logs that is called with the pass's values; None elsewhere.
+        waiting: the values that they logged, until `take_waiting`.
+        ending: the values logged by a hook that is called with the pass's values; otherwise None.
         backward: computes a loss's gradients and averages them over the ranks; training only.
     """
 
@@ -73,7 +73,7 @@ class StepContext:
         return moved_by(own, batch, device)
 
     def transferred(self, batch: Any) -> Any:
-        """A batch brought to the device as fitkit itself does."""
+        """A batch moved to the device in fitkit's way."""
         step = self.compiled or self.predicting
         assert step is not None
         return step.mover.transfer(batch)
@@ -89,7 +89,7 @@ class StepContext:
         return self.predicting.inside(model, batch)
 
     def call_before_batch(self, hooks: Iterable[Callable[..., Any]], *arguments: Any) -> None:
-        """Call hooks before a batch: what they log counts with that batch's samples."""
+        """Call hooks before a batch. What they log counts with that batch's samples."""
         self.is_opening = True
         for hook in hooks:
             hook(*arguments)
@@ -102,16 +102,16 @@ class StepContext:
         ranks: Collectives,
         *arguments: Any,
     ) -> None:
-        """Call hooks with a pass's values, to which what one of them logs is added for the next.
+        """Call hooks with a pass's values. What one logs is added to the values for the next.
 
         Args:
-            hooks: the callbacks', in their order.
-            values: the pass's, the same on all ranks; and so they stay.
-            ranks: those that call the hooks too.
-            *arguments: the hooks' own.
+            hooks: the callbacks' hooks, in their order.
+            values: the pass's values. They stay the same on all ranks.
+            ranks: the ranks that call the hooks, too.
+            *arguments: the hooks' own arguments.
 
         Ranks:
-            Collective: an exchange for each hook that isn't fitkit's own, whose code may log.
+            Collective: one exchange per hook that isn't fitkit's own, because its code may log.
         """
         for hook in hooks:
             self.ending = Logged()
@@ -128,10 +128,10 @@ class StepContext:
                 ending.finish()
 
     def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
-        """Take a value that a hook logs, unless its batch counts for nothing.
+        """Record a value that a hook logs, unless its batch doesn't count.
 
         Raises:
-            ConfigurationError: in `predict`; and what `Logged.add` refuses.
+            ConfigurationError: called in `predict`, or `Logged.add` refuses the value.
         """
         if self.name == "predict":
             raise ConfigurationError(
@@ -149,23 +149,23 @@ class StepContext:
         if self.is_padding or (batch == 0 and not self.is_over):
             return
         if samples is None:
-            # What is logged at a pass's end stands for all samples of this rank.
+            # A value logged at the end of a pass stands for all samples of this rank.
             samples = max(self.seen, 1) if self.is_over else batch
         self.logged.add(name, value, options, samples)
 
     def take_waiting(self) -> None:
-        """Take what was logged before the current batch, now that its samples are known."""
+        """Record what was logged before the current batch, now that its samples are known."""
         waiting, self.waiting = self.waiting, []
         for entry in waiting:
             self.log(*entry)
 
 
 class StepContexts:
-    """What runs on a model: a context a thread. A copy of a model gets none of them.
+    """The contexts of the calls that run on a model, one per thread. A copy of a model has none.
 
     Attributes:
-        by_thread: the contexts, by their threads' numbers.
-        placing: held while the model is brought to its device, which one thread does at a time.
+        by_thread: the contexts, by thread number.
+        placing: a lock held while a thread moves the model to its device.
     """
 
     def __init__(self) -> None:
@@ -177,8 +177,8 @@ class StepContexts:
 
     @property
     def current(self) -> StepContext | None:
-        """This thread's context; in a thread that only helps (a replica's, or autograd's) that of
-        the thread that it helps, where one alone can be meant."""
+        """This thread's context. A helper thread (of a replica or autograd) gets the context of the
+        thread that it helps, if only one is possible."""
         found = self.by_thread.get(threading.get_ident())
         if found is None and len(contexts := list(self.by_thread.values())) == 1:
             return contexts[0]
@@ -187,7 +187,7 @@ class StepContexts:
 
 @contextlib.contextmanager
 def running(model: Module, context: StepContext) -> Iterator[StepContext]:
-    """Make a context the model's current one in this thread; calls of verbs may nest."""
+    """Make a context the model's current one in this thread. Calls may nest."""
     contexts, thread = model._fitkit.contexts.by_thread, threading.get_ident()
     before = contexts.get(thread)
     contexts[thread] = context

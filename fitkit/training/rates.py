@@ -1,4 +1,4 @@
-"""Learning rates for larger batches: scaling by the number of ranks, and a gradual warm-up.
+"""Learning rates for larger batches: scaling by the number of ranks, and a gradual warmup.
 
 Reference: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
 arXiv:1706.02677.
@@ -14,14 +14,14 @@ from fitkit.errors import ConfigurationError
 from fitkit.training.optimizing import FitState
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
-"""How the rate grows with the number of ranks; None: not at all."""
+"""How the rate grows with the number of ranks. None: not at all."""
 
 
 def scale_rates(state: FitState, scaling: str | None, ranks: int) -> float:
-    """Multiply the rates for a number of ranks, once; a later fit on others corrects them.
+    """Multiply the rates for a number of ranks, once. A later fit with another number corrects it.
 
     Returns:
-        The factor by which the rates are above those that the user set.
+        The factor between the rates and those that the user set.
     """
     factor = 1.0 if scaling is None else SCALINGS[scaling](ranks)
     change = factor / state.rate_factor
@@ -35,15 +35,15 @@ def scale_rates(state: FitState, scaling: str | None, ranks: int) -> float:
 
 
 class WarmUp:
-    """Raises the rates linearly over the first updates, to what they were when it was made.
+    """Raises the rates linearly over the first updates, up to their values when it was created.
 
-    Update k of n has the rate `target * (start + (1 - start) * k / n)`. Schedulers wait until it is
-    over. A rate that somebody sets meanwhile is the new target.
+    Update k of n has the rate `target * (start + (1 - start) * k / n)`. Schedulers wait until the
+    warmup is over. If other code sets a rate during it, that is the new target.
 
     Args:
         groups: the optimizers' parameter groups, whose rates it sets from now on.
-        updates: how many updates it takes, n.
-        start: the fraction of the rates that the rise begins at; no update has as little.
+        updates: the number of updates, n.
+        start: the fraction of the rates at the start. No update has a rate that low.
     """
 
     def __init__(self, groups: list[dict[str, Any]], updates: int, start: float) -> None:
@@ -57,29 +57,29 @@ class WarmUp:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rates are what they were meant to be."""
+        """Whether the rates have reached their targets."""
         return self._done >= self._updates
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Its part of a checkpoint."""
         self._follow()
         return {"done": self._done, "targets": [float(target) for target in self._targets]}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self._done = int(state["done"])
         self._targets = [float(target) for target in state["targets"]]
         self._set()
 
     def step(self) -> None:
-        """Take note of an update."""
+        """Record an update."""
         if not self.is_over:
             self._follow()
             self._done += 1
             self._set()
 
     def end(self) -> None:
-        """Give the groups the rates that were aimed at, where they aren't reached yet."""
+        """Set the groups to their target rates, if they haven't reached them yet."""
         if not self.is_over:
             self._follow()
             for group, target in zip(self._groups, self._targets, strict=True):
@@ -93,7 +93,7 @@ class WarmUp:
         self._last = [group["lr"] for group in self._groups]
 
     def _follow(self) -> None:
-        """Aim at the rates that somebody has set meanwhile."""
+        """Take rates that other code has set since as the new targets."""
         for index, (group, last) in enumerate(zip(self._groups, self._last, strict=True)):
             if group["lr"] is not last:
                 self._targets[index] = self._last[index] = group["lr"]
@@ -102,16 +102,16 @@ class WarmUp:
 def warm_up(
     groups: list[dict[str, Any]], epochs: float | None, steps: int | None, factor: float
 ) -> WarmUp | None:
-    """The warm-up that `warmup_epochs` asks for.
+    """The warmup for `warmup_epochs`.
 
     Args:
-        epochs: how long; None or 0 for none.
-        steps: updates in an epoch; None where unknown.
-        factor: by how much the rates were scaled: it begins at the unscaled ones (at 0 where
-            nothing was scaled).
+        epochs: its length; None or 0 for none.
+        steps: updates per epoch; None if unknown.
+        factor: the factor by which the rates were scaled. The warmup starts at the unscaled rates
+            (at 0 if nothing was scaled).
 
     Raises:
-        ConfigurationError: the length of an epoch isn't known.
+        ConfigurationError: the length of an epoch is unknown.
     """
     if not epochs:
         return None
@@ -127,13 +127,13 @@ def warm_up(
 def after_update(
     warm: WarmUp | None, moves: list[Callable[[], Any]], *, leads: bool = True
 ) -> Callable[[], Any] | None:
-    """Make a function to call after each update: it moves the warm-up, after that the schedulers.
+    """Make a function to call after each update. It moves the warmup, then the schedulers.
 
-    None where nothing is to be moved.
+    None if nothing moves.
 
     Args:
         moves: the schedulers' steps.
-        leads: whether this optimizer's updates are those that the warm-up counts.
+        leads: whether the warmup counts this optimizer's updates.
     """
     if warm is None and len(moves) <= 1:
         return moves[0] if moves else None

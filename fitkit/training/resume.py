@@ -1,4 +1,4 @@
-"""Where a training is, and how one that was cut goes on from there."""
+"""A training's place in its epochs and data, and how a saved training resumes from there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fitkit.data.arrays import fingerprints
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 
 PLACE = ("batch_size", "samples", "shuffle")
-"""What of the data a place in them depends on."""
+"""The facts about the data that a place in them depends on."""
 
 
 @dataclasses.dataclass
@@ -20,24 +20,25 @@ class Progress:
     """A training's place, as plain data.
 
     Attributes:
-        epoch: the epoch to go on with, from 0.
-        steps: how many of its steps are made.
-        number: of the pass over the data.
+        epoch: the epoch to continue with, from 0.
+        steps: the number of steps made in it.
+        number: the number of the pass over the data.
         batches: how many of the pass's batches are done, over all ranks.
         began: each rank's random state when the pass began; None before the first.
         random: each rank's random state now.
-        seed: of in-memory data's order; None where it has none.
-        loader: the state of a loader that keeps its own; None elsewhere.
-        noted: what each rank has noted of the epoch: sums, metrics' states, logged values, steps.
+        seed: the seed of in-memory data's order; None if there is none.
+        loader: the state of a loader that keeps its own; otherwise None.
+        noted: what each rank has recorded of the epoch: sums, metrics' states, logged values,
+            steps.
         history: the epochs' numbers, and the values by name.
-        warm_up: updates made and rates aimed at; None where there is no warm-up.
-        callbacks: each one's class, what it watches, and its state, in their order.
-        data: what the place in them depends on, and what tells them from others; None in files of
-            earlier versions.
-        shares: among how many the data were dealt out, which may be fewer than the ranks; None in
-            files of earlier versions.
-        validated: the epoch's last validation within it: how many `steps` and `updates` were
-            made, and its `values`; None where there was none.
+        warm_up: the updates made and the target rates; None without a warmup.
+        callbacks: each callback's class, what it watches, and its state, in their order.
+        data: facts that the place depends on, and that identify the data; None in files of earlier
+            versions.
+        shares: the number of shares of the data, which may be fewer than the ranks. None in files
+            of earlier versions.
+        validated: the epoch's last validation within it: the `steps` and `updates` made before it,
+            and its `values`. None if there was none.
     """
 
     epoch: int
@@ -62,10 +63,10 @@ class Progress:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], path: str) -> Progress:
-        """What `as_dict` gave; names that a later version has added are left out.
+        """Read what `as_dict` returned. Names that a later version has added are ignored.
 
         Raises:
-            CheckpointError: something is missing or of another type.
+            CheckpointError: something is missing or has another type.
         """
         values: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
@@ -74,13 +75,13 @@ class Progress:
             if lacks or not _fits(item.name, value):
                 raise CheckpointError(
                     f"{path} has a progress without a usable {item.name!r}: this version of fitkit "
-                    "can't go on from it. Load its weights with load_weights."
+                    "can't resume from it. Load its weights with load_weights."
                 )
             values[item.name] = value
         return cls(**values)
 
     def of_rank(self, rank: int, what: str) -> dict[str, Any] | None:
-        """A rank's entry of `began` or `random`; rank 0's, where it had fewer ranks."""
+        """A rank's entry of `began` or `random`. Rank 0's, if there were fewer ranks."""
         states: list[dict[str, Any] | None] = getattr(self, what)
         return states[rank] if rank < len(states) else None
 
@@ -96,25 +97,25 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """A dict of lists that shares no list with the given one."""
+    """A copy of a dict of lists, with new lists."""
     return {name: list(entries) for name, entries in values.items()}
 
 
 def seed_of(source: Any) -> int | None:
-    """The seed of in-memory data's order, from a source or the one that it is a share of."""
+    """The seed of in-memory data's order, from a source or from the whole that it is a shard of."""
     found: int | None = getattr(source.whole, "seed", None)
     return found
 
 
 def set_seed_of(source: Any, seed: int | None) -> None:
-    """Give in-memory data the seed that `seed_of` found."""
+    """Set the seed that `seed_of` returned."""
     whole = source.whole
     if seed is not None and hasattr(whole, "seed"):
         whole.seed = seed
 
 
 def warn_of_other_ranks(progress: Progress, ranks: int) -> None:
-    """Say that a training goes on with another number of ranks."""
+    """Warn that a training continues on another number of ranks."""
     if len(progress.random) != ranks:
         warn(
             f"The training goes on with {ranks} ranks instead of {len(progress.random)}: each of "
@@ -127,7 +128,7 @@ def _words(data: dict[str, Any]) -> str:
 
 
 def check_data(source: Any, progress: Progress) -> None:
-    """Refuse other data than those within which a training was cut.
+    """Refuse data that differ from those of the saved training.
 
     Raises:
         ConfigurationError: they have another size or order.
@@ -145,21 +146,21 @@ def check_data(source: Any, progress: Progress) -> None:
 
 
 def _kind(callback: Callback) -> dict[str, Any]:
-    """What tells a callback among others: a state is of use only to one that watches the same."""
+    """What identifies a callback: a state is useful only to one that watches the same."""
     monitor = getattr(callback, "monitor", None)
     watched = monitor if isinstance(monitor, str) else getattr(monitor, "name", None)
     return {"class": type(callback).__name__, "monitor": watched}
 
 
 def _place_in(source: Any) -> dict[str, Any]:
-    """What the place in the data depends on."""
+    """The facts that the place in the data depends on."""
     whole = source.whole
     values = (whole.batch_size, whole.samples, getattr(whole, "shuffle", None))
     return dict(zip(PLACE, values, strict=True))
 
 
 def kind_of_data(source: Any) -> dict[str, Any]:
-    """What the place in the data depends on, and what tells two runs' data apart."""
+    """The facts that the place in the data depends on, and that identify the data."""
     loader = getattr(source.whole, "loader", None)
     if loader is None:
         given = getattr(source.whole, "iterable", source.whole)
@@ -184,7 +185,7 @@ def states_of(callbacks: list[Callback]) -> list[dict[str, Any]]:
 
 
 def give_states(callbacks: list[Callback], states: list[dict[str, Any]]) -> None:
-    """Give callbacks the states that `states_of` gave for ones of their kind."""
+    """Give callbacks the states that `states_of` returned for callbacks of their kind."""
     left = list(states)
     for callback in callbacks:
         kept = next((state for state in left if _kind(callback).items() <= state.items()), None)
@@ -207,7 +208,7 @@ def _give_state(callback: Callback, state: Any) -> None:
 
 
 def check_callback_state(callback: Any, state: Any) -> None:
-    """Refuse values of one of fitkit's own callbacks that are of another kind than it keeps.
+    """Refuse values of fitkit's own callbacks that have another type than they keep.
 
     Raises:
         ValueError: with the name.
@@ -223,15 +224,15 @@ def check_callback_state(callback: Any, state: Any) -> None:
 
 
 def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
-    """The path of the checkpoint to go on from; None to begin at the beginning.
+    """The path of the checkpoint to resume from; None to start from the beginning.
 
     Args:
-        asked: what `fit` was given: a path, `"last"` or None.
-        callbacks: those that save know their newest file by `last_path()`, and those that
-            restore by themselves also have `restores = True`.
+        asked: the argument of `fit`: a path, `"last"` or None.
+        callbacks: the callbacks. Those that save have `last_path()`, and those that restore by
+            themselves also have `restores = True`.
 
     Raises:
-        ConfigurationError: `"last"`, but no callback saves any.
+        ConfigurationError: `"last"`, but no callback saves checkpoints.
         CheckpointError: callbacks have checkpoints, and all are damaged.
     """
     is_last = isinstance(asked, str) and asked == "last"
@@ -242,12 +243,12 @@ def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
             "BackupAndRestore). Give one, or the checkpoint's path."
         )
     found = _newest([c for c in savers if is_last or getattr(c, "restores", False)])
-    # A backup is of this very training, which began at the path that is given again.
+    # A backup is of this very training, which began from the given path.
     return asked if found is None and not is_last else found
 
 
 def _newest(savers: list[Any]) -> str | None:
-    """The newest checkpoint that callbacks know; None where there is none.
+    """The newest checkpoint that callbacks know; None if there is none.
 
     Raises:
         CheckpointError: there are some, and all are damaged.

@@ -1,4 +1,4 @@
-"""What the verbs were given, checked, and what `compile`'s arguments resolved to."""
+"""The checked arguments of the methods, and what `compile`'s arguments resolve to."""
 
 from __future__ import annotations
 
@@ -78,24 +78,24 @@ DEFAULTS: dict[str, Any] = {
     "memory_format": None,
     "steps_per_execution": 1,
 }
-"""What holds where no call of `compile` gave something: all its arguments but `gpus` (another
-spelling of two of these). The optimizer is the model's `configure_optimizers` then, or Adam."""
+"""The defaults of all arguments of `compile` except `gpus`, another spelling of two of them. The
+default optimizer is the model's `configure_optimizers`, or Adam."""
 
 
 HARDWARE = ("devices", "accelerator", "strategy", "precision", "num_nodes", "auto_select_gpus")
-"""Arguments that decide on a new strategy."""
+"""Arguments that require a new strategy."""
 
 
 MATMUL_PRECISIONS = (None, "highest", "high", "medium")
 
 
 MEMORY_FORMATS = {"channels_last": torch.channels_last}
-"""By the word that `compile` takes."""
+"""By the name that `compile` takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One consistent set of decisions; `compile` makes a new one and never changes one.
+    """One consistent configuration. `compile` makes a new one and never changes one.
 
     A plain record, not a module: a loss with state must not enter the model's `state_dict`.
 
@@ -112,7 +112,7 @@ class Compilation:
     strategy: Strategy
 
     def __getattr__(self, name: str) -> Any:
-        """What `compile` was given under that name."""
+        """The argument of `compile` with that name."""
         given = self.__dict__.get("given", {})
         if name in given:
             return given[name]
@@ -131,7 +131,7 @@ class Compilation:
             model: the model that they are for.
 
         Raises:
-            ConfigurationError, ArgumentTypeError: something that can't be; nothing changed.
+            ConfigurationError, ArgumentTypeError: an argument is invalid. Nothing changes.
         """
         given = {name: value for name, value in arguments.items() if value is not UNSET}
         _expand_gpus(given)
@@ -152,7 +152,7 @@ class Compilation:
 
     @functools.cached_property
     def loss_modules(self) -> list[torch.nn.Module]:
-        """The losses that are modules of the user's own."""
+        """The losses that are the user's own modules."""
         found = [loss for loss in trees.leaves(self.given["loss"]) if _is_own_module(loss)]
         return list(dict.fromkeys(found))
 
@@ -164,7 +164,7 @@ class Compilation:
     def _resolve(
         cls, values: dict[str, Any], before: Compilation | None, given: dict[str, Any]
     ) -> Compilation:
-        """Resolve what changed; keep the resolved objects of what didn't."""
+        """Resolve what has changed, and keep the other resolved objects."""
 
         def changed(*names: str) -> bool:
             return before is None or any(name in given for name in names)
@@ -199,7 +199,7 @@ class Compilation:
 
 
 def _selected(values: dict[str, Any]) -> Any:
-    """`devices`, or the free GPUs that `auto_select_gpus` chooses where it is a count."""
+    """`devices`, or the free GPUs that `auto_select_gpus` chooses if it is a count."""
     devices = values["devices"]
     if not values["auto_select_gpus"] or isinstance(devices, (list, tuple)):
         return devices
@@ -232,7 +232,7 @@ def _expand_gpus(given: dict[str, Any]) -> None:
 
 
 def _check_simple(given: dict[str, Any]) -> None:
-    """The arguments that can be checked one by one."""
+    """Check the arguments that can be checked one by one."""
     checks: dict[str, Any] = {
         "learning_rate": lambda name, value: check_number(name, value, minimum=0, optional=True),
         "accumulate_grad_batches": check_count,
@@ -289,7 +289,7 @@ def _check_jit_compile(name: str, value: Any) -> None:
 
 
 def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse what can't go together, by the values that would hold after this call."""
+    """Refuse invalid combinations of the values that would hold after this call."""
     optimizer = values["optimizer"]
     if instances_in(optimizer) and given.get("learning_rate") is not None:
         raise ConfigurationError(
@@ -318,17 +318,17 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: bool) -> int:
-    """How many batches of each rank make an update of so many samples, by `effective_batch_size`.
+    """How many batches of each rank make an update, by `effective_batch_size`.
 
     Args:
-        samples: that an update sees, on all ranks.
-        ranks: among which the data are dealt out.
-        size: of a rank's batch: the most samples of it, or, where the data make their own batches,
-            exactly its samples; None where they don't say.
+        samples: the samples of an update, on all ranks.
+        ranks: the number of ranks that share the data.
+        size: the most samples in a rank's batch. If the data make their own batches, exactly its
+            samples, or None if they don't say.
         is_fixed: whether the data make their own batches.
 
     Raises:
-        ConfigurationError: it can't be divided so; with what could.
+        ConfigurationError: it can't be divided. The message names values that can.
     """
     given, among = f"effective_batch_size={samples}", f"{ranks} ranks" if ranks > 1 else "one rank"
     if size is None:
@@ -362,13 +362,13 @@ def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: boo
 
 
 def _is_own_module(loss: Any) -> bool:
-    """Whether a loss is a module that may have parameters and a mode: torch's have neither."""
+    """Whether a loss is a module that may have parameters and a mode. torch's have neither."""
     return isinstance(loss, torch.nn.Module) and not type(loss).__module__.startswith("torch.nn.")
 
 
 @dataclasses.dataclass
 class FitArguments:
-    """One call of `fit`; the arguments are the verb's own.
+    """One call of `fit`, with the method's own arguments.
 
     Raises:
         ArgumentTypeError, ConfigurationError: from the constructor, for any argument.
@@ -410,7 +410,7 @@ class FitArguments:
         self.source: Any = None  # a Source, once it is prepared
         self.held_out: Source | None = None
         self.resumed: Progress | None = None
-        self.accumulate: int | None = None  # batches of an update, where compile's samples say it
+        self.accumulate: int | None = None  # batches per update, if the effective size says so
 
     def _check_validation_freq(self) -> None:
         frequency = self.validation_freq
@@ -443,7 +443,7 @@ class FitArguments:
 
     @property
     def validates_within_epochs(self) -> bool:
-        """Whether there are validations before an epoch's end, too."""
+        """Whether there are validations before the end of an epoch, too."""
         return isinstance(self.validation_freq, dict) or (
             not isinstance(self.validation_freq, (list, tuple, set)) and self.validation_freq < 1
         )
@@ -452,10 +452,10 @@ class FitArguments:
         """How many batches, or parts of one, lie between two validations of an epoch.
 
         Args:
-            steps: batches in the epoch; None where unknown.
+            steps: batches in the epoch; None if unknown.
 
         Returns:
-            None where epochs' ends alone validate.
+            The number; None if only the ends of epochs validate.
         """
         if not self.validates_within_epochs:
             return None
@@ -476,12 +476,12 @@ class FitArguments:
 
         Args:
             float_dtype: the dtype of the net's parameters.
-            ranks: how many will train.
-            effective_batch_size: samples of an update, by which a rank's batches are cut.
+            ranks: the number of ranks that will train.
+            effective_batch_size: samples per update, by which a rank's batches are cut.
 
         Raises:
-            ArgumentTypeError, ConfigurationError: data that can't be read, don't fit, or are
-                fewer samples than ranks.
+            ArgumentTypeError, ConfigurationError: the data can't be read, don't fit, or have fewer
+                samples than there are ranks.
         """
         train, validation = (self.x, self.y, self.sample_weight), None
         if self.validation_data is not None:
@@ -527,7 +527,7 @@ class FitArguments:
         check_alike(source, self.held_out)
 
     def _check_validates_within(self, source: Source, held_out: Source) -> None:
-        """Refuse data that can't be validated on several times per epoch, or at no known batch."""
+        """Refuse data that can't be validated on several times per epoch, or at unknown batches."""
         given = f"validation_freq={describe(self.validation_freq)}"
         unknown = source.steps is None and self.steps_per_epoch is None
         if unknown and not isinstance(self.validation_freq, dict):
@@ -544,7 +544,7 @@ class FitArguments:
             )
 
     def for_other_ranks(self) -> FitArguments:
-        """These as other processes get it: with sources in place of what the user passed."""
+        """These arguments for other processes: with sources in place of the user's data."""
         arguments = copy.copy(self)
         for name in ("x", "y", "sample_weight", "validation_data", "callbacks"):
             setattr(arguments, name, None)
@@ -576,13 +576,13 @@ class EvaluateArguments:
     def prepare(
         self, float_dtype: torch.dtype, ranks: int, effective_batch_size: int | None = None
     ) -> None:
-        """Make the source, before anything runs; any number of samples will do."""
+        """Make the source, before anything runs. Any number of samples is allowed."""
         self.source = make_source(
             self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
         )
 
     def for_other_ranks(self) -> EvaluateArguments:
-        """These as other processes get it."""
+        """These arguments for other processes."""
         arguments = copy.copy(self)
         arguments.x = arguments.y = arguments.sample_weight = arguments.callbacks = None
         arguments.source = for_other_ranks(self.source)

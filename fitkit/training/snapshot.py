@@ -1,4 +1,4 @@
-"""All of a model's training as one file, and back."""
+"""Saving all of a model's training to one file, and loading it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NAMED = (
     "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
     "precision", "scale_lr", "warmup_epochs", "effective_batch_size",
 )  # fmt: skip
-"""What a file keeps of `compile`'s arguments, where they were given by name."""
+"""The arguments of `compile` that a file keeps, if they were given by name."""
 
 
 def save(model: Module, path: Any) -> None:
-    """Write weights, optimizers, schedulers and progress to one file, whole or not at all.
+    """Write weights, optimizers, schedulers and progress to one file, completely or not at all.
 
     Ranks:
-        Collective within a run: all ranks call it, rank 0 writes. To a folder all write.
+        Collective within a run: all ranks call it, and rank 0 writes. For a folder, all write.
     """
     strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
     weights, state = contents(model, spread=is_folder)
@@ -60,17 +60,17 @@ def save(model: Module, path: Any) -> None:
             files.save_checkpoint(path, weights, state)
         except Exception as error:
             problem = error
-    # The others wait until the file is there, and share its failure.
+    # The others wait until the file is written, and share its failure.
     problem = collectives.broadcast(problem)
     if problem is not None:
         raise problem
 
 
 def save_weights(model: Module, path: Any, *, trainable_only: bool = False) -> None:
-    """Write the weights alone, or those that learn alone: rank 0 does.
+    """Write the weights only, or only those that learn. Rank 0 writes.
 
     Ranks:
-        Local within a run, but where a strategy has spread the weights: there collective.
+        Local within a run. Collective if a strategy has sharded the weights.
     """
     strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
     weights = weights_of(model, spread=is_folder, trainable_only=trainable_only)
@@ -84,7 +84,7 @@ def save_weights(model: Module, path: Any, *, trainable_only: bool = False) -> N
 
 
 def _write_folder(strategy: Any, path: Any, weights: dict[str, Any], state: Any) -> None:
-    """Write a folder: within a run all ranks do."""
+    """Write a folder. Within a run, all ranks do."""
     write = functools.partial(files.save_folder, path, weights, state, strategy.collectives)
     if strategy.collectives.world_size > 1:
         write()
@@ -95,11 +95,12 @@ def _write_folder(strategy: Any, path: Any, weights: dict[str, Any], state: Any)
 def contents(
     model: Module, *, spread: bool = False, trainable_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
+    """The content of a checkpoint now: weights, and everything else. The tensors are in use.
 
     Args:
-        spread: whether what is spread over ranks stays so, for a folder; else rank 0 has it whole.
-        trainable_only: whether parameters that don't learn are left out.
+        spread: whether sharded tensors stay sharded, for a folder. Otherwise rank 0 gets them
+            whole.
+        trainable_only: whether to leave out parameters that don't learn.
 
     Ranks:
         Collective within a run.
@@ -123,7 +124,7 @@ def contents(
 def weights_of(
     model: Module, *, spread: bool = False, trainable_only: bool = False
 ) -> dict[str, Any]:
-    """The weights that evaluate; the arguments, and who calls it, as `contents` has them."""
+    """The evaluation weights. Arguments and ranks are as for `contents`."""
     give = _giving(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as train_weights:
         found: dict[str, Any] = give(_state_dict_of(model, trainable_only))
@@ -131,11 +132,11 @@ def weights_of(
 
 
 def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], dict[str, Any]]:
-    """What makes the weights that are to be saved."""
+    """A function that returns the weights to save."""
     module, strategy = model._weights_module(), model._fitkit.compilation.strategy
     if not trainable_only:
         return module.state_dict
-    # As they are spread, so that no rank ever holds all of a base that isn't saved.
+    # While sharded, so that no rank ever holds all of a base that isn't saved.
     give = strategy.engine.parts if strategy.engine is not None else lambda make: make()
     wanted = strategy.world.rank == 0
     kept = files.without_frozen(module, give(module.state_dict), wanted=wanted)
@@ -143,7 +144,7 @@ def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], dict[str
 
 
 def _giving(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
-    """Make the ranks equal, and give what calls a function so that it gets tensors to be saved.
+    """Make the ranks equal, and return a caller that gives a function tensors to save.
 
     Ranks:
         Collective within a run.
@@ -156,7 +157,7 @@ def _giving(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any
 
 
 def _copied(found: Any) -> Any:
-    """What stays when a schedule-free optimizer goes back to the weights that it trains at."""
+    """A copy that stays when a schedule-free optimizer returns to its training weights."""
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found)
 
 
@@ -166,8 +167,8 @@ def training_state(
     """Optimizers, schedulers and counters, as plain data.
 
     Args:
-        train_weights: each optimizer's weights to train at, where they aren't the model's, as
-            `evaluated` gives them.
+        train_weights: each optimizer's training weights, if they aren't the model's, as
+            `evaluated` yields them.
     """
     state = model._fitkit.fit_state
     names = _names_of(model)
@@ -198,7 +199,7 @@ def training_state(
 
 
 def _losses_of(model: Module) -> list[dict[str, torch.Tensor]]:
-    """The numbers of each loss that learns, in use, by their names."""
+    """The values of each loss that learns, by name. The tensors are in use."""
     modules = model._fitkit.compilation.loss_modules
     return [
         {
@@ -212,7 +213,7 @@ def _losses_of(model: Module) -> list[dict[str, torch.Tensor]]:
 
 
 def _check_losses(model: Module, training: dict[str, Any], path: str) -> None:
-    """Refuse numbers of other losses than the model's."""
+    """Refuse values of other losses than the model's."""
 
     def shapes(losses: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
         return [
@@ -240,14 +241,14 @@ def _names_in(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
 def load(
     model: Module, path: Any, agree: Callable[[Progress | None], None] = lambda progress: None
 ) -> Progress | None:
-    """Put weights, optimizers and schedulers back; all is checked before anything changes.
+    """Restore weights, optimizers and schedulers. Everything is checked before anything changes.
 
     Args:
-        agree: called with where the training was when all else is checked, to raise where it
-            can't go on from there.
+        agree: a function called with the training's place once all else is checked. It raises if
+            the training can't continue there.
 
     Returns:
-        Where the training was; None where it hadn't begun.
+        The training's place; None if it hadn't begun.
     """
     with files.open_checkpoint(path) as found:
         name = os.fspath(path)
@@ -282,10 +283,10 @@ def load(
 def _assign(
     model: Module, weights: files.FittingWeights, restore: Callable[[], None], path: str
 ) -> None:
-    """Give the model its weights and all else; the latter first, which may still turn out unfit.
+    """Give the model its weights and all else. The latter comes first, because it may not fit.
 
     Raises:
-        CheckpointError: an optimizer or a scheduler doesn't take its state; the model is as it
+        CheckpointError: an optimizer or a scheduler doesn't take its state. The model is as it
             was.
     """
     state, places = model._fitkit.fit_state, _places(model)
@@ -310,7 +311,7 @@ def _assign(
 
     try:
         restore()
-        # The next run would do so, too late: float32 can't hold the digits of float64.
+        # The next run would do so too late: float32 can't hold the digits of float64.
         model._fitkit.compilation.strategy.precision.convert(model)
     except Exception as error:
         undo()
@@ -324,7 +325,7 @@ def _assign(
     try:
         weights.assign()
         if _places(model) != places:
-            restore()  # Optimizers keep their state in the dtype and at the place of parameters.
+            restore()  # optimizers keep their state in the dtype and place of parameters
     except BaseException:  # a module's own loading code may raise anything
         undo()
         raise
@@ -335,7 +336,7 @@ def _places(model: Module) -> list[tuple[torch.dtype, torch.device]]:
 
 
 def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
-    """What puts optimizers and schedulers back, after a look whether they fit.
+    """A function that restores optimizers and schedulers, after a check that they fit.
 
     Raises:
         CheckpointError: other optimizers or schedulers than the model's.
@@ -419,7 +420,7 @@ def _check_schedulers(model: Module, training: dict[str, Any], path: str) -> Non
 
 
 def _check_order(model: Module, optimizer: Any, entry: dict[str, Any], path: str) -> None:
-    """Refuse parameters that torch tells apart by their order alone stand in another order now."""
+    """Refuse parameters that torch identifies by order only, if their order is another now."""
     now = _names_in(optimizer, _names_of(model))
     then = entry.get("names") or now
     if now != then and sorted(chain(*now)) == sorted(chain(*then)):
@@ -430,7 +431,7 @@ def _check_order(model: Module, optimizer: Any, entry: dict[str, Any], path: str
 
 
 def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None:
-    """Refuse weights to train at that aren't the parameters'."""
+    """Refuse training weights that don't fit the parameters."""
     shapes = [tuple(weight.shape) for weight in entry.get("weights", [])]
     if shapes and shapes != [tuple(parameter.shape) for parameter in held_by(optimizer)]:
         raise CheckpointError(
@@ -440,10 +441,9 @@ def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None
 
 
 def named_arguments(model: Module) -> dict[str, Any]:
-    """`compile`'s arguments as far as they are plain data; others as None and a note.
+    """`compile`'s arguments as plain data. Others become None and a note.
 
-    Optimizers that are instances of classes that have names are described by these, by what they
-    were made with, and by their groups.
+    Optimizer instances of classes with names are described by name, arguments and groups.
     """
     given, names = model._fitkit.compilation.given, _names_of(model)
     kept: dict[str, Any] = {"named": {}, "objects": []}
@@ -481,10 +481,10 @@ def _plain_part(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
-    """An optimizer that `named_arguments` described; None where its parts aren't the model's.
+    """An optimizer that `named_arguments` described; None if its parts aren't the model's.
 
     Raises:
-        Exception: of any kind, where the description is no optimizer's.
+        Exception: of any kind, if the description isn't an optimizer's.
     """
     if not isinstance(instance, dict) or not is_plain(instance):
         return None
@@ -513,11 +513,11 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
     """A compiled model as a file describes it.
 
     Args:
-        make: gives a model for a net.
+        make: a function that returns a model for a net.
 
     Raises:
-        ArgumentTypeError: `net` is no module.
-        CheckpointError: loss, metrics, or an optimizer of a class of the user's own were objects,
+        ArgumentTypeError: `net` isn't a module.
+        CheckpointError: the loss, the metrics or an optimizer of the user's own class were objects,
             which no file can hold.
     """
     if not isinstance(net, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""One batch's forward, loss and metrics, as `compile` described them."""
+"""The forward, loss and metrics of one batch, as configured by `compile`."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ from fitkit.training.settings import MEMORY_FORMATS
 
 
 class CompiledStep:
-    """Computes batches' losses and keeps the pass's running values.
+    """Computes the losses of batches and keeps the pass's running values.
 
-    What can't change within a call of a verb is decided in the constructor or at the first
-    batch, so that a step does no more than a hand-written loop does.
+    Everything that can't change within a call is decided in the constructor or at the first batch.
+    So a step does no more than a hand-written loop.
 
     Args:
-        model: whose net it is, and what it was compiled with.
+        model: the model, with its net and its compiled settings.
         wrapped: calls the net's forward.
         class_weights: weights by label; training only.
-        all_targets: all targets of in-memory data (several data sets': a list), whose labels
-            are checked at the first batch, and decide whether an evaluation's losses are joined.
-        name: how the user called the data, for messages.
-        ranks: those that train together, in training; None elsewhere.
-        may_count: whether losses may be means over something else than samples.
+        all_targets: all targets of in-memory data (for several data sets, a list). Their labels are
+            checked at the first batch, and decide whether an evaluation's losses are joined.
+        name: the data's name for messages.
+        ranks: the ranks that train together, in training; otherwise None.
+        may_count: whether losses may be means over something other than samples.
         keeps_batches: whether batches are rows of arrays, not a generator's.
 
     Attributes:
-        samples: of the last batch on this rank; 0 where it was padding.
-        total: of the last batches on all ranks.
+        samples: the samples of the last batch on this rank; 0 if it was padding.
+        total: the samples of the last batches on all ranks.
         count: what the last batch's loss was the mean over; None for its samples.
         may_count: as given.
-        keeps_batches: whether batches' memory stays as it is while others are read.
-        terms: the last batch's losses, where several outputs may count differently.
-        is_part: whether the next batch is only a part of what an update sees.
-        synchronization: what synchronised batch normalisations go by; None where there are none.
+        keeps_batches: whether batches' memory stays unchanged while others are read.
+        terms: the last batch's losses, if several outputs may count differently.
+        is_part: whether the next batch is only a part of an update's samples.
+        synchronization: what synchronised batch normalisations use; None if there are none.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CompiledStep:
             wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
         self.count: Count = None
         self.terms: list[Term] | None = None
-        self.inside_loss: torch.Tensor | None = None  # the last that a step of the model's got
+        self.inside_loss: torch.Tensor | None = None  # the last one that the model's own step got
         self.is_part = False
         self._replicas = threading.Lock()
 
@@ -114,20 +114,20 @@ class CompiledStep:
         self.logbook.reset()
 
     def finish(self) -> None:
-        """End the pass: the metrics count the batches that wait."""
+        """End the pass: the metrics count the waiting batches."""
         if self.meters is not None:
             self.meters.flush()
 
     def undo_writes(self) -> None:
-        """Undo what the first batch's step did to the data's memory."""
+        """Undo the first batch's changes to the data's memory."""
         self.mover.transfer.undo_writes()
 
     def __call__(self, batch: Any, index: int = 0) -> torch.Tensor:
-        """The batch's loss, noted in the logbook with the metrics.
+        """Compute the batch's loss, and record it in the logbook with the metrics.
 
         Raises:
-            ConfigurationError: a batch that the net, loss or metrics can't take, in the terms
-                of what the user passed; torch's own error is its cause.
+            ConfigurationError: the net, loss or metrics can't take the batch. The message speaks of
+                what the user passed, and torch's own error is its cause.
         """
         rank_batch = batch if type(batch) is RankBatch else None
         x, y, weight = self.moved_parts(batch if rank_batch is None else rank_batch.batch)
@@ -160,11 +160,11 @@ class CompiledStep:
         batch: tuple[Any, Any, Any],
         rank_batch: RankBatch | None = None,
     ) -> None:
-        """Take what a batch's step gave into the pass's values.
+        """Add the results of a batch's step to the pass's values.
 
         Args:
             batch: its inputs, targets and weights.
-            rank_batch: how many of its samples count; None where all do.
+            rank_batch: how many of its samples count; None if all do.
         """
         x, y, weight = batch
         self.samples = self.total = samples_in(x, y)
@@ -177,7 +177,7 @@ class CompiledStep:
         if self.terms is not None:
             logbook.loss.last = loss.detach()
             logbook.add_terms(self.terms, samples)
-        elif self._sequences is not None:  # each rank notes the same
+        elif self._sequences is not None:  # each rank records the same
             count = samples if self.count is None else self.count
             logbook.loss.add(loss.detach(), count / self._sequences.size)
         else:
@@ -188,25 +188,26 @@ class CompiledStep:
             self.meters.update(prediction, y, weight)
 
     def again(self, batch: Any, index: int = 0) -> torch.Tensor:
-        """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
+        """The batch's loss again, without recording it (LBFGS computes it several times)."""
         opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
         return self.compute(self.forward, *opened)[1]
 
     def run_first_checks(self, batch: Any, wrapped: WrappedModel) -> None:
-        """Make the first batch's checks with a batch that counts for nothing.
+        """Run the first batch's checks with a batch that doesn't count.
 
         Args:
-            wrapped: the model as evaluations call it: past DDP, but by what gathers spread weights.
+            wrapped: the model as evaluations call it: without DDP, but with gathering of sharded
+                weights.
         """
         opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
         self.compute(forward_of(wrapped), *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
-        """The loss of a batch inside a step of the model's own; not noted, but for the metrics.
+        """The loss of a batch inside a step of the model's own. Only the metrics record it.
 
         Args:
             model: the model, or one of its replicas.
-            batch: on the device already.
+            batch: a batch on the device.
             counts: whether the metrics count it.
         """
         x, y, weight = self.parts(batch)
@@ -245,7 +246,7 @@ class CompiledStep:
     def compute(
         self, forward: Callable[..., Any], x: Any, y: Any, weight: Any
     ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
-        """The prediction, the loss and its parts by output, by another way into the net."""
+        """The prediction, the loss and its parts by output, by another way to call the net."""
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
@@ -261,7 +262,7 @@ class CompiledStep:
         return prediction, loss, parts
 
     def _mean_of_sequences(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of whole sequences, of that of this rank's part."""
+        """The loss of whole sequences, from the loss of this rank's part."""
         assert self._sequences is not None
         if self.loss.has_several:
             raise ConfigurationError(
@@ -272,7 +273,7 @@ class CompiledStep:
         return mean
 
     def _check_sequences(self, sequences: SequenceParts, x: Any, y: Any) -> None:
-        """Refuse a net or a loss that can't be computed of parts of sequences."""
+        """Refuse a net or a loss that can't be computed from parts of sequences."""
         if self.loss.own is not None:
             raise ConfigurationError(
                 "A net that computes its own loss sees only a part of each sequence under "
@@ -293,7 +294,7 @@ class CompiledStep:
     def _losses(
         self, prediction: Any, x: Any, y: Any, weight: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss and its parts by output; the first batch's checks are made."""
+        """The loss and its parts by output, after the first batch's checks."""
         if self.checked:
             if self.may_count:
                 return self._counted(prediction, y, weight)
@@ -305,9 +306,9 @@ class CompiledStep:
         return found
 
     def _check_batch(self, x: Any, y: Any, weight: Any) -> None:
-        """Refuse a first batch that is none, before the net gets it."""
+        """Refuse an invalid first batch before the net gets it."""
         check_batch(x, weight, self.name)
-        if self.all_targets and self.all_targets[0] is None:  # not named by the user, as arrays'
+        if self.all_targets and self.all_targets[0] is None:  # the user named none, as for arrays
             warn_of_second_target(y, weight)
 
     def _counted(
@@ -333,7 +334,7 @@ class CompiledStep:
         return loss, {}
 
     def _ask_for_sum(self, x: Any, y: Any) -> None:
-        """Find out what a net's own loss is the mean over, where it can give its sum, too."""
+        """Find out what a net's own loss is the mean over, if the net can return its sum, too."""
         own, net = self.loss.own, self.wrapped.net
         if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
@@ -343,7 +344,7 @@ class CompiledStep:
             own.decide_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
 
     def counts_of(self, batch: Any) -> list[float]:
-        """What each output's mean will be taken over, of a batch that is still to be computed."""
+        """What each output's mean will be taken over, for a batch that isn't computed yet."""
         rank_batch = batch if type(batch) is RankBatch else None
         x, y, _ = self._unpack(batch if rank_batch is None else rank_batch.batch)
         samples = samples_in(x, y) if rank_batch is None else rank_batch.count
@@ -351,7 +352,7 @@ class CompiledStep:
         return [float(samples if c is None or not samples else c) for c in counts]
 
     def explain(self, error: Exception, x: Any, y: Any) -> None:
-        """Raise a clearer error in place of one that a batch caused, where there is one."""
+        """Replace an error that a batch caused by a clearer one, if there is one."""
         if y is None and self._had_target:
             raise ConfigurationError(
                 f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
@@ -367,7 +368,7 @@ class CompiledStep:
         raise_explained(error, self.wrapped.net, x, y, self.name)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
-        """Look at the first batch: everything that can be said before an update is."""
+        """Check the first batch for everything that shows before an update."""
         self.mover.transfer.note_writes()
         with torch.no_grad():
             self.loss.check(prediction, y)
@@ -380,18 +381,18 @@ class CompiledStep:
 
 
 def _outputs_of(step: CompiledStep | PredictStep, forward: Callable[..., Any], x: Any) -> Any:
-    """What a way into the net makes of inputs, in the step's precision."""
+    """Call the net on inputs in a given way, in the step's precision."""
     with step._autocast(step._kind):
         return step._widen(step.caller(forward, x))
 
 
 def number_of(count: Count) -> Count:
-    """A count as a Python number, where nobody waits for that."""
+    """A count as a Python number, if reading it doesn't wait."""
     return count.item() if isinstance(count, torch.Tensor) and count.is_cpu else count
 
 
 def labels_inside(x: Any) -> Any:
-    """The targets that a dict batch carries among its inputs; None where it doesn't."""
+    """The targets that a dict batch has among its inputs; None if there are none."""
     if isinstance(x, Mapping):
         for key in LABEL_KEYS:
             if key in x:
@@ -400,11 +401,11 @@ def labels_inside(x: Any) -> Any:
 
 
 def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple[Any, Any, Any]]:
-    """What takes a model's batches apart: `unpack`, or where `compile(target=…)` names targets
-    inside of dict batches, what takes them out.
+    """The function that splits a model's batches into inputs, targets and weights: `unpack`, or one
+    that finds the targets of `compile(target=…)` in dict batches.
 
     Args:
-        name: how the user called the data; None where the targets needn't be there.
+        name: the data's name for messages; None if the targets may be missing.
     """
     target, caller = model._fitkit.compilation.target, caller_of(model)
     if target is None:
@@ -432,7 +433,7 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
 
 
 def check_batch(x: Any, weight: Any, name: str) -> None:
-    """Refuse a batch without a tensor of inputs, or with weights that are none.
+    """Refuse a batch without a tensor of inputs, or with invalid weights.
 
     Raises:
         ConfigurationError: with what the batch holds.
@@ -476,7 +477,7 @@ class PredictStep:
         self._sequences = wrapped if isinstance(wrapped, SequenceParts) else None
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
-        """The net's outputs for the batch's inputs; targets and weights are not looked at."""
+        """The net's outputs for the batch's inputs. Targets and weights are ignored."""
         x, _, _ = self.moved_parts(batch)
         if not self.checked:
             check_batch(x, None, "x")
@@ -500,7 +501,7 @@ class PredictStep:
         return outputs
 
     def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
-        """The batch's inputs on the device, without what isn't looked at."""
+        """The batch's inputs on the device, without the ignored rest."""
         return self._unpack(self.mover(batch))[0], None, None
 
     def inside(self, model: Callable[..., Any], batch: Any) -> Any:
@@ -509,7 +510,7 @@ class PredictStep:
 
 
 def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
-    """How to call the net of a wrapped model; the net itself where nothing stands between."""
+    """How to call the net of a wrapped model. The net itself, if nothing is around it."""
     if not wrapped.is_bare:
         return partial(wrapped, "")
     model = wrapped.net
@@ -529,7 +530,7 @@ def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
 
 
 def is_plain_wrapper(model: nn.Module) -> bool:
-    """Whether a call of a model gives what its net gives, and does nothing else."""
+    """Whether calling a model returns what its net returns, and does nothing else."""
     kind = type(model)
     is_ours = getattr(kind, "forward", None) is Module.forward
     is_ours = is_ours and kind.__call__ is nn.Module.__call__ and "forward" not in vars(model)
@@ -543,14 +544,14 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a net's forward takes."""
+    """The parameters of a net's forward."""
     try:
         if inspect.ismethod(forward):
             found = _parameters(forward.__func__)
             takes_self = found and found[0].kind in POSITIONAL
             return list(found[1:] if takes_self else found)
         return list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):  # TorchScript tells no signature: by position then
+    except (TypeError, ValueError):  # TorchScript has no signature: then by position
         return [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
 
 
@@ -563,8 +564,8 @@ def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 class Caller:
     """Calls a net with a batch's inputs.
 
-    A tensor is the one input. A tuple or list is several inputs, a dict is inputs by keyword;
-    a net that takes a single input gets either of them whole.
+    A tensor is the single input. A tuple or list is several inputs, a dict is inputs by keyword.
+    A net that takes a single input gets a tuple, list or dict as a whole.
 
     Args:
         forward: the function whose signature decides (`net.forward`).
@@ -585,12 +586,12 @@ class Caller:
         ]
 
     def __call__(self, net: Callable[..., Any], x: Any) -> Any:
-        """What `net` gives for the inputs `x`."""
+        """Call `net` on the inputs `x`."""
         given, named = self.arguments(x)
         return net(*given, **named)
 
     def arguments(self, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """What the net gets for the inputs `x`: by position, and by keyword."""
+        """The net's arguments for the inputs `x`: by position, and by keyword."""
         if isinstance(x, Mapping) and self.by_keyword(x):
             return (), x
         if isinstance(x, (tuple, list)) and self.by_position(x):
@@ -598,24 +599,24 @@ class Caller:
         return (x,), {}
 
     def by_keyword(self, x: Mapping[Any, Any]) -> bool:
-        """Whether a dict's entries are arguments of their own."""
+        """Whether a dict's entries are separate arguments."""
         if not all(isinstance(key, str) for key in x):
             return False
         if not self._names:
             return self._any_keyword
         if len(self._names) == 1 and not self._any_keyword:
-            return False  # a single input takes the dict whole
+            return False  # a single input takes the whole dict
         keys = set(x)
         if keys.issuperset(self._required) and (keys <= self._names or self._any_keyword):
             return True
         return len(self._required) != 1
 
     def takes(self, x: Any, name: str) -> bool:
-        """Whether inputs enter by keyword, and one of this name may be among them."""
+        """Whether inputs are passed by keyword, and one of this name may be among them."""
         return name in self._names and isinstance(x, Mapping) and self.by_keyword(x)
 
     def by_position(self, x: tuple[Any, ...] | list[Any]) -> bool:
-        """Whether a tuple's or list's entries are arguments of their own."""
+        """Whether a tuple's or list's entries are separate arguments."""
         if self._spread:
             return True
         if len(self._positional) <= 1:
@@ -625,7 +626,7 @@ class Caller:
 
 
 def caller_of(model: torch.nn.Module) -> Caller:
-    """How inputs enter the model: by the signature of its own forward, else its net's."""
+    """How the model takes inputs: by the signature of its own forward, or of its net's."""
     net = getattr(model, "net", None)
     forward = model.forward
     if isinstance(net, torch.nn.Module) and _spreads(forward):
@@ -634,13 +635,13 @@ def caller_of(model: torch.nn.Module) -> Caller:
 
 
 def _spreads(forward: Any) -> bool:
-    """Whether a forward takes anything and hands it on."""
+    """Whether a forward takes anything and passes it on."""
     kinds = {item.kind for item in parameters_of(forward)}
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 def mover_of(model: Module) -> Mover:
-    """What brings batches to the model's device in the model's dtype."""
+    """The mover of batches to the model's device, in the model's dtype."""
     compilation = model._fitkit.compilation
     strategy, word = compilation.strategy, compilation.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]

@@ -319,7 +319,7 @@ class Trials:
         return False, digits, wrong[0], tuple(causes)
 
     def _resumed(self) -> Found:
-        """Go on from the middle of a training, in the compiled precision, and compare all bits."""
+        """Resume from the middle of a training, in the compiled precision, and compare all bits."""
         middle = len(self.batches) // 2
         if not middle:
             raise ConfigurationError("One update has no middle: updates=1, or too few samples.")
