@@ -50,7 +50,7 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     are kept; a new one gets the process's default ones. What killed processes left unfinished for
     this path is removed first.
 
-    Whoever else may write to the folder can replace the unfinished file meanwhile, by a link, say.
+    Other users with access to the folder can replace the unfinished file, for example by a link.
     So it is only ever reached by its descriptor, and gets its name if it is still the same.
 
     Args:
@@ -162,7 +162,7 @@ def remove_abandoned(
 ) -> None:
     """Remove the unfinished files and folders in a folder that no living process writes.
 
-    Whoever writes one holds a lock on it, which the system takes from a process that dies. Where
+    A process holds a lock on the one that it writes, until it dies at the latest. Where
     there are no such locks, on Windows and at URLs, nothing is removed; nor is an error raised.
 
     Args:

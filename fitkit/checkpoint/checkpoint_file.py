@@ -143,7 +143,7 @@ def write_state(path: str | os.PathLike[str], kind: str, content: dict[str, Any]
 
     Args:
         path: the file to create or to replace; its name ends in `.h5` or `.hdf5`.
-        kind: what the file is, for whoever reads it; anything but "weights" and "checkpoint".
+        kind: what the file is, for its readers; anything but "weights" and "checkpoint".
         content: data of the kinds that `encode_state` lists.
 
     Raises:

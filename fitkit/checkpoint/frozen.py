@@ -120,7 +120,7 @@ def without_frozen(
 ) -> OrderedDict[str, Any]:
     """A state dict without the parameters that don't learn, and with the note of them.
 
-    Buffers stay: a training may change them, whoever learns beside them.
+    Buffers stay: a training may change them, whichever parameters learn.
 
     Args:
         module: what the state dict is of.

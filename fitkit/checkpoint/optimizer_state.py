@@ -104,7 +104,7 @@ def check_fused_state(optimizer: torch.optim.Optimizer) -> None:
     """Check that a step in one pass stays within the memory of the optimizer's state.
 
     Torch's kernels take the parameter's size for that of everything kept for it. To be called
-    before each training, whoever has set the state.
+    before each training, because other code may have set the state.
 
     Raises:
         ConfigurationError: something is kept in another shape, or isn't plain numbers in memory.

@@ -12,7 +12,7 @@ read. Nothing is pickled.
 `torch.distributed.checkpoint` plans who writes what, and its `HuggingFaceStorageReader` reads the
 chunks as well. Its `save` isn't used: that leaves a pickle (`.metadata`) in the folder, and has the
 ranks exchange pickles that nobody checks. Nor is its `HuggingFaceStorageWriter`, which writes to a
-path, whoever's link may stand there meanwhile, and has no digest.
+path, even if it has become another user's link, and has no digest.
 """
 
 from __future__ import annotations

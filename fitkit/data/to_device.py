@@ -44,7 +44,7 @@ class Transfer:
         labels: the entries of dict batches that are targets.
 
     Attributes:
-        ready: a batch that is already on the device, moved by whoever set this attribute.
+        ready: a batch that is already on the device, moved by the code that set this attribute.
         pin: a function that pins a tensor in main memory, so that the device can fetch it. None if
             copies needn't run in parallel with computation.
 

@@ -63,8 +63,8 @@ class Unfilled:
                     reset()
 
     def _with_those_around(self, parts: Collection[nn.Module]) -> set[nn.Module]:
-        """These submodules, and all in those around them that draw: they may set what is inside
-        anew, and can't when that is spread."""
+        """These submodules, and all inside parents that draw values: a parent may reset the tensors
+        inside it, and can't if they are sharded."""
         wanted = set(parts)
         for part in reversed(self._names):  # inner ones first
             inside = set(part.modules())

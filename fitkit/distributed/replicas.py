@@ -310,7 +310,7 @@ def _pairs(module: nn.Module, other: nn.Module) -> list[tuple[nn.Module, nn.Modu
 
 
 def _keep_buffers(module: nn.Module, first: nn.Module) -> None:
-    """Give the module the buffers that the first replica set anew, as torch's copies don't."""
+    """Give the module the buffers that the first replica replaced, which torch's copies don't."""
     for own, copied in _pairs(module, first):
         for name, buffer in copied._buffers.items():
             before = own._buffers.get(name)

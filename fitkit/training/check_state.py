@@ -26,7 +26,7 @@ _AS_NOW = (
     "loss", "loss_weights", "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val",
     "gradient_clip_algorithm", "precision", "scale_lr", "warmup_epochs", "effective_batch_size",
 )  # fmt: skip
-"""What `compile` decides anew, whatever the checkpoint was saved with."""
+"""What `compile` decides again, whatever the checkpoint was saved with."""
 
 _OBJECT = "an object"
 """Stands for what no file can hold."""

@@ -67,6 +67,7 @@ WORDS = 30
 COLUMN = 88
 """The characters of a line of code that the site shows without a scroll bar."""
 BANNED = [
+    "anew",
     "at hand",
     "dealt out",
     "go on",
@@ -84,6 +85,7 @@ BANNED = [
     "that is there",
     "that there are",
     "unasked",
+    "whoever",
 ]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```python.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)

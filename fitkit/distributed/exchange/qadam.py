@@ -203,7 +203,7 @@ class QAdamOptimizer(Optimizer):
         """Make one step.
 
         Args:
-            closure: computes the loss anew and gives it; None where gradients are there.
+            closure: computes the loss again and returns it; None if gradients exist.
 
         Ranks:
             Collective after the warm-up, while `average` is set.

@@ -1,7 +1,7 @@
 """Where the ranks that one process starts meet: files that no other user can reach.
 
-A TCPStore would listen at a port, where whoever connects may read all that ranks say to find each
-other, and replace it.
+A TCPStore would listen at a port. Anyone who connects to it could read and replace all messages by
+which the ranks find each other.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class PromptStore(Store):
     """A store for gloo: it sees a key soon, and `break_off` ends its waits from another thread.
 
     Torch's waits can't be ended (and warn on the terminal where they end in vain), and its file
-    store looks for a missing key only each 10 ms. Whoever makes it keeps it as long as the process
+    store looks for a missing key only every 10 ms. Its maker keeps it as long as the process
     group: torch doesn't.
 
     Args:

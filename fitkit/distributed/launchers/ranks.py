@@ -71,7 +71,7 @@ class RankLauncher:
         strategy: enters and leaves the ranks' process group.
         cluster: this process's place among the ranks.
         timeout: how long they wait for each other to come to a call; None for the strategy's.
-        store: for the next call alone, where whoever made this has one.
+        store: for the next call only, if the maker of this object has one.
     """
 
     others_print = True
