@@ -118,7 +118,7 @@ def warn_of_other_ranks(progress: Progress, ranks: int) -> None:
     """Warn that a training continues on another number of ranks."""
     if len(progress.random) != ranks:
         warn(
-            f"The training goes on with {ranks} ranks instead of {len(progress.random)}: each of "
+            f"Training continues with {ranks} ranks instead of {len(progress.random)}: each of "
             "the epoch's remaining samples is used once, but in other batches than before."
         )
 
@@ -266,5 +266,5 @@ def _newest(savers: list[Any]) -> str | None:
         raise problems[0]
     newest = max(paths, key=lambda path: written_at(path) or 0, default=None)
     for problem in problems:
-        warn(f"{problem} The training goes on from {newest}.")
+        warn(f"{problem} Training continues from {newest}.")
     return newest
