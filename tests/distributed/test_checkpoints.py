@@ -187,7 +187,7 @@ def test_when_a_node_is_lost_the_others_go_on_without_it(tmp_path, monkeypatch):
     at_death = steps_made(tmp_path)
     status, said = ended(first, tmp_path, 120)
     assert status == 0, said
-    assert "goes on with 1 ranks instead of 2" in said
+    assert "continues with 1 ranks instead of 2" in said
     # Of the second epoch's five steps of two ranks, one rank makes two for each that was lost.
     assert at_death < steps_made(tmp_path) <= at_death + 10
     assert (tmp_path / "end.h5").exists()

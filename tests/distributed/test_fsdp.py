@@ -163,7 +163,7 @@ def test_saves_in_between_are_whole_and_resume_on_other_ranks(tmp_path):
     for hardware in (on(3), {"devices": 1, "accelerator": "cpu"}):
         resumed, ranks = fitkit.Model(still(net())), hardware["devices"]
         resumed.compile("adam", "cross_entropy", **hardware)
-        with pytest.warns(UserWarning, match="goes on with"):
+        with pytest.warns(UserWarning, match="continues with"):
             fit(resumed, ranks, epochs=3, resume_from=tmp_path / "0.h5")
         same(resumed.net, reference)
         same_state(resumed.optimizer, adam)
@@ -204,7 +204,7 @@ def test_each_rank_writes_its_part_of_a_folder_that_any_number_of_ranks_goes_on_
     plainly(reference, adam, 2)
     single = fitkit.Model(still(net()))
     single.compile("adam", "cross_entropy", accelerator="cpu", devices=1)
-    with pytest.warns(UserWarning, match="goes on with"):
+    with pytest.warns(UserWarning, match="continues with"):
         fit(single, 1, epochs=2, resume_from=tmp_path / "end.dcp")
     same(single.net, reference)
     same_state(single.optimizer, adam)
