@@ -1,7 +1,8 @@
-"""Compiled functions of batches: one for each shape of them, kept from call to call of the verbs.
+"""Compiled functions of batches: one for each shape, kept between calls of `fit` and the like.
 
-What they compute is a method that reads all that it needs from its object's attributes. Torch
-guards what it read: another net, loss or setting is compiled anew, never taken for the one before.
+Each one computes a method, which reads all that it needs from its object's attributes. Torch
+guards these values: a different net, loss or setting is compiled again, never mistaken for the
+previous one.
 """
 
 from __future__ import annotations
@@ -18,40 +19,43 @@ from fitkit.module import Module
 from fitkit.optimizers import needs_closure
 
 TOGETHER_ON_CPU = {"cpp_wrapper": True, "size_asserts": False}
-"""Options of torch's compiler, beside the user's, for several batches in one call on a CPU.
+"""Options of torch's compiler, besides the user's, for several batches in one call on a CPU.
 
-What launches the kernels is C++ too then, which takes a third longer to compile (32-64-10: 0.85 of
-the time).
+C++ code then launches the kernels too. A net 32-64-10 runs in 0.85 of the time, and takes a third
+longer to compile.
 """
 
 MOST_SHAPES = 4
-"""Shapes of batches that are compiled each for itself; those that come later share one program."""
+"""How many shapes of batches get a program each; all later shapes share one program."""
 
 UNROLLED = 4
-"""Batches that `steps_per_execution` computes in one call. Each more takes another second to
-compile a training step, and what a call costs beside its steps is a quarter of them by then."""
+"""How many batches `steps_per_execution` computes in one call.
+
+Each further batch adds a second to the compilation of a training step. With four batches, the
+call's own cost is a quarter of its steps' cost.
+"""
 
 Batch = tuple[Any, Any, Any]
 """A batch's inputs, targets and weights, on the device."""
 
 
 class UncompiledError(Exception):
-    """A step, or a part of it, can't be compiled: why."""
+    """Says why a step, or a part of it, can't be compiled."""
 
 
 class Programs:
-    """Compiled functions, one for each shape of batches, and for one batch or several in a call.
+    """Compiled functions, one for each shape of batches and each number of batches in a call.
 
-    A model's copy compiles for itself: it gets none of them.
+    A copy of the model gets none of them, and compiles its own.
 
     Args:
-        options: what `torch.compile` is given.
-        what: is compiled, as users are told.
+        options: the options for `torch.compile`.
+        what: the name of what is compiled, for messages.
 
     Attributes:
         what: as given.
-        operations: how many a first batch's forward took, and how many of them can be fused, where
-            somebody has counted them.
+        operations: how many operations the first batch's forward took, and how many of them can
+            be fused. None until they have been counted.
         is_announced: whether to print that something is being compiled.
     """
 
@@ -66,22 +70,22 @@ class Programs:
         return _nothing, ()
 
     def clear(self) -> None:
-        """Let everything be compiled anew."""
+        """Drop all programs, so that they are compiled again."""
         self._compiled.clear()
 
     def run(
         self, function: Callable[..., Any], batches: Sequence[Any], shapes: Any, device: str
     ) -> Any:
-        """What a function gives for some batches, compiled if they are the first such.
+        """Run a function on some batches. Compile it first if these shapes and count are new.
 
         Args:
-            function: takes `batches`. What it reads is guarded.
-            batches: all of the same shapes.
-            shapes: of one of them (`shapes_of`); None where they may be any.
-            device: its type.
+            function: takes `batches`. Torch guards the values that it reads.
+            batches: all have the same shapes.
+            shapes: the shapes of one batch, from `shapes_of`; None for any shapes.
+            device: the type of the device.
 
         Raises:
-            UncompiledError: torch can't compile it.
+            UncompiledError: torch can't compile the function.
         """
         key = len(batches), None if self._options.get("dynamic") else shapes
         program = self._compiled.get(key)
@@ -97,8 +101,8 @@ class Programs:
             print(f"compiling {self.what} …", end="", flush=True)
         try:
             with torch.no_grad():
-                # Within no_grad torch's compiler writes new weights where the old ones are; else it
-                # takes the graph for one that will be differentiated, and copies them at its end.
+                # Within no_grad, torch's compiler writes new weights over the old ones. Otherwise
+                # it expects the graph to be differentiated, and copies the weights at its end.
                 found = program(function, batches)
         except _compilers_errors() as error:
             if is_new and self.is_announced:
@@ -111,16 +115,17 @@ class Programs:
         return found
 
     def _program(self, together: bool, device: str, *, dynamic: bool) -> Callable[..., Any]:
-        """A function of its own for one shape of batches, or for any.
+        """Make a new function for one shape of batches, or for any shape.
 
         Args:
             together: whether it computes several batches.
+            dynamic: whether it takes batches of any shape.
         """
 
         def program(function: Callable[..., Any], batches: Any) -> Any:
             return function(batches)
 
-        # Torch counts compilations by code object, up to a limit.
+        # Torch limits the compilations of each code object, so each program gets its own.
         program.__code__ = program.__code__.replace()
         options = dict(self._options)
         mode = options.pop("mode", None)
@@ -129,20 +134,20 @@ class Programs:
             own = TOGETHER_ON_CPU if together and device == "cpu" else {}
             options["options"] = {**own, **of_mode, **(options.get("options") or {})} or None
         options["fullgraph"] = True
-        # None lets numbers become dynamic that change (batch_idx), and keeps shapes as they are.
+        # With None, numbers that change (batch_idx) become dynamic, and shapes stay fixed.
         options.setdefault("dynamic", True if dynamic else None)
         return torch.compile(program, **options)
 
 
 def compiles_steps(options: bool | dict[str, Any]) -> bool:
-    """Whether `jit_compile` asks for compiled steps: a backend of the user's own gets the net."""
+    """Whether `jit_compile` asks for compiled steps; a callable backend compiles only the net."""
     if isinstance(options, bool):
         return options
     return not options.get("disable") and not callable(options.get("backend"))
 
 
 def compiles_updates(model: Module) -> bool:
-    """Whether a model's updates are to be compiled, as far as its options and optimizers tell."""
+    """Whether the model's options, hooks and optimizers allow compiled updates."""
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     strategy = compilation.strategy
     if not compiles_steps(compilation.jit_compile) or not model._updates_all:
@@ -158,12 +163,12 @@ def compiles_updates(model: Module) -> bool:
 
 
 def traces_gradients() -> bool:
-    """Whether torch's compiler can take `torch.autograd.grad` into a graph: torch 2.10 can't."""
+    """Whether torch's compiler can trace `torch.autograd.grad`; torch 2.10 can't."""
     return hasattr(torch._dynamo.config, "trace_autograd_ops")
 
 
 def shapes_of(batch: Any) -> Any:
-    """What programs are kept by: the shapes and types of a batch's tensors."""
+    """Return the key of a batch's program: the shapes and types of the batch's tensors."""
     x, y, weight = batch
     if isinstance(x, torch.Tensor) and weight is None:
         if y is None:
@@ -175,18 +180,18 @@ def shapes_of(batch: Any) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """A tensor in memory of its own; anything else as it is."""
+    """Copy a tensor; return anything else as it is."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def reason_of(error: BaseException) -> str:
-    """Why torch couldn't compile something: its first sentence, and the user's line."""
+    """Say why torch couldn't compile something: its error's first line, and the user's line."""
     text = str(error).strip()
     if OTHERS_LEARN in text:
         return OTHERS_LEARN
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     first, *rest = lines
-    if first.endswith("raised:") and rest:  # "backend='inductor' raised:", and what on the next
+    if first.endswith("raised:") and rest:  # "backend='inductor' raised:", then the error itself
         first = f"{first} {rest[0]}"
     places = [line for line in rest if line.startswith("File ")]
     return f"{first.rstrip('.')} ({places[-1]})" if places else first.rstrip(".")
@@ -196,8 +201,8 @@ OTHERS_LEARN = "which parameters have a gradient changes from batch to batch"
 
 
 def _compilers_errors() -> tuple[type[Exception], ...]:
-    """What torch raises for what it can't compile (torch 2.13 has no public names for it)."""
-    from torch._dynamo import exc  # takes a second, which only those wait for who compile
+    """Return the errors that torch's compiler raises; torch 2.13 has no public names for them."""
+    from torch._dynamo import exc  # takes a second, so only users who compile wait for it
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 

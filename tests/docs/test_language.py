@@ -52,7 +52,7 @@ NOT_YET = {
     "fitkit/loggers/tensorboard.py",
     "fitkit/modes.py",
     *(f"fitkit/training/{name}.py" for name in (
-        "compiled_pass", "compiled_step", "evaluate", "fit", "on_batch", "programs",
+        "compiled_pass", "compiled_step", "evaluate", "fit", "on_batch",
         "surroundings", "traced_step", "update",
     )),
 }  # fmt: skip
