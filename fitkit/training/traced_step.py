@@ -1,4 +1,7 @@
-"""A batch's step without any notes, as torch's compiler traces it; what it gave is noted after."""
+"""A batch's step as torch's compiler traces it.
+
+The traced step records nothing. Its losses and metrics are recorded after the compiled call.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class TracedStep:
     """The step that `compile` describes: the net's output, and the loss.
 
     Args:
-        model: whose net it is.
-        step: computes the same step by step.
+        model: the model that has the net.
+        step: computes the same without compiling.
     """
 
     def __init__(self, model: Module, step: CompiledStep | PredictStep) -> None:
@@ -41,24 +44,24 @@ class TracedStep:
             self._may_join = False
 
     def moved(self, batch: Any, index: int) -> Batch:
-        """A batch's inputs, targets and weights, on the device."""
+        """Move a batch's inputs, targets and weights to the device."""
         return self._step.moved_parts(batch)
 
     def as_written(self, batch: Batch) -> torch.Tensor:
-        """A batch's loss as torch computes it without compiling; the first batch is checked."""
+        """Compute a batch's loss without compiling; the first batch is checked."""
         assert isinstance(self._step, CompiledStep)
         loss: torch.Tensor = self._step.compute(self.net, *batch)[1]
         return loss
 
     def entered(self, batch: Batch) -> tuple[Any, ...]:
-        """What `predicted` and `computed` get for a batch: the net's arguments, and the rest."""
+        """Return the arguments of `predicted` and `computed` for a batch: the net's come first."""
         x, y, weight = batch
         if isinstance(x, torch.Tensor):
             return (x,), {}, y, weight
         return *self._caller.arguments(x), y, weight
 
     def predicted(self, given: Any, named: Any) -> Any:
-        """The net's output; traced."""
+        """Compute the net's output; traced."""
         if self._is_plain:
             return self.net(*given, **named)
         with self._precision.autocast(self.device):
@@ -68,7 +71,7 @@ class TracedStep:
     def computed(
         self, given: Any, named: Any, y: Any, weight: Any, *, is_part: bool = False
     ) -> tuple[torch.Tensor, Any]:
-        """The loss, and what `note` wants of a step beside it; traced.
+        """Compute the loss, and the other values that `note` records; traced.
 
         Args:
             is_part: whether the batch is only a part of what an update sees.
@@ -93,10 +96,10 @@ class TracedStep:
     def note(
         self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
     ) -> None:
-        """Take what a traced step gave into the pass's values.
+        """Add a traced step's results to the pass's values.
 
         Args:
-            rank_batch: what the batch is among those of all ranks; None on one rank.
+            rank_batch: this rank's part of the step, with its sample counts; None on one rank.
         """
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, kept = trees.map_leaves(copied, (loss, kept))
@@ -104,10 +107,10 @@ class TracedStep:
         self._step_counted(counted).note(prediction, loss, parts, batch, rank_batch)
 
     def note_inside(self, kept: Any, batch: Batch) -> None:
-        """Take what a traced `super().training_step` gave: its loss isn't noted, but metrics are.
+        """Add a traced `super().training_step`'s results to the metrics, but not its loss.
 
         Args:
-            kept: as `computed` gives it.
+            kept: the second value that `computed` returned.
         """
         (prediction, parts, counted), (x, y, weight) = kept, batch
         step = self._step_counted(counted)
@@ -118,7 +121,7 @@ class TracedStep:
                 step.meters.update(prediction, y, weight)
 
     def _step_counted(self, counted: Any) -> CompiledStep:
-        """The step, which has what the last batch's loss was the mean over."""
+        """Return the step, with `count` or `terms` set to what the last loss is the mean over."""
         step = self._step
         assert isinstance(step, CompiledStep)
         step.count = step.terms = None
@@ -133,21 +136,21 @@ class TracedStep:
         return nullcontext()
 
     def look_at_metrics(self) -> None:
-        """Decide, once there are metrics, whether they may take several batches as one."""
+        """Decide whether the metrics may take several batches as one; call this once they exist."""
         assert isinstance(self._step, CompiledStep)
         meters = self._step.meters
         self._may_join = meters is None or not meters.has_user_code
 
     def joined(self, found: Sequence[tuple[torch.Tensor, Any]], entered: Sequence[Any]) -> Any:
-        """What several steps gave, as one where losses and metrics can be noted so; traced.
+        """Join the results of several steps, where losses and metrics can be recorded so; traced.
 
         Args:
-            found: each step's, as `computed` gives it.
-            entered: their batches, as `entered` gives them.
+            found: each step's results, from `computed`.
+            entered: the steps' batches, from `entered`.
 
         Returns:
-            The losses (k,), and one batch's outputs and targets for the metrics; `found` itself
-            where they can't be joined.
+            The losses (k,), and the outputs and targets as one batch for the metrics. `found`
+            itself where the results can't be joined.
         """
         _, _, y, weight = entered[0]
         prediction, parts, counted = found[0][1]
@@ -162,7 +165,7 @@ class TracedStep:
         return losses, predictions, torch.cat([batch[2] for batch in entered])
 
     def note_together(self, found: Any, batches: Sequence[Batch]) -> None:
-        """Take what several steps gave, as `joined` gives it, into the pass's values."""
+        """Add several steps' results, from `joined`, to the pass's values."""
         if isinstance(found, list):
             for (loss, kept), batch in zip(found, batches, strict=True):
                 self.note(loss, kept, batch)
@@ -180,12 +183,12 @@ class TracedStep:
 class TracedOwnStep:
     """A model's own `training_step`.
 
-    Its calls of `self.log` are made after the compiled call, and so are the metrics' updates of
+    Its calls of `self.log` run after the compiled call. So do the updates of metrics by
     `super().training_step`.
 
     Args:
-        model: has the step.
-        step: computes the same step by step.
+        model: the model that has the step.
+        step: computes the same without compiling.
     """
 
     def __init__(self, model: Module, step: OwnStep) -> None:
@@ -195,26 +198,26 @@ class TracedOwnStep:
         self._inside = TracedStep(model, step.context.compiled)
         self._parts = step.context.compiled.parts
         self._logged: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
-        self._last: torch.Tensor | None = None  # the loss that it gave
-        self._computed: list[tuple[Any, Batch]] = []  # what super().training_step gave
-        # What stands for the model's methods in a traced step.
+        self._last: torch.Tensor | None = None  # the last loss of super().training_step
+        self._computed: list[tuple[Any, Batch]] = []  # the results of super().training_step
+        # These replace the model's methods in a traced step.
         self._stand_ins: dict[str, Any] = {
             "log": self._take_log, "_compiled_loss": self._compiled_loss
         }  # fmt: skip
 
     def moved(self, batch: Any, index: int) -> Batch:
-        """A batch on the device, and its number."""
+        """Move a batch to the device, and return it with its number."""
         return self._step.mover.transfer(batch), None, index
 
     def entered(self, batch: Batch) -> tuple[Any, ...]:
-        """What `computed` gets for a batch."""
+        """Return the arguments of `computed` for a batch."""
         whole, _, index = batch
         return whole, self._step.arguments(index)
 
     def computed(
         self, batch: Any, arguments: list[int], *, is_part: bool
     ) -> tuple[torch.Tensor, Any]:
-        """The loss, and what `note` wants of a step beside it; traced."""
+        """Compute the loss, and the other values that `note` records; traced."""
         step = self._step
         self._logged, self._computed, self._last = [], [], None
         with step.autocast():
@@ -224,7 +227,7 @@ class TracedOwnStep:
             raise UncompiledError(NO_LOSS)
         count = outputs.get("count") if isinstance(outputs, Mapping) else None
         kept = trees.map_leaves(_detached, outputs) if step.keeps else None
-        is_compiled_loss, self._last = loss is self._last, None  # it can't leave with its graph
+        is_compiled_loss, self._last = loss is self._last, None  # its graph can't leave the trace
         return loss.reshape(()), (kept, count, is_compiled_loss)
 
     def _take_log(self, name: str, value: Any, *given: Any, **options: Any) -> None:
@@ -256,13 +259,13 @@ class TracedOwnStep:
     def note(
         self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
     ) -> None:
-        """Take what a traced step gave into the pass's values, and log what it logged.
+        """Add a traced step's results to the pass's values, and make its calls of `log`.
 
         Args:
-            rank_batch: what the batch is among those of all ranks; None on one rank.
+            rank_batch: this rank's part of the step, with its sample counts; None on one rank.
 
         Ranks:
-            Collective, where values are logged that the ranks exchange in each step.
+            Collective, if the step logs values that the ranks exchange in each step.
         """
         step, (outputs, count, is_compiled_loss) = self._step, kept
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place

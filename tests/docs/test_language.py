@@ -53,7 +53,7 @@ NOT_YET = {
     "fitkit/modes.py",
     *(f"fitkit/training/{name}.py" for name in (
         "compiled_pass", "compiled_step", "evaluate", "fit", "on_batch",
-        "surroundings", "traced_step", "update",
+        "surroundings", "update",
     )),
 }  # fmt: skip
 """Files whose docstrings haven't been rewritten."""
