@@ -1,4 +1,4 @@
-"""`jit_compile` in evaluations and predictions: net and loss of a pass's batches compiled."""
+"""`jit_compile` in evaluation and prediction: compile the net and the loss of a pass's batches."""
 
 from __future__ import annotations
 
@@ -26,39 +26,46 @@ from fitkit.training.surroundings import as_written
 from fitkit.training.traced_step import TracedStep
 
 FEWEST_FUSED = 24
-"""A net of fewer operations that the compiler joins takes longer in a compiled call of its own than
-as written: the call alone takes as long as some twenty of them (20 linear layers: 1.4 of it)."""
+"""The fewest fusible operations for which a net is compiled with one batch a call.
+
+The compiled call alone takes as long as some twenty such operations. With fewer, the net takes
+longer compiled than as written (20 linear layers: 1.4 of the time).
+"""
 
 SMALL = 2**13
-"""An operation on so many numbers counts as one, on more as several (a CNN, 64 images of 3 x 32 x
-32: compiled 0.31 of the time as written, by four operations)."""
+"""An operation counts once for every so many numbers that it computes, and at least once.
+
+A CNN with four large operations (64 images of 3 x 32 x 32) takes 0.31 of the time when compiled.
+"""
 
 MOST_OPERATIONS = 256
-"""So many at most are compiled into one call of several batches, which bounds the time that takes
-(32-64-10: 16 batches in some 10 s)."""
+"""The most operations that are compiled into one call of several batches.
+
+This bounds the compilation's time (a net 32-64-10 with 16 batches: some 10 s).
+"""
 
 MOST_TOGETHER = 16
-"""Batches in one call at most: the call's own time is a twentieth of its batches' by then."""
+"""The most batches in one call; with so many, the call itself adds a twentieth to their time."""
 
 HELD = object()
-"""What a batch's step gives where its outputs are taken elsewhere, or come later."""
+"""A step returns this in place of outputs that are taken elsewhere, or that come later."""
 
 
 class CompiledPass:
-    """A pass's batches from the second on, by compiled functions.
+    """Computes a pass's batches by compiled functions, from the second batch on.
 
-    Batches of the first one's shapes are compiled: one a call, or several where
-    `steps_per_execution` lets them be computed together. What is left of a pass then, and a last
-    batch of another length, is computed as without compiling: that takes less than to compile it.
-    Where batches of several lengths come, they share one program for any length. A net of few
-    operations isn't compiled, one batch a call.
+    Batches with the first one's shapes are compiled. Each call computes one of them, or several if
+    `steps_per_execution` allows that. Batches too few for a call of several run without compiling,
+    and so does a last batch of another length: to compile them would take longer. If there are
+    more batches of other lengths, they share one program for any length. A net of few operations
+    isn't compiled for calls of one batch.
 
-    The programs stay with the model, so that a second pass compiles nothing.
+    The programs stay with the model, so a second pass compiles nothing.
 
     Args:
-        model: what is evaluated.
-        step: makes ordinary steps.
-        take: takes the outputs of `predict`, in the batches' order.
+        model: the model to evaluate.
+        step: computes a batch without compiling.
+        take: receives the outputs of `predict`, in the batches' order.
         is_announced: whether to print that something is being compiled.
     """
 
@@ -83,7 +90,7 @@ class CompiledPass:
         self.stopped = False
 
     def first(self, batch: Any, index: int) -> Any:
-        """A pass's first step, in which everything is checked: an ordinary one."""
+        """Make a pass's first step without compiling; it checks everything."""
         step, forward, seen = self._step, self._step.forward, _Operations()
 
         def counted(*given: Any, **named: Any) -> Any:
@@ -103,7 +110,7 @@ class CompiledPass:
 
     @property
     def gains(self) -> bool:
-        """Whether the batches from the second on are compiled; asked after the first."""
+        """Whether to compile the batches from the second on; read this after the first."""
         operations, fused = self._programs.operations or (1, 0)
         most = min(self._most, MOST_TOGETHER, MOST_OPERATIONS // max(operations, 1))
         self._together = 1 if self._most < UNROLLED or most < 2 else 1 << (most.bit_length() - 1)
@@ -112,12 +119,12 @@ class CompiledPass:
     def after_first(
         self, first: Any, plain: Callable[..., Any], *, keeps: bool
     ) -> Callable[..., Any]:
-        """What makes the steps from the second on.
+        """Return the function that makes the steps from the second on.
 
         Args:
             first: the first batch.
-            plain: what makes them without compiling.
-            keeps: whether batches' memory stays as it is until the pass ends.
+            plain: makes a step without compiling.
+            keeps: whether the batches' memory stays unchanged until the pass ends.
         """
         self._plain, self._keeps = plain, keeps
         step = self._step
@@ -129,14 +136,14 @@ class CompiledPass:
             if meters is not None and meters.only is not None and meters.only.joins_losses:
                 self._joins, self._may_join = True, not meters.has_user_code
             self._function = self._measured if self._joins else self._computed
-        # Of pairs of tensors in memory to which nothing is done, all others are as the first.
+        # If the first batch is a pair of tensors that needs no move, then all others are too.
         self._leaves = keeps and type(first) is tuple and len(first) == 2
         self._leaves = self._leaves and step.mover.leaves(first)
         self._shapes = shapes_of((*first, None) if self._leaves else step.moved_parts(first))
         return self
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
-        """Compute a batch, or hold it until there are as many as are computed in one call."""
+        """Compute a batch, or hold it until there are enough batches for one call."""
         if self.stopped:
             return self._plain(batch, index)
         parts = (*batch, None) if self._leaves else self._step.moved_parts(batch)
@@ -148,7 +155,7 @@ class CompiledPass:
             else:
                 self._run([batch], [parts], None)
             return HELD
-        if self._together > 1 and not self._keeps:  # a generator may fill its arrays anew
+        if self._together > 1 and not self._keeps:  # a generator may reuse its arrays
             parts = batch = trees.map_leaves(copied, parts)
         self._held.append(batch)
         self._parts.append(parts)
@@ -158,7 +165,7 @@ class CompiledPass:
         return HELD
 
     def flush(self) -> None:
-        """Compute the batches that wait."""
+        """Compute the waiting batches."""
         held, self._held, self._parts = self._held, [], []
         for batch in held:
             self._run_plainly(batch)
@@ -167,8 +174,8 @@ class CompiledPass:
         """Compute some batches in one call.
 
         Args:
-            held: as they came.
-            batches: their inputs, targets and weights.
+            held: the batches as they were passed in.
+            batches: their inputs, targets and weights, on the device.
         """
         traced, step = self._traced, self._step
         given = [traced.entered(batch) for batch in batches]
@@ -176,7 +183,7 @@ class CompiledPass:
             found = self._programs.run(self._function, given, shapes, traced.device)
         except UncompiledError as error:
             for batch in held:
-                self._run_plainly(batch)  # an error that is a batch's own is raised here
+                self._run_plainly(batch)  # raises the error if the batch itself is wrong
             self.stopped = True
             warn(f"jit_compile compiles the net alone in {self._programs.what}: {error}")
             return
@@ -198,24 +205,24 @@ class CompiledPass:
             self._take(outputs)
 
     def _predicted(self, entered: Any) -> Any:
-        """Batches' outputs; traced."""
+        """Compute the batches' outputs; traced."""
         return [self._traced.predicted(given, named) for given, named, _, _ in entered]
 
     def _measured(self, entered: Any) -> Any:
-        """Batches' outputs and targets, where possible as one; traced."""
+        """Compute the batches' outputs and targets, joined as one batch where possible; traced."""
         predictions, targets = self._predicted(entered), [batch[2] for batch in entered]
         if len(entered) > 1 and self._may_join:
             return [(torch.cat(predictions), torch.cat(targets))]
         return list(zip(predictions, targets, strict=True))
 
     def _computed(self, entered: Any) -> Any:
-        """Batches' losses, and what is noted beside them; traced."""
+        """Compute the batches' losses, and the other values that are recorded; traced."""
         found = [self._traced.computed(*batch) for batch in entered]
         return self._traced.joined(found, entered) if len(found) > 1 else found
 
 
 class _Operations(TorchDispatchMode):
-    """Counts torch's operations meanwhile, and those of them that its compiler joins."""
+    """Counts torch's operations within a `with` block, and how many its compiler can fuse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,10 +242,10 @@ class _Operations(TorchDispatchMode):
 def compiled_pass(
     model: Module, step: Any, take: Callable[[Any], None] | None, *, is_announced: bool
 ) -> CompiledPass | None:
-    """What computes a pass's batches as compiled functions, where `compile` asks for that.
+    """Return a `CompiledPass` for a pass's batches, if `compile` asks for compiled functions.
 
-    None for steps of the model's own, where something stands before the net (replicas, shards),
-    and where the model moves batches itself.
+    Returns None if the model has its own step, or moves batches itself. Returns None also if
+    something wraps the net (replicas, shards).
     """
     compilation = model._fitkit.compilation
     if not compiles_steps(compilation.jit_compile):
@@ -251,8 +258,8 @@ def compiled_pass(
 
 
 def programs_of(model: Module, what: str) -> Programs:
-    """What a model keeps of its passes of a kind."""
+    """Return the programs that a model keeps for passes of one kind."""
     kept: dict[str, Programs] = model._fitkit.compiled_passes
-    if kept.get(what) is None:  # a model's copy has none either
+    if kept.get(what) is None:  # a copy of a model has None here
         kept[what] = Programs(model._fitkit.compilation.jit_compile, f"the {what}")
     return kept[what]
