@@ -1,12 +1,12 @@
 """`jit_compile`: a batch's forward, loss, gradients, clipping and update as one compiled function.
 
-In eager PyTorch a small net's step is bound by its hundreds of launches. Torch's compiler can take
-all of them at once: the net, the loss, `torch.autograd.grad` of it and torch's own functional
-optimizers. A part that it can't take is left out, with one warning. At the least the net alone is
-compiled (`surroundings.compile_net`).
+In eager PyTorch, hundreds of launches limit the speed of a small net's step. Torch's compiler can
+join all of them: the net, the loss, `torch.autograd.grad` and torch's functional optimizers. A
+part that it can't compile is left out, with one warning. At least the net is always compiled
+(`surroundings.compile_net`).
 
-Where several batches or several ranks make an update, there are two functions: one gives a batch's
-gradients, the other makes the update. Between them `Update` weighs the gradients, and averages
+If several batches or several ranks make an update, there are two functions. One computes a batch's
+gradients, the other makes the update. Between them, `Update` weights the gradients and averages
 them over the ranks.
 """
 
@@ -43,20 +43,20 @@ from fitkit.training.traced_step import TracedOwnStep, TracedStep
 
 
 class CompiledUpdate:
-    """A batch's whole update as compiled functions, one for each shape of batches.
+    """Computes a batch's whole update by compiled functions, one for each shape of batches.
 
-    It stays with the model from one `fit` to the next, so that a second one compiles nothing;
-    `begin` gives it what a new one has. Only updates by one optimizer are compiled so.
+    It stays with the model from one `fit` to the next, so a second `fit` compiles nothing. `begin`
+    sets what a new `fit` uses. Only a single optimizer's updates are compiled.
 
-    Each rank may compile its batches' gradients or not: the exchange is the same. What all must do
-    alike is the update (`CompiledOptimizer`).
+    A rank may compile its batches' gradients while another doesn't: the exchange is the same. The
+    update must be compiled on all ranks or on none (`CompiledOptimizer`).
 
     Args:
-        options: what `torch.compile` is given.
+        options: the options for `torch.compile`.
 
     Attributes:
-        stopped: why batches aren't computed by what is compiled any more; None while they are.
-        loss: the last batch's, where only its gradients were computed: `backward` takes it.
+        stopped: why the compiled functions aren't used any more; None while they are.
+        loss: the last batch's loss, if only its gradients were computed; `backward` takes it.
     """
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
@@ -65,10 +65,10 @@ class CompiledUpdate:
         self.stopped: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Programs.__reduce__(self._programs)  # a model's copy compiles for itself
+        return Programs.__reduce__(self._programs)  # a copy of the model compiles its own
 
     def announces(self, is_announced: bool) -> None:
-        """Take whether to print that something is being compiled."""
+        """Set whether to print that something is being compiled."""
         self._programs.is_announced = is_announced
         self._optimizing.announces(is_announced)
 
@@ -81,13 +81,16 @@ class CompiledUpdate:
         after_update: Callable[[], Any],
         learn: Callable[[torch.Tensor, Callable[..., Any]], None],
     ) -> None:
-        """Take what a new call of `fit` has.
+        """Set what a new call of `fit` uses.
 
         Args:
-            parameters: those that may learn.
+            model: the model to train.
+            step: computes losses without compiling.
+            optimizer: makes the updates.
+            parameters: the trainable parameters.
             after_update: called after each update; it may change the optimizer's rates.
-            learn: makes an update from a loss and what computes its gradients: of a batch that
-                has waited and can't be learned from by what is compiled.
+            learn: makes an update from a loss and the function that computes its gradients. It
+                serves a batch that has waited and that the compiled functions can't take.
         """
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
@@ -98,14 +101,14 @@ class CompiledUpdate:
             self._traced = TracedOwnStep(model, step)
         self._parameters = parameters
         self._optimizing.begin(model, optimizer, parameters)
-        # A step of the model's own may have effects, and on several ranks exchanges: the first
-        # batch is learned from without compiling then, and looked back at.
+        # A model's own step may have effects, and a step on several ranks exchanges values. Then
+        # the first batch can't run twice: its update isn't compiled, and `look_back` inspects it.
         self._exchanges = compilation.strategy.collectives.world_size > 1
         self._looks_ahead = isinstance(step, CompiledStep) and not self._exchanges
-        self._packs = False  # whether a batch's gradients come in one tensor
+        self._packs = False  # whether a batch's gradients are packed in one tensor
         self._may_learn: list[nn.Parameter] = []
         self._learns: list[bool] = []  # whether each of them has a gradient
-        self._learning: list[nn.Parameter] = []  # those that have
+        self._learning: list[nn.Parameter] = []  # those of them that have a gradient
         self._requires_grad: list[bool] = []
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
@@ -118,35 +121,35 @@ class CompiledUpdate:
         self.accumulates(False)
 
     def accumulates(self, is_part: bool) -> None:
-        """Take whether a batch is a part of an update from now on: `update` makes it then."""
+        """Set whether a batch is only a part of an update; if it is, `update` makes the update."""
         self._is_part = is_part
         self._updates = self._optimizing.stopped is None and not is_part
-        self._batches = -1  # since a batch was looked at
+        self._batches = -1  # batches since one was inspected; -1 before that
 
     # ------------------------------------------------------------------ one batch
 
     def __call__(self, batch: Any, index: int) -> bool:
-        """Learn from a batch, or hold it until there are as many as are computed in one call.
+        """Learn from a batch, or hold it until there are enough batches for one call.
 
         Returns:
-            Whether that was done; where it wasn't, nothing has been changed.
+            Whether that was done. If not, nothing has changed.
         """
         if self.stopped is not None:
             return False
         rank_batch = batch if type(batch) is RankBatch else None
         if rank_batch is not None:
             if rank_batch.count == 0:
-                return False  # it leaves no trace but its gradients
+                return False  # a placeholder batch must have no effect but its gradients
             batch = rank_batch.batch
         parts = self._traced.moved(batch, index)
-        # The first steps see whether a schedule changes more than rates.
+        # The first steps run alone, to see whether a schedule changes more than rates.
         if self._joins_steps and self._updates and self._batches > 1 and self._hold(parts):
             return True
         self.flush()
         return self.stopped is None and self._learn(parts, rank_batch)
 
     def _learn(self, batch: Batch, rank_batch: RankBatch | None = None) -> bool:
-        """Learn from one batch, on the device; whether that could be done."""
+        """Learn from one batch on the device; return whether that could be done."""
         traced = self._traced
         try:
             if self._batches < 0 or not self._follows():
@@ -160,7 +163,7 @@ class CompiledUpdate:
             except UncompiledError as error:
                 if not self._updates:
                     raise
-                self._updates = False  # the optimizer's step may be what can't be compiled
+                self._updates = False  # perhaps only the optimizer's step can't be compiled
                 found = self._run(batch)
                 self._leave_optimizer_out(str(error))
         except UncompiledError as error:
@@ -172,7 +175,7 @@ class CompiledUpdate:
         if self._updates:
             self._after_update()
             return True
-        if traced.device != "cpu":  # a CUDA graph's next replay writes in the same place
+        if traced.device != "cpu":  # a CUDA graph's next replay overwrites its results
             loss, gradients = trees.map_leaves(copied, (loss, gradients))
         if self._packs:
             *gradients, _ = unpack_gradients(gradients, self._learning)
@@ -181,7 +184,7 @@ class CompiledUpdate:
         return True
 
     def _stop(self, error: UncompiledError) -> None:
-        """Let batches be learned from step by step from now on, and say so."""
+        """Use no compiled functions for batches from now on, and warn."""
         self.stopped = str(error)
         update = self._is_part and self._optimizing.stopped is None
         what = "the net and the update" if update else "the net alone"
@@ -190,9 +193,9 @@ class CompiledUpdate:
     # ------------------------------------------------------------------ several in one call
 
     def _hold(self, batch: Batch) -> bool:
-        """Let a batch wait, and learn from those that do where there are enough.
+        """Hold a batch, and learn from the waiting batches once there are enough.
 
-        It is copied where a generator may fill its arrays anew for its next batch.
+        The batch is copied if a generator may reuse its arrays for the next one.
 
         Returns:
             Whether the batch was taken.
@@ -209,7 +212,7 @@ class CompiledUpdate:
         return True
 
     def _learn_together(self) -> None:
-        """Learn from the batches that wait, in one call."""
+        """Learn from the waiting batches in one call."""
         batches, self._waiting, ready = self._waiting, [], 0
         while ready < UNROLLED and self._follows(ready):
             self._after_update()  # each step's rates are known before the call
@@ -234,20 +237,20 @@ class CompiledUpdate:
             self._traced.note(loss, kept, batch)
 
     def flush(self) -> None:
-        """Learn from the batches that wait, each by itself."""
+        """Learn from the waiting batches one by one."""
         batches, self._waiting = self._waiting, []
         for batch in batches:
             self._learn_waiting(batch)
 
     def _learn_waiting(self, batch: Batch) -> None:
-        """Learn from a batch that has waited: whoever gave it does nothing more about it."""
+        """Learn from a batch that has waited; the caller does nothing more."""
         if self.stopped is None and self._learn(batch):
             if self.loss is not None:
                 self._learn_loss(self.loss, self.backward)
             return
         step = self._step
-        assert isinstance(step, CompiledStep)  # no others wait
-        with as_written(self._model):  # where the batch itself is wrong, that is said
+        assert isinstance(step, CompiledStep)  # only its batches wait
+        with as_written(self._model):  # raises the error if the batch itself is wrong
             prediction, loss, parts = step.compute(step.forward, *batch)
         step.note(prediction, loss, parts, batch)
         self._learn_loss(loss, torch.Tensor.backward)
@@ -255,7 +258,11 @@ class CompiledUpdate:
     # ------------------------------------------------------------------ its parts
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a loss that was made of the last batch's by a factor."""
+        """Add the gradients of the last batch's loss, which may have been multiplied by a factor.
+
+        Args:
+            loss: `self.loss`, or its product with a factor.
+        """
         assert self.loss is not None
         with torch.no_grad():
             gradients: Sequence[torch.Tensor] = self._gradients
@@ -269,11 +276,11 @@ class CompiledUpdate:
                     parameter.grad += gradient
 
     def update(self) -> bool:
-        """Make the update of parts that are complete; whether that was done."""
+        """Make the update of a complete group; return whether that was done."""
         return self._is_part and self._optimizing()
 
     def _run(self, *batches: Batch) -> Any:
-        """What the program for such batches gives, which is compiled if they are the first."""
+        """Run the program for batches of these shapes; compile it if they are the first."""
         traced = self._traced
         given = [traced.entered(batch) for batch in batches]
         with traced.running():
@@ -283,21 +290,21 @@ class CompiledUpdate:
     # ------------------------------------------------------------------ what is traced
 
     def _together(self, given: Sequence[Any]) -> Any:
-        """Several steps as a function of their batches: what is traced."""
+        """Compute several steps from their batches; traced."""
         assert isinstance(self._traced, TracedStep)
         found = [self._whole([entered], place)[:2] for place, entered in enumerate(given)]
         return self._traced.joined(found, given)
 
     def _whole(self, given: Sequence[Any], place: int = 0) -> Any:
-        """The step as a function of a batch: what is traced.
+        """Compute the step from a batch; traced.
 
         Args:
-            given: the batch, as `TracedStep.entered` gives it.
-            place: among the steps of a call.
+            given: the batch, from `TracedStep.entered`.
+            place: the step's index in the call.
 
         Returns:
-            The loss, what the step wants to note, and the gradients where the optimizer's step
-            isn't a part; those that ranks exchange are packed for that.
+            The loss, the other values that the step records, and the gradients. The gradients are
+            None if the optimizer's step is included, and packed if the ranks exchange them.
         """
         with torch.enable_grad():
             loss, kept = self._traced.computed(*given[0], is_part=self._is_part)
@@ -316,7 +323,7 @@ class CompiledUpdate:
     # ------------------------------------------------------------------ before it
 
     def _follows(self, place: int = 0) -> bool:
-        """Whether the optimizer's tensors and settings are those of the last batch."""
+        """Return whether the optimizer has the same tensors and settings as at the last batch."""
         optimizing = self._optimizing
         if self._updates and not optimizing.has_same_state:
             return False
@@ -331,11 +338,11 @@ class CompiledUpdate:
 
     @property
     def waits(self) -> bool:
-        """Whether a batch must be learned from without compiling first, and `look_back` after."""
+        """Whether the next batch must run without compiling, with a call of `look_back` after."""
         return self.stopped is None and self._batches < 0
 
     def look_back(self) -> None:
-        """See by an update that was made without compiling what the next ones are compiled for."""
+        """Inspect an update that ran without compiling, to prepare the compilation of the next."""
         may_learn = [p for p in self._parameters if p.requires_grad]
         try:
             self._prepare(may_learn, [parameter.grad for parameter in may_learn])
@@ -343,12 +350,12 @@ class CompiledUpdate:
             self._stop(error)
 
     def _look(self, traced: TracedStep, batch: Batch) -> None:
-        """Compute a first batch's gradients as torch does without compiling, and leave no trace.
+        """Compute a first batch's gradients without compiling, then restore the model's state.
 
-        The first batch's checks are made, and it is seen which parameters have a gradient.
+        This makes the first batch's checks, and finds which parameters have a gradient.
 
         Raises:
-            UncompiledError: what this computes can't be compiled.
+            UncompiledError: this step can't be compiled.
         """
         may_learn = [p for p in self._parameters if p.requires_grad]
         _refuse_hooks(may_learn)
@@ -367,7 +374,11 @@ class CompiledUpdate:
         self._prepare(may_learn, gradients)
 
     def _prepare(self, may_learn: list[nn.Parameter], gradients: Sequence[Any]) -> None:
-        """Take which parameters have a gradient, and the optimizer's tensors.
+        """Note which parameters have a gradient, and collect the optimizer's tensors.
+
+        Args:
+            may_learn: the parameters that require gradients.
+            gradients: one for each of them; None where there is none.
 
         Raises:
             UncompiledError: these gradients can't be compiled.
@@ -391,7 +402,7 @@ class CompiledUpdate:
         if self._updates:
             try:
                 for parameter, gradient in zip(may_learn, gradients, strict=True):
-                    parameter.grad = gradient  # the optimizer looks at what has one
+                    parameter.grad = gradient  # the optimizer ignores parameters without one
                 self._optimizing.collect()
             except UncompiledError as error:
                 self._leave_optimizer_out(str(error))
@@ -401,14 +412,17 @@ class CompiledUpdate:
         self._batches = 0
 
     def _leave_optimizer_out(self, why: str) -> None:
-        """Let the optimizer make its step by itself from now on, and say so."""
+        """Compile the step without the optimizer's part from now on, and warn."""
         self._updates = False
         self._programs.clear()
         self._optimizing.stop(why)
 
 
 def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients times a factor (); 0 where that is 0, for those of a mean over nothing are NaN."""
+    """Multiply gradients by a factor (). A factor of 0 gives 0, even for gradients that are NaN.
+
+    The gradients of a mean over nothing are NaN.
+    """
     if not factor.is_cpu:
         return [torch.where(factor != 0, gradient * factor, 0.0) for gradient in gradients]
     number = factor.item()
@@ -423,5 +437,5 @@ def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:
 
 
 def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that its forward may count with."""
+    """Return a module's numbers, which its forward may use as counters."""
     return {name: it for name, it in vars(module).items() if isinstance(it, (int, float, bool))}

@@ -52,7 +52,7 @@ NOT_YET = {
     "fitkit/loggers/tensorboard.py",
     "fitkit/modes.py",
     *(f"fitkit/training/{name}.py" for name in (
-        "compiled_step", "evaluate", "fit", "on_batch",
+        "evaluate", "fit", "on_batch",
         "surroundings", "update",
     )),
 }  # fmt: skip
