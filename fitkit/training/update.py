@@ -1,4 +1,4 @@
-"""From a batch's loss to new weights: backward, accumulation, clipping, the optimizer's step."""
+"""Turn a batch's loss into new weights: backward, accumulation, clipping, the optimizer's step."""
 
 from __future__ import annotations
 
@@ -59,13 +59,14 @@ def updates_for(
     after_update: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
     compiles: bool = True,
 ) -> Update | ByTurns | Manual:
-    """What a training batch leads to: one update, one by each optimizer, or what the model does.
+    """Choose how training batches make updates: by one optimizer, by several in turn, or manually.
 
     Args:
-        context: the training's; manual optimization computes gradients by it.
+        model: the model to train.
+        context: the training's context; manual optimization gets its `backward` from it.
         step: computes losses.
-        accumulate: batches of an update, instead of what `compile` was given.
-        after_update: gives for an optimizer what to call after each of its updates.
+        accumulate: the number of batches in an update; None for the number given to `compile`.
+        after_update: takes an optimizer, and returns a function to call after each of its updates.
         compiles: as in `Update`.
     """
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
@@ -103,7 +104,7 @@ def updates_for(
 
 
 def ready_optimizers(model: Module) -> list[Optimizer]:
-    """The model's optimizers, with their states as the parameters are now: about to step."""
+    """Return the model's optimizers, with states that match the parameters, ready for a step."""
     trainable = model._fitkit.compilation.trainable(model)
     check_trainable(trainable)
     optimizers: list[Optimizer] = model._fitkit.fit_state.optimizers_for(model)
@@ -119,12 +120,12 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
 
 
 def _is_named(model: Module) -> bool:
-    """Whether fitkit chose the optimizer's way to compute."""
+    """Return whether fitkit made the optimizer from a name, and may choose its implementation."""
     return model._fitkit.compilation.optimizer.is_name and not configures_its_own(model)
 
 
 class Upcoming:
-    """Batches, of which the next ones can be looked at before they are taken."""
+    """An iterator over batches that can also look ahead at the next ones."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -137,7 +138,7 @@ class Upcoming:
         return self._seen.popleft() if self._seen else next(self._batches)
 
     def peek(self, count: int) -> list[Any]:
-        """The next `count` batches that have rows, or fewer where there aren't so many."""
+        """Return the next `count` batches that have rows, or fewer if fewer are left."""
         found = [batch for batch in self._seen if batch is not NoRows]
         while len(found) < count and (batch := next(self._batches, None)) is not None:
             self._seen.append(batch)
@@ -149,31 +150,33 @@ class Update:
     """Makes one optimizer's updates: one from each batch, or from each group of batches.
 
     Args:
-        model: whose parameters learn.
+        model: the model to train.
         step: computes a batch's loss.
         optimizer: makes the update.
-        scaling: scales losses, where half precision needs that; None elsewhere.
-        after_update: called after each update (a scheduler that counts steps).
-        is_one_of_several: whether other optimizers take turns with this one. Their steps go past
-            the wrapper that averages gradients over the ranks, so that is done here; as it is
-            where steps are compiled.
-        compiles: whether an update may be compiled as a whole, where `compile` asks for that.
+        scaling: scales losses if half precision needs that, else None.
+        after_update: called after each update (by it a scheduler counts steps).
+        is_one_of_several: whether other optimizers take turns with this one. Their steps bypass
+            the wrapper that averages gradients over the ranks, so this class averages them. It
+            does so for compiled steps too.
+        compiles: whether an update may be compiled as a whole, if `compile` asks for that.
 
-    An update is that of all its batches as one, over all ranks: each batch's gradients weigh by
-    what its loss is the mean over, also where batches differ in length or the last group is short.
-    What that is decides on one of three weightings:
+    An update equals the one from all its batches, over all ranks, as a single batch. To get there,
+    each batch's gradients are weighted by the count that its loss is the mean over. That holds
+    also if batches differ in length or the last group is short. There are three weightings:
 
-    1. Samples, whose number is known on all ranks before the step (`_learn`): the gradients get
-       their weight in `backward`. In a group they are scaled as if all batches had as many samples
-       as the first, and put right at its end.
-    2. Something else in the batch, such as the labels that count (`_learn_counted`): the weight is
-       a guess, and put right once the gradients are exchanged. How much counts on the other ranks
-       travels with these where the strategy has a `count_parameter`, else it costs an exchange.
-    3. Something else for each of several outputs (`_learn_terms`): no factor can put that right
-       afterwards, so what counts in the whole group is found out before its first backward.
+    1. The loss is a mean over samples (`_learn`). Their number is known on all ranks before the
+       step, so `backward` applies the weight. In a group, gradients are scaled as if all batches
+       had as many samples as the first, and corrected at the group's end.
+    2. The loss is a mean over something else, such as the labels that count (`_learn_counted`).
+       The weight is a guess, which is corrected once the gradients are exchanged. The counts of
+       the other ranks come with the gradients if the strategy has a `count_parameter`. Otherwise
+       they cost an exchange.
+    3. The losses of several outputs are means over different counts (`_learn_terms`). No single
+       factor can correct them afterwards. So the counts of the whole group are computed before
+       its first backward.
 
-    How many batches make an update stands in `FitState.accumulate`, which callbacks change; it
-    holds from the next group on.
+    `FitState.accumulate` is the number of batches in an update. Callbacks may change it; a change
+    takes effect with the next group.
 
     Attributes:
         backward: computes the gradients of a loss.
@@ -213,26 +216,26 @@ class Update:
             self.backward = partial(scaling.backward, through=self.backward)
         self._clip_value = compilation.gradient_clip_val
         self._clip_algorithm = compilation.gradient_clip_algorithm
-        # What would average gradients within the backward pass has no place in a compiled step.
+        # A compiled step has no wrapper that averages gradients within the backward pass.
         self._buffers = step.wrapped.shared_buffers
         self._exchanges = is_one_of_several or self._buffers is not None
         self._parameters = held_by(optimizer) if is_one_of_several else compilation.trainable(model)
-        # A loss's own parameters: their gradients are averaged here, since no strategy knows them.
+        # No strategy knows a loss's own parameters, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges
         self._outside = compilation.loss_parameters() if has_outside else []
-        # What takes a count along with the gradients; those that go past the wrapper have none.
+        # Sends a count along with the gradients; there is none if they bypass the wrapper.
         self._carrier = None if is_one_of_several else step.wrapped.count_parameter
-        # Surrounds the batches of a group but for its last, after which gradients are exchanged.
+        # Surrounds all batches of a group but the last, after which gradients are exchanged.
         self._accumulating: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if step.wrapped.accumulating is not None:
             self._accumulating = step.wrapped.accumulating
         elif engine is not None:
             self._accumulating = engine.accumulating
-        self._batches = 0  # of the group so far
-        self._samples = 0  # of the group so far, on all ranks
-        self._counted: Any = None  # of the group so far, on this rank; None where samples count
-        self._per_sample: float | None = None  # what counts in a sample, roughly: a power of 2
-        self._totals: list[float] | None = None  # of the group and each output, on all ranks
+        self._batches = 0  # in the group so far
+        self._samples = 0  # in the group so far, on all ranks
+        self._counted: Any = None  # count in the group so far, on this rank; None if samples count
+        self._per_sample: float | None = None  # a sample's approximate count: a power of 2
+        self._totals: list[float] | None = None  # each output's count in the group, on all ranks
         self._first = 1  # samples of the group's first step, on all ranks
         self._takes_closure = needs_closure(optimizer)
         if self._takes_closure and scaling is not None:
@@ -241,10 +244,11 @@ class Update:
         self._regroup()
 
     def _compiled_for(self, model: Module) -> CompiledUpdate | None:
-        """What computes updates by compiled functions, where `compile` asks for that.
+        """Return what computes compiled updates, if `compile` asks for them; None otherwise.
 
-        Those by one optimizer alone are: of the step that `compile` describes, or of the model's
-        own `training_step`; on several ranks where the loop averages gradients.
+        Only a single optimizer's updates can be compiled. The step may be the one that `compile`
+        describes, or the model's own `training_step`. On several ranks, the training loop must
+        average the gradients.
         """
         options, step = model._fitkit.compilation.jit_compile, self._step
         alone = self._is_alone or self._buffers is not None
@@ -267,7 +271,7 @@ class Update:
         return found
 
     def _regroup(self) -> None:
-        """Take the number of batches for an update that holds now; between two groups."""
+        """Read the current number of batches in an update; call this between two groups."""
         accumulate = self._fit_state.accumulate
         if self._takes_closure and accumulate > 1:
             raise ConfigurationError(
@@ -281,25 +285,28 @@ class Update:
 
     @property
     def is_between_groups(self) -> bool:
-        """Whether no batch waits for others to make an update with it."""
+        """Whether no batch waits for the rest of its group."""
         return self._batches == 0
 
     def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """An epoch's batches, of which the next ones can be looked at."""
+        """Return an epoch's batches, in an iterator that can look ahead if counts need that."""
         if not self._step.may_count:
             return batches
         self._upcoming = Upcoming(batches)
         return self._upcoming
 
     def peek_with(self, other: Update) -> None:
-        """Look at the same next batches as another optimizer's updates."""
+        """Look ahead at the same batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
     def __call__(self, batch: Any, index: int, *, compiles: bool = True, **optimizer: Any) -> None:
-        """Learn from a batch: compute its loss, and make the update where the group is complete.
+        """Learn from a batch: compute its loss, and make the update if the group is complete.
 
         Args:
-            compiles: whether it may be learned by what is compiled; False where that was tried.
+            batch: the batch.
+            index: its number in the epoch.
+            compiles: whether the compiled functions may be used; False if they were tried already.
+            optimizer: `optimizer_idx`, if several optimizers take turns.
         """
         step = self._step
         if self._batches == 0:
@@ -311,13 +318,13 @@ class Update:
                 self._carrier.grad = None
             if self._buffers and compiles:
                 self._strategy.collectives.broadcast_tensors(self._buffers)
-        # Whether a batch is only a part of what an update sees.
+        # Whether a batch is only a part of an update's samples.
         step.is_part = self._ranks > 1 or self._accumulate > 1
         compiled = self._compiled if compiles else None
         if compiled is not None and compiled.stopped is None:
             if self._learn_compiled(compiled, batch, index):
                 return
-            # Where the batch itself is wrong, that is said as without compiling.
+            # If the batch itself is wrong, the error is the same as without compiling.
             with as_written(cast(Module, step.wrapped.net)):
                 self(batch, index, compiles=False)
             if compiled.waits:
@@ -336,7 +343,7 @@ class Update:
             self._learn(step(batch, index, **optimizer))
 
     def _learn_compiled(self, compiled: CompiledUpdate, batch: Any, index: int) -> bool:
-        """Learn from a batch by what is compiled; whether that could be done."""
+        """Learn from a batch by the compiled functions; return whether that could be done."""
         if not compiled(batch, index):
             return False
         if compiled.loss is not None:
@@ -344,7 +351,7 @@ class Update:
         return True
 
     def _learn_by(self, loss: torch.Tensor, backward: Callable[..., Any]) -> None:
-        """Take a batch's loss, of which `backward` computes the gradients."""
+        """Learn from a batch's loss, with `backward` to compute its gradients."""
         before, self.backward = self.backward, backward
         try:
             self._learn(loss)
@@ -352,7 +359,7 @@ class Update:
             self.backward = before
 
     def _around_step(self) -> AbstractContextManager[Any]:
-        """Surround a step: within a group gradients aren't exchanged before its last batch."""
+        """Surround a step, so that a group's gradients are exchanged only with its last batch."""
         if self._batches + 1 < self._accumulate:
             self._exchanged = False
             return self._accumulating()
@@ -360,9 +367,9 @@ class Update:
         return contextlib.nullcontext()
 
     def _learn(self, loss: torch.Tensor | None) -> None:
-        """Take the step's loss: the mean over what counts of this rank's batch.
+        """Learn from the step's loss, which is a mean over this rank's batch.
 
-        Each sample weighs the same, on whichever rank; a batch of 0 samples counts for nothing.
+        Each sample weighs the same on every rank. A batch of 0 samples has no weight.
         """
         step = self._step
         if loss is None:
@@ -389,7 +396,7 @@ class Update:
         if self._batches == 0:
             self._first = max(total, 1)
             self._samples = 0
-        # Scaled as if every step of the group had as many samples as its first …
+        # Scale as if every step of the group had as many samples as its first; `finish` corrects.
         self.backward(loss * (samples * self._ranks / (self._first * self._accumulate)))
         self._batches += 1
         self._samples += total
@@ -397,7 +404,7 @@ class Update:
             self.finish()
 
     def _learn_counted(self, loss: torch.Tensor, count: float | torch.Tensor, total: int) -> None:
-        """Take a batch's loss that is the mean over `count`, which differs between batches."""
+        """Learn from a loss that is the mean over `count`, which differs between batches."""
         if self._accumulate == 1 and self._ranks == 1:
             self.backward(loss)
             self._update()
@@ -415,20 +422,21 @@ class Update:
             self.finish()
 
     def _guess(self, count: float | torch.Tensor, total: int) -> float:
-        """What counts in a sample, roughly, so that gradients have their size from the beginning.
+        """Estimate a sample's count, so that gradients have about the right size from the start.
 
-        A power of 2: it rounds nothing, so a resumed training has the same bits with another.
+        The estimate is a power of 2, which rounds nothing. So a resumed training computes the same
+        bits, even with a different estimate.
 
         Ranks:
-            Collective: once a fit.
+            Collective, once in a fit.
         """
         (whole,) = self._strategy.data_ranks.sums([float(count)])
         return 2.0 ** round(math.log2(whole / total)) if whole > 0 and total else 1.0
 
     def _learn_terms(self, loss: torch.Tensor, terms: list[Term], samples: int, total: int) -> None:
-        """Take the losses of a batch's several outputs, each the mean over something else.
+        """Learn from the losses of several outputs, which are means over different counts.
 
-        One factor can't put these right afterwards, so what counts is found out before.
+        No single factor can correct them afterwards, so the group's counts are computed first.
         """
         counts = [samples if term.count is None or not samples else term.count for term in terms]
         if self._accumulate == 1 and self._ranks == 1:
@@ -452,7 +460,7 @@ class Update:
     def _backward_part(
         self, loss: torch.Tensor, count: float | torch.Tensor, weight: float | torch.Tensor
     ) -> None:
-        """Compute the gradients of a part of a group, and let what counts in it go with them."""
+        """Compute the gradients of a part of a group, and add its count to the carrier."""
         loss, carrier = nothing_if(loss, count), self._carrier
         if carrier is None or self._exchanges:
             self.backward(loss * weight)
@@ -462,25 +470,25 @@ class Update:
             return
         if self._scaling is not None:
             loss = self._scaling.scaler.scale(loss)
-        # The same as a backward of loss * weight + carrier * count, without the operations.
+        # Equals a backward of loss * weight + carrier * count, with fewer operations.
         weighs = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
         torch.autograd.backward((loss, carrier), (weighs, counts))
 
     def flush(self) -> None:
-        """Make the updates of batches that wait to be computed in one call."""
+        """Make the updates of batches that wait for a call of several."""
         if self._compiled is not None:
             self._compiled.flush()
 
     def finish(self) -> None:
-        """Make the update of a group that is complete, or that the epoch's end cuts short."""
+        """Make the update of a complete group, or of a shorter one at the epoch's end."""
         if self._batches == 0:
             return
         self._batches = 0
         if not self._exchanged:
             carriers = [] if self._carrier is None else [self._carrier]
             exchange_gradients(self._strategy, [*self._parameters, *carriers])
-        # … and put right here, where it is known how much counts in the whole group.
+        # The count of the whole group is known now, so correct the gradients' scale.
         expected, found = float(self._first * self._accumulate), self._samples
         if self._totals is not None:
             expected, found = 1.0, 1
@@ -495,14 +503,14 @@ class Update:
         self._update()
 
     def _counted_by_all(self) -> Any:
-        """How much counts in the group, over all ranks: a number, or a tensor on a GPU."""
+        """Return the group's count over all ranks: a number, or a tensor on a GPU."""
         if self._ranks == 1:
             return self._counted
         carrier = self._carrier
         if carrier is None:
             return self._strategy.data_ranks.sums([float(self._counted)])[0]
         assert carrier.grad is not None  # a mean over the ranks
-        # Whole numbers are that again; what else counts (classes' weights) stays as it is.
+        # Round what should be a whole number. Other counts (sums of class weights) stay.
         if carrier.is_cpu:
             number = carrier.grad.item() * self._ranks
             return round(number) if abs(number - round(number)) < 1e-6 * number else number
@@ -511,11 +519,11 @@ class Update:
         return torch.where((whole - rounded).abs() < 1e-6 * rounded, rounded, whole)
 
     def _step_with_closure(self, loss: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
-        """Make an update by an optimizer that computes the loss itself, as often as it likes.
+        """Make an update by an optimizer that evaluates the loss itself, any number of times.
 
         Args:
-            loss: the first evaluation.
-            again: gives the loss once more, at changed weights.
+            loss: the loss of the first evaluation.
+            again: computes the loss again, at changed weights.
         """
         step = self._step
         mine, whole = float(step.samples), float(max(step.total, 1))
@@ -539,7 +547,7 @@ class Update:
             self._clip()
             if self._ranks == 1:
                 return value.detach()
-            # The optimizer decides by this number when to stop: it must be the same on all ranks.
+            # This number tells the optimizer when to stop, so it must be the same on all ranks.
             (summed,) = self._strategy.data_ranks.sums([nothing_if(value, mine).item() * mine])
             return value.detach().new_tensor(summed / whole)
 
@@ -570,13 +578,13 @@ class Update:
         self._count_update()
 
     def _update_scaled(self, scaling: Scaling) -> None:
-        """An update that is left out where gradients aren't finite."""
+        """Make an update, unless some gradients aren't finite."""
         if self._clip_value is not None or self._fit_state.grad_norms is not None:
             scaling.unscale(self.optimizer, self._parameters)
             self._clip()
         counts = scaling.step(self.optimizer)
         scaling.update()
-        if self._engine is not None:  # also when left out: other ranks may have made theirs
+        if self._engine is not None:  # even without an update here: other ranks may have made one
             self._engine.after_update()
         if counts:
             self._count_update()
@@ -587,7 +595,7 @@ class Update:
             self._after_update()
 
     def _clip(self) -> None:
-        """Limit the gradients; their norm before that is noted where somebody asks."""
+        """Clip the gradients; record their norm before that, if a callback asks for it."""
         norms, norm = self._fit_state.grad_norms, None
         if norms is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -596,20 +604,20 @@ class Update:
         if self._clip_value is None:
             return
         if norm is not None and self._engine is None and self._clip_algorithm == "norm":
-            # What clip_grad_norm_ does with the norm, which would cost a twentieth of a small step.
+            # As clip_grad_norm_, without a second norm, which costs a twentieth of a small step.
             clip_grads_with_norm_(self._parameters, self._clip_value, norm)
         else:
             self._clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
 
 
 class ByTurns:
-    """Several optimizers: each batch is for each of them in turn, or for the one whose turn it is.
+    """Makes updates by several optimizers: all of them for each batch, or one of them by turns.
 
-    While an optimizer's step runs, only its own parameters need gradients.
+    While an optimizer's step runs, only its own parameters require gradients.
 
     Args:
-        updates: one an optimizer; the step computes the loss for an optimizer's number.
-        state: holds the optimizers, and for how many batches in a row each is used.
+        updates: one for each optimizer; the step gets the optimizer's number.
+        state: holds the optimizers, and for how many batches in a row each one is used.
     """
 
     def __init__(self, updates: list[Update], state: FitState) -> None:
@@ -643,7 +651,7 @@ class ByTurns:
         return all(update.is_between_groups for update in self.updates)
 
     def flush(self) -> None:
-        """Nothing waits: turns aren't compiled as a whole."""
+        """Do nothing: no batch waits, since turns aren't compiled as a whole."""
 
     def finish(self) -> None:
         for update in self.updates:
