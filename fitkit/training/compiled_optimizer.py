@@ -1,7 +1,7 @@
-"""An optimizer's step as torch's compiler traces it: by torch's own functional optimizers.
+"""An optimizer's step as torch's compiler traces it: with torch's functional optimizers.
 
-It is a part of a whole step (`compiled_step.py`). Where gradients come from several batches or
-several ranks, it is a compiled function of its own.
+It is a part of a whole step (`compiled_step.py`). If gradients come from several batches or
+several ranks, it is a separate compiled function.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fitkit.training.programs import UNROLLED, Programs, UncompiledError
 
 
 class Group:
-    """What a parameter group's update is computed from, by torch's functional optimizer.
+    """A parameter group's tensors and settings, from which torch's function computes its update.
 
     Args:
-        optimizer: whose group it is; it has the state of its parameters.
-        group: one of its groups.
-        places: each learning parameter's place among the gradients.
+        optimizer: the group's optimizer, which has the state of its parameters.
+        group: one of the optimizer's groups.
+        places: the index of each learning parameter among the gradients.
 
     Attributes:
-        rates: the learning rate in each of a call's steps, as a tensor: schedules change it
-            without another program.
+        rates: the learning rate of each step in a call, as a tensor. So schedules change it
+            without another compilation.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Group:
         found = dict(zip(names[2:], states, strict=True))
         if "momentum_buffer_list" in found and group.get("momentum") and "dampening" in group:
             self._begin_momentum(optimizer, group, found["momentum_buffer_list"])
-        # By position, as torch's functions want them; the order is another than that of above.
+        # Torch's functions take the states by position, in another order than `_init_group`.
         taken = inspect.signature(self.function).parameters
         self.states: list[list[Any]] = [found[name] for name in taken if name in found]
         kept = {n: v for n, v in group.items() if n not in ("params", "lr", *HOW)}
@@ -62,7 +62,7 @@ class Group:
         }
         if "beta1" in taken:
             self.settings["beta1"], self.settings["beta2"] = group["betas"]
-        # One tensor after the other, which the compiler joins itself.
+        # One tensor after another: the compiler fuses them itself.
         self.settings |= {name: False for name in HOW if name in taken}
         if group.get("capturable"):
             self.settings["capturable"] = True
@@ -78,7 +78,7 @@ class Group:
     def _begin_momentum(
         self, optimizer: Optimizer, group: dict[str, Any], buffers: list[torch.Tensor | None]
     ) -> None:
-        """Give SGD's momenta, which its first update would make, the value before it."""
+        """Fill SGD's missing momenta with zeros; its first update would make them."""
         if all(buffer is not None for buffer in buffers):
             return
         if group.get("dampening"):
@@ -89,10 +89,13 @@ class Group:
                 optimizer.state[parameter]["momentum_buffer"] = buffers[place]
 
     def follows(self, place: int = 0) -> bool:
-        """Take the rate that the group has now for a step; whether its other settings are kept.
+        """Copy the group's current rate for a step.
 
         Args:
-            place: the step's among those of a call.
+            place: the step's index in the call.
+
+        Returns:
+            Whether the group's other settings are unchanged.
         """
         given, rate = self.given, self.given["lr"]
         if rate is not self.last[place]:
@@ -100,7 +103,7 @@ class Group:
         return list(map(given.__getitem__, self._names)) == self._values
 
     def put(self, rate: float, place: int = 0) -> None:
-        """Let a step of the next call have this rate."""
+        """Set the rate of a step in the next call."""
         if rate != self.last[place]:
             self.rates[place] = rate
             self.last[place] = rate
@@ -108,7 +111,7 @@ class Group:
     def update(self, gradients: Sequence[torch.Tensor], place: int) -> None:
         """Make a step's update, from the gradients of all learning parameters; traced."""
         own = [gradients[place] for place in self.places]
-        # Torch counts steps in float32, of which an eager step makes Python's numbers first.
+        # Torch counts steps in float32. An eager step converts them to Python's numbers first.
         wide = [[_wide(one) for one in states] for states in self.states]
         self.function(self.parameters, own, *wide, lr=self.rates[place], **self.settings)
         for before, after in zip(self.states, wide, strict=True):
@@ -118,14 +121,14 @@ class Group:
 
 
 def _wide(state: Any) -> Any:
-    """A number of an optimizer's state in float64; anything else as it is."""
+    """Convert a float32 number of a state to the widest dtype; return anything else as it is."""
     if isinstance(state, torch.Tensor) and state.ndim == 0 and state.dtype is torch.float32:
         return state.to(widest_dtype(state.device))
     return state
 
 
 def functional(kind: type[Optimizer]) -> Callable[..., None]:
-    """Torch's function that makes an optimizer's update: `torch.optim.adam.adam` for `Adam`.
+    """Return torch's function for an optimizer's update: `torch.optim.adam.adam` for `Adam`.
 
     Raises:
         UncompiledError: the optimizer has none.
@@ -140,15 +143,15 @@ def functional(kind: type[Optimizer]) -> Callable[..., None]:
 
 
 class CompiledOptimizer:
-    """An optimizer's step, with the clipping of gradients before it.
+    """Compiles an optimizer's step, and the clipping of gradients before it.
 
-    It stays with the model from one `fit` to the next; `begin` gives it what a new one has.
+    It stays with the model from one `fit` to the next. `begin` sets what a new `fit` uses.
 
     Args:
-        options: what `torch.compile` is given.
+        options: the options for `torch.compile`.
 
     Attributes:
-        stopped: why the optimizer steps by itself; None while its step is compiled.
+        stopped: why the optimizer's step isn't compiled; None while it is.
     """
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
@@ -156,14 +159,16 @@ class CompiledOptimizer:
         self.stopped: str | None = None
 
     def announces(self, is_announced: bool) -> None:
-        """Take whether to print that something is being compiled."""
+        """Set whether to print that something is being compiled."""
         self._programs.is_announced = is_announced
 
     def begin(self, model: Module, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Take what a new call of `fit` has.
+        """Set what a new call of `fit` uses.
 
         Args:
-            parameters: those that may learn.
+            model: the model to train.
+            optimizer: the optimizer whose step is compiled.
+            parameters: the trainable parameters.
         """
         compilation = model._fitkit.compilation
         self._ranks = compilation.strategy.collectives
@@ -173,17 +178,17 @@ class CompiledOptimizer:
         self._fit_state = model._fitkit.fit_state
         self._optimizer, self._parameters = optimizer, parameters
         self.groups: list[Group] = []
-        self._seen: tuple[Any, ...] = ()  # the optimizer's tensors, groups, and how many
+        self._seen: tuple[Any, ...] = ()  # the optimizer's state, groups, and how many groups
         self._learns: list[bool] = []  # which parameters had a gradient
-        self._updates = 0  # by a function of its own since the groups were taken
+        self._updates = 0  # by the separate function since `collect`
 
     @property
     def is_asked_for_norms(self) -> bool:
-        """Whether a callback wants the gradients' norms, which eager updates note."""
+        """Whether a callback wants the gradients' norms, which only eager updates record."""
         return self._fit_state.grad_norms is not None
 
     def stop(self, why: str) -> None:
-        """Let the optimizer make its step by itself from now on, and say so."""
+        """Stop compiling the optimizer's step from now on, and warn."""
         self.stopped = why
         self._programs.clear()
         kinds = [class_of(optimizer).__name__ for optimizer in members_of(self._optimizer)]
@@ -194,7 +199,7 @@ class CompiledOptimizer:
     # ------------------------------------------------------------------ its groups
 
     def collect(self) -> None:
-        """Take the groups, with the states of the parameters that have a gradient now.
+        """Collect the groups, with the states of the parameters that have a gradient now.
 
         Raises:
             UncompiledError: the optimizer's step can't be compiled.
@@ -215,17 +220,20 @@ class CompiledOptimizer:
 
     @property
     def has_same_state(self) -> bool:
-        """Whether the optimizer's tensors are those of the groups; else a state was loaded."""
+        """Whether the optimizer still has the collected state and groups; loading replaces them."""
         optimizer, seen = self._optimizer, self._seen
         if optimizer.state is not seen[0] or optimizer.param_groups is not seen[1]:
             return False
         return len(optimizer.param_groups) == seen[2]
 
     def follows(self, place: int = 0) -> bool:
-        """Take the groups' rates; whether their other settings are the same.
+        """Copy the groups' current rates for a step.
 
         Args:
-            place: the step's among those of a call.
+            place: the step's index in the call.
+
+        Returns:
+            Whether the groups' other settings are unchanged.
         """
         return all(group.follows(place) for group in self.groups)
 
@@ -236,7 +244,7 @@ class CompiledOptimizer:
             group.update(clipped, place)
 
     def _clipped(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The gradients, clipped as `engine.clip_gradients` does it with those of parameters."""
+        """Clip gradients as `engine.clip_gradients` clips those of parameters."""
         limit = self._clip_value
         if limit is None:
             return gradients
@@ -248,14 +256,14 @@ class CompiledOptimizer:
     # ------------------------------------------------------------------ a function of its own
 
     def __call__(self) -> bool:
-        """Make an update from the gradients that parameters have.
+        """Make an update from the parameters' gradients.
 
         Returns:
-            Whether that was done; where it wasn't, no weight has changed.
+            Whether that was done. If not, no weight has changed.
 
         Ranks:
-            Collective, where the step is compiled: on all ranks, or on none. The weights would
-            differ in their last bits otherwise, more with each update.
+            Collective while the step is compiled. It is compiled on all ranks or on none.
+            Otherwise the weights would differ in their last bits, more with each update.
         """
         if self.stopped is not None or self.is_asked_for_norms:
             return False
@@ -285,10 +293,10 @@ class CompiledOptimizer:
         self.trace(given[0])
 
     def _compile(self, learns: list[bool]) -> None:
-        """Take the groups and make a first update.
+        """Collect the groups and make a first update.
 
         Raises:
-            UncompiledError: some rank couldn't do it; the weights are as they were.
+            UncompiledError: some rank couldn't do it. The weights are unchanged.
 
         Ranks:
             Collective.
@@ -312,6 +320,6 @@ class CompiledOptimizer:
         self._updates = 1
 
     def _tensors(self) -> list[torch.Tensor]:
-        """What an update changes: the parameters, and the optimizer's states."""
+        """Return what an update changes: the parameters and the optimizer's states."""
         lists = [tensors for group in self.groups for tensors in (group.parameters, *group.states)]
         return [tensor for tensors in lists for tensor in tensors if tensor is not None]

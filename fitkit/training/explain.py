@@ -1,4 +1,4 @@
-"""torch's errors about a batch, said in terms of what the user passed."""
+"""Explain torch's errors about a batch in terms of what the user passed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONTAINER_ERRORS = re.compile(
 def raise_explained(
     error: Exception, net: Callable[..., Any], x: Any, y: Any, name: str = "x"
 ) -> None:
-    """Raise a clearer error in place of one that a batch caused; see `explained`."""
+    """Raise a clearer error for one that a batch caused, if `explained` knows one."""
     explanation = None if isinstance(error, FitkitError) else explained(error, net, x, y, name)
     if explanation is not None:
         raise explanation from error
@@ -49,10 +49,17 @@ def raise_explained(
 def explained(
     error: Exception, net: Callable[..., Any], x: Any, y: Any, name: str = "x"
 ) -> FitkitError | None:
-    """A clearer error for one that a batch caused; None for what is not ours to explain.
+    """Return a clearer error for one that a batch caused, or None.
 
-    Errors that the user's own code raises, out-of-memory errors and everything unknown stay
-    as they are.
+    Returns None for errors that the user's own code raises, for out-of-memory errors and for all
+    unknown ones.
+
+    Args:
+        error: the error.
+        net: the net that was called.
+        x: the batch's inputs.
+        y: the batch's targets; None if there are none.
+        name: the name of the inputs in messages.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return None
@@ -134,7 +141,7 @@ def explained(
 
 
 def _channels_last(text: str, x: Any) -> str:
-    """What to write where images lie as Keras has them, (N, H, W, C); "" elsewhere."""
+    """Say what to write if images have Keras's order (N, H, W, C); return "" otherwise."""
     found = CHANNEL_ERRORS.search(text)
     images = [
         leaf for leaf in trees.tensors(x) if found and leaf.ndim == 4
@@ -149,12 +156,12 @@ def _channels_last(text: str, x: Any) -> str:
 
 
 def _raised_by_torch(error: Exception) -> bool:
-    """Whether torch raised it, or Python at a call of the net's; not a `raise` of the user's."""
+    """Return whether torch raised the error, or Python did at a call within the net."""
     return raised_in_torch(error) or isinstance(error, (TypeError, AttributeError, IndexError))
 
 
 def _layer(error: Exception, net: Callable[..., Any]) -> str:
-    """Which of the net's layers an error comes from: ` in its layer '2', Linear(…)`."""
+    """Name the layer of the net that an error comes from: ` in its layer '2', Linear(…)`."""
     names = {id(module): name for name, module in getattr(net, "named_modules", dict)()}
     found = ""
     frame = error.__traceback__
@@ -182,7 +189,7 @@ def _signature(net: Callable[..., Any]) -> str:
 
 
 def shapes_of(tree: Any, name: str) -> str:
-    """The shapes and dtypes in a tree, for a message: `x has shape (32, 64), float32`."""
+    """Describe the shapes and dtypes in a tree for a message: `x has shape (32, 64), float32`."""
     parts = []
     for path, leaf in trees.leaves_with_paths(tree):
         if isinstance(leaf, torch.Tensor):
@@ -197,7 +204,14 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def explanation(model: Module, verb: str, batch_size: int | None, original: str) -> str:
-    """What was in use, and what needs less, in numbers."""
+    """Explain an out-of-memory error: say how much memory was in use, and what needs less.
+
+    Args:
+        model: the model.
+        verb: the method that was called, such as `fit`.
+        batch_size: samples in a batch; None if unknown.
+        original: the first line of the original error's message.
+    """
     strategy = model._fitkit.compilation.strategy
     held = held_by_training(model)
     batches = "" if batch_size is None else f" with batches of {batch_size} samples"
@@ -212,7 +226,7 @@ def explanation(model: Module, verb: str, batch_size: int | None, original: str)
 
 
 def held_by_training(model: Module) -> dict[str, int]:
-    """Bytes of what a training holds from step to step, by its name."""
+    """Return the bytes that training holds from step to step, by name."""
     parameters = list(model.parameters())
     states = [
         leaf
@@ -228,10 +242,11 @@ def held_by_training(model: Module) -> dict[str, int]:
 
 
 def on_device(device: torch.device, known: int) -> list[str]:
-    """What the device says of its memory.
+    """Describe the device's memory.
 
     Args:
-        known: bytes that have a name already; the rest is activations and the like.
+        device: the device.
+        known: bytes that are accounted for already; the rest is activations and other tensors.
     """
     if device.type == "cuda":
         allocated, reserved = (
@@ -253,7 +268,7 @@ def on_device(device: torch.device, known: int) -> list[str]:
 
 
 def suggestions(model: Module, verb: str, batch_size: int | None, held: int) -> Iterator[str]:
-    """What takes less memory, the least intrusive first."""
+    """Suggest what takes less memory, the smallest change first."""
     compilation = model._fitkit.compilation
     learns, strategy = verb == "fit", compilation.strategy
     if batch_size is None:
@@ -277,7 +292,7 @@ def suggestions(model: Module, verb: str, batch_size: int | None, held: int) -> 
 
 
 def size(count: float) -> str:
-    """A number of bytes as people read it: `1.6 GB`."""
+    """Write a number of bytes for people: `1.6 GB`."""
     unit = 0
     while count >= 999.5 and unit < len(UNITS) - 1:
         count /= 1000
