@@ -253,7 +253,7 @@ class CompiledOptimizer:
         factor = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
         return [gradient * factor for gradient in gradients]
 
-    # ------------------------------------------------------------------ a function of its own
+    # ------------------------------------------------------------------ a separate function
 
     def __call__(self) -> bool:
         """Make an update from the parameters' gradients.

@@ -255,7 +255,7 @@ class CompiledUpdate:
         step.note(prediction, loss, parts, batch)
         self._learn_loss(loss, torch.Tensor.backward)
 
-    # ------------------------------------------------------------------ its parts
+    # ------------------------------------------------------------------ gradients and updates
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of the last batch's loss, which may have been multiplied by a factor.
@@ -287,7 +287,7 @@ class CompiledUpdate:
             function = self._whole if len(batches) == 1 else self._together
             return self._programs.run(function, given, shapes_of(batches[0]), traced.device)
 
-    # ------------------------------------------------------------------ what is traced
+    # ------------------------------------------------------------------ traced functions
 
     def _together(self, given: Sequence[Any]) -> Any:
         """Compute several steps from their batches; traced."""
@@ -320,7 +320,7 @@ class CompiledUpdate:
         self._optimizing.trace(gradients, place)
         return loss.detach(), kept, None
 
-    # ------------------------------------------------------------------ before it
+    # ------------------------------------------------------------------ preparation
 
     def _follows(self, place: int = 0) -> bool:
         """Return whether the optimizer has the same tensors and settings as at the last batch."""

@@ -74,7 +74,7 @@ class TracedStep:
         """Compute the loss, and the other values that `note` records; traced.
 
         Args:
-            is_part: whether the batch is only a part of what an update sees.
+            is_part: whether the batch is only a part of an update's samples.
         """
         prediction = self.predicted(given, named)
         loss, parts, counted = self._losses(prediction, y, weight, is_part)
@@ -142,7 +142,7 @@ class TracedStep:
         self._may_join = meters is None or not meters.has_user_code
 
     def joined(self, found: Sequence[tuple[torch.Tensor, Any]], entered: Sequence[Any]) -> Any:
-        """Join the results of several steps, where losses and metrics can be recorded so; traced.
+        """Join several steps' results, if their losses and metrics can be recorded as one; traced.
 
         Args:
             found: each step's results, from `computed`.

@@ -154,13 +154,13 @@ class Update:
         step: computes a batch's loss.
         optimizer: makes the update.
         scaling: scales losses if half precision needs that, else None.
-        after_update: called after each update (by it a scheduler counts steps).
+        after_update: called after each update (a scheduler that counts steps).
         is_one_of_several: whether other optimizers take turns with this one. Their steps bypass
             the wrapper that averages gradients over the ranks, so this class averages them. It
             does so for compiled steps too.
         compiles: whether an update may be compiled as a whole, if `compile` asks for that.
 
-    An update equals the one from all its batches, over all ranks, as a single batch. To get there,
+    An update equals the one from all its batches, over all ranks, as a single batch. For this,
     each batch's gradients are weighted by the count that its loss is the mean over. That holds
     also if batches differ in length or the last group is short. There are three weightings:
 

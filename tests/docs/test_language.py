@@ -51,11 +51,8 @@ NOT_YET = {
     "fitkit/distributed/launchers/workers.py",
     "fitkit/loggers/tensorboard.py",
     "fitkit/modes.py",
-    *(f"fitkit/training/{name}.py" for name in (
-        "evaluate", "fit", "on_batch",
-        "surroundings",
-    )),
-}  # fmt: skip
+    *(f"fitkit/training/{name}.py" for name in ("evaluate", "fit", "on_batch", "surroundings")),
+}
 """Files whose docstrings haven't been rewritten."""
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
