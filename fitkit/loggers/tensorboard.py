@@ -1,4 +1,4 @@
-"""Event files for TensorBoard."""
+"""The logger that writes event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ LEFT_OUT = {
     "embeddings_freq": "Use torch.utils.tensorboard's add_embedding after fit.",
     "embeddings_metadata": "Use torch.utils.tensorboard's add_embedding after fit.",
 }
-"""Arguments of Keras's that can only be off, and what to do instead."""
+"""Keras's arguments that fitkit accepts only when they are off, and what to do instead."""
 
 UPLOAD_EVERY_S = 120
-"""Within an epoch, how often files go to a URL: as often as torch's writer flushes local ones."""
+"""Seconds between uploads within an epoch; torch's writer flushes local files as often."""
 
 
 class TensorBoard(Logger):
-    """Writes TensorBoard's event files, with the folders and names that Keras's callback has.
+    """Write TensorBoard event files, with the same folders and names as Keras's callback.
 
-    `train` and `validation` in `log_dir` get a run each, so that both are drawn in one chart:
-    `epoch_loss` and the other logs over the epoch's number (from 0), `batch_loss` and the like
-    over training steps. Figures are over epochs, unless given a step. The settings are there as
-    text, and when fit has ended under "HParams".
+    `log_dir` holds two runs, `train` and `validation`, so TensorBoard draws both in one chart.
+    `epoch_loss` and the other epoch logs are plotted over the epoch's number, from 0.
+    `batch_loss` and the other batch logs are plotted over training steps. Figures are plotted
+    over epochs, unless you give a step. You find the settings as text, and under "HParams" once
+    fit has ended.
 
     Args:
-        log_dir: the folder; it is made when fit begins. Give each training its own: an older
-            one's curves in the same folder stay, and are drawn together with the new ones. At a URL
-            (`s3://…`) files are replaced whole: at epochs' ends, and every two minutes.
-        histogram_freq: write histograms of all parameters every so many epochs. Default 0: none.
-        write_graph: whether to write the net's modules and how they follow one another. Default
-            True. Nothing is run for it; where the net's forward can't be followed without, the
-            modules have no arrows.
+        log_dir: the folder; fit creates it when it begins. Give each training its own folder:
+            curves from an older training stay in it and are drawn with the new ones. If it is a
+            URL (`s3://…`), files are replaced whole, at the end of each epoch and every two
+            minutes.
+        histogram_freq: write histograms of all parameters every this many epochs. Default 0: none.
+        write_graph: whether to write the net's modules and the connections between them. Default
+            True. The net isn't run for this. If its forward can't be traced without running it,
+            the graph has no arrows.
         write_steps_per_second: whether to write `epoch_steps_per_second`. Default False.
         update_freq: `"epoch"` (default), `"batch"` or a number of batches; see `Logger`.
 
@@ -61,9 +63,10 @@ class TensorBoard(Logger):
 
     Raises:
         MissingPackageError: tensorboard isn't installed.
-        ArgumentTypeError, ConfigurationError: arguments that can't be, or that fitkit leaves out:
+        ArgumentTypeError, ConfigurationError: an argument is invalid, or fitkit leaves it out:
             `write_images`, `profile_batch`, `embeddings_freq`, `embeddings_metadata`.
-        CheckpointError: a URL that can't be written to; missing credentials, when fit begins.
+        CheckpointError: the URL can't be written to. Missing credentials are reported when fit
+            begins.
     """
 
     def __init__(
@@ -97,8 +100,8 @@ class TensorBoard(Logger):
             self._writer("train")._get_file_writer().add_graph(graph)
 
     def _writer(self, run: str) -> Any:
-        """The writer of `train` or `validation`, made when something is written."""
-        # What a crash left of epochs that are made again isn't drawn; steps count otherwise.
+        """Return the writer of `train` or `validation`; create it at the first write."""
+        # Hide what a crash left of epochs that run again. Steps are numbered differently.
         purge = self._epoch if self.resumes and not self._every else None
         return self.opened().writer(run, purge)
 
@@ -136,14 +139,14 @@ class TensorBoard(Logger):
             self._writer(run).add_scalar(tag, value, epoch)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
-        # Over epochs, as all that isn't a batch's: a resumed run drops later ones by that number.
+        # Only batch values are plotted over steps. A resumed run drops later values by epoch.
         shown = self._epoch if step is None else step
         self._writer("train").add_image(name, pixels(figure), shown, dataformats="HWC")
 
     def _write_histograms(self, epoch: int) -> None:
         for name, parameter in self.model._weights_module().named_parameters():
             values = parameter.detach().float().flatten()
-            values = values[torch.isfinite(values)]  # TensorBoard's can't have others.
+            values = values[torch.isfinite(values)]  # TensorBoard accepts finite values only
             if values.numel():
                 self._writer("train").add_histogram(name, values.cpu().numpy(), epoch)
 
@@ -161,24 +164,24 @@ class TensorBoard(Logger):
 
 
 class EventFiles:
-    """The writers of a training's runs, into folders or to URLs.
+    """Hold the writers of a training's runs, for a local folder or a URL.
 
-    TensorBoard's own writer can take URLs. But it appends record by record, which some stores
-    refuse and others make an overwriting. So at a URL the files are written to a private local
-    folder, and replaced in the store as a whole.
+    TensorBoard's own writer accepts URLs, but it appends record by record. Some stores refuse to
+    append, and others overwrite the file instead. So for a URL, this class writes the files to a
+    private local folder and replaces each file in the store as a whole.
 
     Args:
         place: the folder of all runs, or its URL.
 
     Raises:
-        CheckpointError: a URL that can't be written to.
+        CheckpointError: the URL can't be written to.
     """
 
     def __init__(self, place: Path | str) -> None:
         self._writers: dict[str, Any] = {}
         self._url = place.rstrip("/") if isinstance(place, str) else None
         self._folder = Path(place)
-        self._sent: dict[str, int] = {}  # bytes of each file that are at the URL
+        self._sent: dict[str, int] = {}  # how many bytes of each file are at the URL
         self._sent_at_s = time.monotonic()
         if self._url is not None:
             check_writable(self._url)
@@ -186,13 +189,13 @@ class EventFiles:
             self._folder = Path(self._local.name)
 
     def writer(self, run: str, purge_step: int | None) -> Any:
-        """The writer of a run, made when it is first asked for."""
+        """Return the writer of a run; create it at the first call."""
         if run not in self._writers:
             self._writers[run] = _writer_class()(str(self._folder / run), purge_step=purge_step)
         return self._writers[run]
 
     def flush(self) -> None:
-        """Write what waits; at a URL, replace the files that have grown.
+        """Write pending records; for a URL, upload the files that have grown.
 
         Raises:
             CheckpointError: a file can't be uploaded.
@@ -202,12 +205,12 @@ class EventFiles:
         self._upload()
 
     def flush_now_and_then(self) -> None:
-        """`flush` at a URL, where that was some time ago."""
+        """For a URL, call `flush` if the last upload was at least `UPLOAD_EVERY_S` ago."""
         if self._url is not None and time.monotonic() - self._sent_at_s >= UPLOAD_EVERY_S:
             self.flush()
 
     def close(self) -> None:
-        """Write what waits, and close the files.
+        """Write pending records and close the files.
 
         Raises:
             CheckpointError: a file can't be uploaded.
@@ -236,7 +239,7 @@ class EventFiles:
 
 
 def _refuse(other: dict[str, Any]) -> None:
-    """Refuse arguments that aren't ours; Keras's may be given as switched off."""
+    """Refuse unknown arguments; Keras's others are accepted when they are off."""
     for name, value in other.items():
         if name not in LEFT_OUT:
             close = nearest(name, [*OURS, *LEFT_OUT])
@@ -259,20 +262,21 @@ def _writer_class() -> Any:
 
 
 def _cell(value: Any) -> str:
-    """A setting as a cell of a Markdown table."""
+    """Format a setting as a cell of a Markdown table."""
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def graph_of(net: nn.Module) -> tuple[Any, Any]:
-    """TensorBoard's graph and (empty) measurements of a run.
+    """Build TensorBoard's graph of a net, with empty run metadata.
 
-    With arrows where torch.fx can follow the net's forward; else the modules alone.
+    The graph has arrows if torch.fx can trace the net's forward. Otherwise it only lists the
+    modules.
     """
     from tensorboard.compat.proto.config_pb2 import RunMetadata
     from tensorboard.compat.proto.graph_pb2 import GraphDef
     from tensorboard.compat.proto.versions_pb2 import VersionDef
 
-    # A forward may do anything while it is followed: whatever fails in it isn't our caller's.
+    # A forward may do anything while it is traced. Its errors don't concern the caller.
     try:
         nodes = _followed(net)
     except Exception:
@@ -287,7 +291,7 @@ def _node(name: str, operation: str, inputs: list[str]) -> Any:
 
 
 def _followed(net: nn.Module) -> list[Any]:
-    """A node for each call, with arrows from what it takes."""
+    """Make a node for each call of the traced net, with arrows from its inputs."""
     state = random_state()
     try:
         graph = fx.Tracer().trace(_copied(net))
@@ -317,10 +321,10 @@ def _followed(net: nn.Module) -> list[Any]:
 
 
 def _copied(net: nn.Module) -> nn.Module:
-    """The net without hooks, with the same parameters.
+    """Copy the net without its hooks; the parameters are shared.
 
-    To follow a forward calls it with stand-ins for tensors: what it stores or counts, and what
-    hooks do with them, must not come to the net.
+    Tracing calls the forward with proxies in place of tensors. The original net must not store or
+    count them, and its hooks must not see them.
     """
     copied = copy.deepcopy(net, {id(parameter): parameter for parameter in net.parameters()})
     for module in copied.modules():
@@ -330,7 +334,7 @@ def _copied(net: nn.Module) -> nn.Module:
 
 
 def _listed(net: nn.Module) -> list[Any]:
-    """A node for each module that has no others inside."""
+    """Make a node for each module that contains no other modules."""
     return [
         _node(name.replace(".", "/") or type(net).__name__, type(module).__name__, [])
         for name, module in net.named_modules()

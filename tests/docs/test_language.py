@@ -47,9 +47,7 @@ PAGES = [
 ]
 """The pages that have been rewritten."""
 NOT_YET = {
-    "fitkit/checkpoint/remote.py",
     "fitkit/distributed/launchers/workers.py",
-    "fitkit/loggers/tensorboard.py",
     "fitkit/modes.py",
     *(f"fitkit/training/{name}.py" for name in ("evaluate", "fit", "on_batch", "surroundings")),
 }
