@@ -1,9 +1,10 @@
-"""Files at URLs (`s3://`, `gs://`, `memory://`, …), through fsspec: whole or not at all.
+"""Reading and writing of files at URLs (`s3://`, `gs://`, `memory://`, …), through fsspec.
 
-A file is written to a private local one, uploaded under another name beside its own, read back
-and compared, and only then given its name. What is read comes into a private local file, which is
-checked as any file is. So nothing in a store is trusted more than a file on a disk, and a store's
-own errors come up as a `CheckpointError` with the URL.
+A file is written whole or not at all. It is first written to a private local file, then uploaded
+beside its place under a temporary name. It gets its own name only after it was read back and
+compared. A read first downloads the file to a private local file, which is checked like any other.
+So a file in a store is trusted no more than a file on a disk. A store's errors are raised as a
+`CheckpointError` that names the URL.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fitkit.errors import (
     missing_package,
 )
 
-# Two letters and more: `C://` is a drive.
+# At least two letters: `C://` is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://")
 _COLLAPSED = re.compile(r"(?:s3|gs|gcs|az|abfs|abfss|adl|hdfs|sftp|ssh|https?|memory|file):/[^/]")
 _PACKAGES = {
@@ -35,17 +36,17 @@ _PACKAGES = {
     "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"),
     "abfs": ("adlfs", "azure"), "abfss": ("adlfs", "azure"), "az": ("adlfs", "azure"),
 }  # fmt: skip
-"""What stores of a scheme need beside fsspec, and the extra that brings it."""
+"""The package that each scheme needs besides fsspec, and the extra that installs it."""
 _WITH_BUCKETS = ("s3://", "s3a://", "gs://", "gcs://")
 _REFUSED = ("credential", "auth", "forbidden", "denied", "anonymous")
 _BLOCK_BYTES = 1 << 20
 
 
 def is_url(path: object) -> bool:
-    """Whether a path is a URL.
+    """Return whether a path is a URL.
 
     Raises:
-        ConfigurationError: it was one, before `pathlib` took one of its slashes.
+        ConfigurationError: it was a URL before `pathlib` removed one of its slashes.
     """
     if isinstance(path, os.PathLike) and _COLLAPSED.match(os.fspath(path)):
         raise ConfigurationError(
@@ -56,10 +57,10 @@ def is_url(path: object) -> bool:
 
 
 def refuse_url(path: object, what: str, instead: str) -> None:
-    """Refuse a URL where none can be.
+    """Refuse a URL where only a local path works.
 
     Raises:
-        ConfigurationError: with what to write instead.
+        ConfigurationError: the path is a URL; the message says what to write instead.
     """
     if is_url(path):
         raise ConfigurationError(
@@ -68,7 +69,7 @@ def refuse_url(path: object, what: str, instead: str) -> None:
 
 
 def parent(path: str) -> str:
-    """The folder of a path or URL, to which `os.path.join` puts another name."""
+    """Return the folder of a path or URL; `os.path.join` can add a name to it."""
     if not is_url(path):
         return os.path.dirname(path)
     scheme, _, rest = path.partition("://")
@@ -77,11 +78,12 @@ def parent(path: str) -> str:
 
 @contextlib.contextmanager
 def uploading(url: str) -> Iterator[BinaryIO]:
-    """A private local file to write, which is at `url` when the block ends without error.
+    """Open a private local file to write; upload it to `url` if the block ends without an error.
 
     Raises:
-        ConfigurationError, MissingPackageError: nothing is known for such URLs, or not installed.
-        CheckpointError: it can't be written; what was at `url` is still there.
+        ConfigurationError: fsspec doesn't know this kind of URL, or it chains several stores.
+        MissingPackageError: the package for this kind of URL isn't installed.
+        CheckpointError: the file can't be written; what was at `url` is still there.
     """
     store, target = _store(url)
     try:
@@ -113,7 +115,7 @@ def _put(url: str, store: Any, local: str, target: str, size_bytes: int, digest:
                 f"{url} can't be written: the store gave back {found[0]} bytes that aren't the "
                 f"{size_bytes} that it got. What was there is as it was; save again."
             )
-        # Where a store has folders, it renames in one step; elsewhere a copy is made in one.
+        # A store with folders renames in one step. Other stores copy in one step.
         if _renames(store):
             store.mv(beside, target)
         else:
@@ -130,9 +132,10 @@ def _put(url: str, store: Any, local: str, target: str, size_bytes: int, digest:
 
 
 def _beside(target: str) -> str:
-    """A name beside a file's that is nobody's yet; a killed process leaves it behind.
+    """Make an unused name in the target's folder; a killed process leaves such a file behind.
 
-    Without the file's own: by parts of names TensorBoard, for one, finds what it reads.
+    The name doesn't contain the target's own name. TensorBoard, for example, finds its files by
+    parts of their names.
     """
     folder, slash, _ = target.rpartition("/")
     return f"{folder}{slash}.{secrets.token_hex(6)}.fitkit-unfinished"
@@ -154,7 +157,7 @@ def _check_size(url: str, store: Any, target: str, size_bytes: int | None) -> No
 
 
 def _measured(file: Any) -> tuple[int, str]:
-    """A file's size and its XXH3-128, from its begin."""
+    """Return the size of a whole file in bytes, and its XXH3-128 digest."""
     digest, size_bytes = xxhash.xxh3_128(), 0
     file.seek(0)
     while block := file.read(_BLOCK_BYTES):
@@ -165,11 +168,11 @@ def _measured(file: Any) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def downloaded(url: str) -> Iterator[str]:
-    """A private local copy of the file at a URL, meanwhile: its path.
+    """Download the file at a URL for the length of a block; give the local copy's path.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it can't be read whole.
+        CheckpointError: the file can't be read completely.
     """
     store, path = _store(url)
     with tempfile.TemporaryDirectory(prefix="fitkit-", ignore_cleanup_errors=True) as folder:
@@ -190,25 +193,25 @@ def downloaded(url: str) -> Iterator[str]:
 
 
 def exists(url: str) -> bool:
-    """Whether there is a file at a URL."""
+    """Return whether there is a file at a URL."""
     store, path = _store(url)
     with _failures(url, "read"):
         store.invalidate_cache()
-        try:  # not isfile, for which a refusal is an absence
+        try:  # not isfile, which takes a refusal for a missing file
             return bool(store.info(path).get("type") == "file")
         except FileNotFoundError:
             return False
 
 
 def size(url: str) -> int:
-    """The size of a file in bytes."""
+    """Return the size of a file in bytes."""
     store, path = _store(url)
     with _failures(url, "read"):
         return int(store.size(path) or 0)
 
 
 def written_at(url: str) -> int | None:
-    """The time of a file's writing in ns; None where there is none, or the store doesn't say."""
+    """Return when a file was written, in ns; None if it doesn't exist or the store can't say."""
     store, path = _store(url)
     with _failures(url, "read"):
         store.invalidate_cache()
@@ -222,7 +225,8 @@ def remove(url: str) -> None:
     """Remove a file.
 
     Raises:
-        FileNotFoundError, CheckpointError: there is none, or it can't be removed.
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file can't be removed.
     """
     store, path = _store(url)
     with _failures(url, "removed"):
@@ -232,7 +236,7 @@ def remove(url: str) -> None:
 
 
 def copy(url: str, twin: str) -> None:
-    """Give a file's content a second name in the same store, replacing what has it."""
+    """Copy a file to a second URL in the same store; replace any file there."""
     (store, path), (_, target) = _store(url), _store(twin)
     with _failures(twin, "written"):
         size_bytes = store.info(path).get("size")
@@ -250,26 +254,26 @@ def copy(url: str, twin: str) -> None:
 
 
 def make_folder(url: str) -> None:
-    """Make a folder where it lacks, in stores that have folders; others need none."""
+    """Create a missing folder in a store that has folders; other stores need none."""
     store, path = _store(url)
     with _failures(url, "written"):
-        # A bucket is nothing to be made by the way: elsewhere than in a tree, none is.
+        # Only paths in a tree begin with "/". Elsewhere this could create a bucket by accident.
         if path.startswith("/"):
             store.makedirs(path, exist_ok=True)
 
 
 def check_writable(folder: str) -> None:
-    """Find before a training what would end it at its first save: a package or credentials that
-    lack, no connection, no such bucket.
+    """Check, before a training begins, that its first save can succeed.
 
-    Nothing that stays is written. So where credentials allow to look, but not to write, only the
-    save tells.
+    This finds a missing package, missing credentials, no connection, or a bucket that doesn't
+    exist. Nothing is left in the store. So if the credentials allow reading but not writing, the
+    error comes only at the first save.
 
     Args:
-        folder: the URL of the folder that will be written to, whether it is there or not.
+        folder: the URL of the folder that will be written to; it needn't exist.
 
     Raises:
-        ConfigurationError, MissingPackageError, CheckpointError: it can't be written to.
+        ConfigurationError, MissingPackageError, CheckpointError: the folder can't be written to.
     """
     store, path = _store(folder)
     with _failures(folder, "written"):
@@ -281,14 +285,14 @@ def check_writable(folder: str) -> None:
                 if folder.startswith(_WITH_BUCKETS):
                     store.info(path.partition("/")[0])
         except PermissionError:
-            # Whoever may write need not be allowed to look. Only a file tells.
+            # Credentials may allow writing but not reading. Only writing a file shows it.
             trial = _beside(f"{path.rstrip('/')}/trial")
             store.pipe_file(trial, b"trial")
             store.rm_file(trial)
 
 
 def files_in(url: str, depth: int = 1) -> list[str]:
-    """The URLs of the files in a folder, and below it down to some depth."""
+    """Return the URLs of the files in a folder, down to `depth` levels; 1 is the folder alone."""
     store, path = _store(url)
     path = path.rstrip("/")
     with _failures(url, "read"):
@@ -302,7 +306,7 @@ def files_in(url: str, depth: int = 1) -> list[str]:
 
 
 def remove_folder(url: str) -> None:
-    """Remove an empty folder, where a store has folders."""
+    """Remove an empty folder, if the store has folders."""
     store, path = _store(url)
     with contextlib.suppress(Exception):
         if not store.find(path):
@@ -310,10 +314,10 @@ def remove_folder(url: str) -> None:
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """The store that a URL means, and the path in it.
+    """Return the store of a URL, and the path in it.
 
     Raises:
-        MissingPackageError, ConfigurationError, CheckpointError: it can't be reached.
+        MissingPackageError, ConfigurationError, CheckpointError: the store can't be reached.
     """
     if "::" in url:
         raise ConfigurationError(
@@ -341,7 +345,7 @@ def _store(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _failures(url: str, what: str) -> Iterator[None]:
-    """Turn a store's errors, which are of any kind, into CheckpointErrors with the URL."""
+    """Turn a store's errors, which can be of any type, into CheckpointErrors that name the URL."""
     try:
         yield
     except FitkitError:
