@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules, and the calls that use them, from any thread."""
+"""Training and evaluation modes of modules, and the calls in any thread that use the modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fitkit.errors import ConfigurationError
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A call that uses a module.
+    """Describe a call that uses a module.
 
     Attributes:
-        verb: what was called.
-        thread: which thread called it.
-        is_alone: whether no other thread may use the module meanwhile.
-        modes: for each submodule the training flag that it gets back.
+        verb: the name of what was called.
+        thread: the id of the thread that called it.
+        is_alone: whether no other thread may use the module during the call.
+        modes: for each submodule, the training flag to restore.
     """
 
     verb: str
@@ -32,24 +32,24 @@ class Call:
 
 
 _calls: list[Call] = []
-"""The calls that are going on, in the order in which they began."""
-_lock = threading.RLock()  # a signal's handler may call a verb, too
+"""The calls in progress, in the order in which they began."""
+_lock = threading.RLock()  # reentrant, because a signal handler may also call a verb
 
 
 @contextlib.contextmanager
 def in_use(module: nn.Module, verb: str, *, alone: bool) -> Iterator[None]:
-    """Use a module for the length of a call, and put its training flags back at the end.
+    """Use a module for the length of a call, and restore its training flags at the end.
 
-    The flags belong to the module, not to the call. So where calls of several threads overlap, the
-    last one that ends puts back what the first one found. Calls within a call nest.
+    The flags belong to the module, not to the call. If calls in several threads overlap, the last
+    one to end restores the flags that the first one found. Calls within a call nest.
 
     Args:
-        module: with all its submodules; models may share some.
-        verb: what was called, for messages.
-        alone: whether the call changes the module: other threads' calls can't overlap with it.
+        module: the module, with all its submodules; models may share some of them.
+        verb: the name of what was called, for messages.
+        alone: whether the call changes the module; calls in other threads can't overlap with it.
 
     Raises:
-        ConfigurationError: another thread uses the module, and one of both calls needs it alone.
+        ConfigurationError: another thread uses the module, and one of the two calls needs it alone.
     """
     call = _begun(module, verb, alone)
     try:
@@ -72,7 +72,8 @@ def _begun(module: nn.Module, verb: str, alone: bool) -> Call:
                 )
         for child in call.modes if others else ():
             holders = [other for other in others if child in other.modes]
-            # Within a call of this thread: what is set now. Else what was set before the others'.
+            # Within a call in this thread, restore the current flag. Otherwise restore what the
+            # first overlapping call found.
             if holders and all(other.thread != own for other in holders):
                 call.modes[child] = holders[0].modes[child]
         _calls.append(call)
@@ -89,7 +90,7 @@ def _end(call: Call) -> None:
 
 
 def _in_child() -> None:
-    """After a fork: of the calls, those of the one thread that goes on."""
+    """After a fork, keep only the calls of the one thread that continues."""
     global _lock
     _lock = threading.RLock()
     _calls[:] = [call for call in _calls if call.thread == threading.get_ident()]
@@ -101,7 +102,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def modes_restored(module: nn.Module) -> Iterator[None]:
-    """Put every submodule's training flag back at the end, within a call that is alone."""
+    """Restore every submodule's training flag at the end; use it in a call with `alone=True`."""
     flags = [(child, child.training) for child in modules_of(module)]
     try:
         yield
@@ -112,21 +113,23 @@ def modes_restored(module: nn.Module) -> Iterator[None]:
 
 
 def kept_in_evaluation(net: nn.Module) -> list[nn.Module]:
-    """The submodules that a training leaves in evaluation mode: those that are in it, unless the
-    whole net is."""
+    """Return the submodules that training leaves in evaluation mode.
+
+    These are the submodules already in evaluation mode; none if the whole net is.
+    """
     modules = modules_of(net)
     found = [module for module in modules if not module.training]
     return found if len(found) < len(modules) else []
 
 
 def to_training(module: nn.Module, kept: list[nn.Module]) -> list[nn.Module]:
-    """Put a module into training mode, but for parts of it.
+    """Put a module into training mode, except for some of its submodules.
 
     Args:
         kept: submodules that stay in evaluation mode, if they are in it.
 
     Returns:
-        Those of them that were in it.
+        The submodules in `kept` that stayed in evaluation mode.
     """
     still = [part for part in kept if not part.training]
     set_mode(module, training=True)
@@ -136,7 +139,7 @@ def to_training(module: nn.Module, kept: list[nn.Module]) -> list[nn.Module]:
 
 
 def set_mode(module: nn.Module, *, training: bool) -> None:
-    """As `module.train(training)`, which writes each flag, also those that are right."""
+    """Do the same as `module.train(training)`, but write only the flags that are wrong."""
     modules = modules_of(module)
     if not has_plain_modes(modules):
         module.train() if training else module.eval()
@@ -147,7 +150,7 @@ def set_mode(module: nn.Module, *, training: bool) -> None:
 
 
 def has_plain_modes(modules: list[nn.Module]) -> bool:
-    """Whether no module has a `train` or `eval` of its own."""
+    """Return whether no module overrides `train` or `eval`."""
     return all(
         type(part).train is nn.Module.train
         and type(part).eval is nn.Module.eval
@@ -159,13 +162,13 @@ def has_plain_modes(modules: list[nn.Module]) -> bool:
 def _set_flag(module: nn.Module, training: bool) -> None:
     own = vars(module)
     if "training" in own and type(module).__setattr__ is nn.Module.__setattr__:
-        own["training"] = training  # torch's way looks first whether that is a module
+        own["training"] = training  # torch's setter first checks for a module
     else:
         module.training = training
 
 
 def modules_of(*modules: nn.Module) -> list[nn.Module]:
-    """As `modules()` of each, in a quarter of its time: it makes no names."""
+    """Return the same as `modules()` of each, in a quarter of the time; this builds no names."""
     found: dict[nn.Module, None] = {}
     waiting = list(reversed(modules))
     while waiting:
@@ -179,7 +182,7 @@ def modules_of(*modules: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
-    """As `parameters()` of each, and as quickly."""
+    """Return the same as `parameters()` of each, without building names."""
     found = {
         id(parameter): parameter
         for module in modules_of(*modules)
@@ -190,7 +193,7 @@ def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """A module's parameters and buffers, as quickly."""
+    """Return a module's parameters and buffers, without building names."""
     return [
         tensor
         for part in modules_of(module)

@@ -48,7 +48,6 @@ PAGES = [
 """The pages that have been rewritten."""
 NOT_YET = {
     "fitkit/distributed/launchers/workers.py",
-    "fitkit/modes.py",
     *(f"fitkit/training/{name}.py" for name in ("evaluate", "fit", "on_batch", "surroundings")),
 }
 """Files whose docstrings haven't been rewritten."""
