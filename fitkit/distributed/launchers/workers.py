@@ -1,10 +1,10 @@
 """The launcher of `ddp_spawn`: the caller's process is rank 0, workers hold the other ranks.
 
-Workers live on between calls, leave with this process, and need no `__main__` guard: they don't
-import the script. A call on more ranks starts the workers that are missing, and one on fewer ends
-those that are too many. What a call needs is sent by `payload.py`. In a worker the main thread runs
-calls; a second one reads the connection all the time, so that the worker leaves as soon as its
-parent is gone, even by `kill -9`.
+Workers stay alive between calls and exit with this process. They don't import the script, so it
+needs no `__main__` guard. A call on more ranks starts the missing workers, and a call on fewer
+ranks ends the surplus ones. `payload.py` sends what a call needs. In a worker the main thread runs
+calls. A second thread always reads the connection, so the worker exits as soon as its parent is
+gone, even by `kill -9`.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from fitkit.errors import ConfigurationError, WorkerError
 Result = TypeVar("Result")
 
 START_TIMEOUT_S = 120.0
-"""A worker imports torch first, which takes long on a busy machine."""
+"""How long a worker may take to start; importing torch is slow on a busy machine."""
 LOAD_TIMEOUT = timedelta(seconds=300)
-"""How long a worker may take to unpack a call, which may import anything."""
+"""How long a worker may take to unpack a call; unpacking can import any module."""
 FILES_AT_A_TIME = 200
-"""Unix sockets pass at most 253 files in one message."""
+"""How many files one message carries; Unix sockets pass at most 253."""
 
 
 class WorkersLauncher(RankLauncher):
-    """Runs a call on rank 0 here and on the other ranks in worker processes.
+    """Run a call in this process as rank 0, and in worker processes as the other ranks.
 
     Args:
         strategy: enters and leaves the ranks' process group.
-        size: how many ranks there are.
-        shows_output: whether rank 0 shows what the others print.
+        size: the number of ranks.
+        shows_output: whether rank 0 shows what the other ranks print.
     """
 
     others_print = False
-    ends_process = False  # it may be a notebook's
+    ends_process = False  # it may belong to a notebook
 
     def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
         super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1), LOAD_TIMEOUT)
@@ -80,11 +80,11 @@ class WorkersLauncher(RankLauncher):
         """Call `function(*arguments)` on every rank.
 
         Returns:
-            What rank 0's call gave.
+            The result of rank 0's call.
 
         Raises:
-            WorkerError: another rank failed; its traceback is in the message. The workers are
-                ended then, and the next call starts new ones.
+            WorkerError: another rank failed; the message has its traceback. The workers are ended,
+                and the next call starts new ones.
         """
         with _calls:
             if world.in_own_group():
@@ -104,7 +104,7 @@ class WorkersLauncher(RankLauncher):
                 raise
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
-        """Do it here: the workers do nothing between calls."""
+        """Do the work in this process; workers are idle between calls."""
         work()
 
     @contextlib.contextmanager
@@ -120,7 +120,7 @@ class WorkersLauncher(RankLauncher):
         return first_lost(self._pool.workers)
 
     def _leave(self) -> None:
-        """Let ranks that wait for this one come out; once they have ended, the group is left."""
+        """Release the ranks that wait for this one; leave the group once they have ended."""
         world.hang_up()
 
     def _payload(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Payload:
@@ -143,13 +143,13 @@ START = (
 
 
 class WorkerProcess(RankProcess):
-    """The process of a worker, and the way to it.
+    """Start a worker process and hold the connection to it.
 
     Args:
-        rank: which it holds.
-        size: how many ranks its first call has; each call says its own.
+        rank: the worker's rank.
+        size: the number of ranks in its first call; each call sends its number.
         folder: where the ranks meet.
-        shows_output: whether this process shows what it prints.
+        shows_output: whether this process shows what the worker prints.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class WorkerProcess(RankProcess):
         self._connection = Connection(ours.detach())
 
     def send(self, call: CallMessage, files: list[int]) -> None:
-        """Let it begin a call."""
+        """Send the worker a call, and with it the payload's files."""
         self._connection.send(call)
         for start in range(0, len(files), FILES_AT_A_TIME):
             socket.send_fds(self._files, [b"f"], files[start : start + FILES_AT_A_TIME])
@@ -186,10 +186,10 @@ class WorkerProcess(RankProcess):
 
 
 class Pool:
-    """Worker processes, one for each rank but 0.
+    """Hold the worker processes, one for each rank except 0.
 
     Args:
-        shows_output: whether this process shows what they print.
+        shows_output: whether this process shows what the workers print.
     """
 
     def __init__(self, shows_output: bool = False) -> None:
@@ -200,7 +200,7 @@ class Pool:
 
     @property
     def usable(self) -> bool:
-        """Whether all workers live, in the process that started them."""
+        """Return whether all workers are alive and this process started them."""
         return (
             bool(self.workers)
             and self.owner == os.getpid()
@@ -208,21 +208,21 @@ class Pool:
         )
 
     def resize(self, size: int) -> None:
-        """Start and end workers, until there is one for each rank but 0.
+        """Start or end workers until there is one for each rank except 0.
 
         Args:
-            size: how many ranks the next call has.
+            size: the number of ranks in the next call.
 
         Raises:
-            WorkerError: one didn't start.
+            WorkerError: a worker didn't start.
         """
-        # The memory and the devices of ranks that the call doesn't have are free.
+        # End surplus workers, to free their memory and their devices.
         for worker in self.workers[size - 1 :]:
             worker.end()
         del self.workers[size - 1 :]
         store, kept = self._folder.store(0), len(self.workers)
         for rank in range(kept + 1, size):
-            store.delete_key(f"ready/{rank}")  # of a worker that was too many
+            store.delete_key(f"ready/{rank}")  # left by a surplus worker
             self.workers.append(WorkerProcess(rank, size, self._folder, self.shows_output))
         deadline = time.monotonic() + START_TIMEOUT_S
         for worker in self.workers[kept:]:
@@ -240,16 +240,17 @@ class Pool:
                 )
 
     def begin(self, payload: Payload) -> Store:
-        """Let every worker begin a call; the store where its ranks meet."""
+        """Send every worker a call; return the store where its ranks meet."""
         store = self._folder.next_store()
-        # From rank 0's state, without a draw: its numbers stay those of one process.
+        # Derive the seed from rank 0's state without a draw. Rank 0 then draws the same numbers as
+        # a single process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         for worker in self.workers:
             call = CallMessage(
                 self._folder.calls, len(self.workers) + 1, seed + worker.rank, os.getcwd(),
                 list(sys.path), payload.data, len(payload.files),
             )  # fmt: skip
-            with contextlib.suppress(OSError):  # it has ended: `first_lost` says how
+            with contextlib.suppress(OSError):  # the worker has ended; `first_lost` reports how
                 worker.send(call, payload.files)
         return store
 
@@ -259,7 +260,7 @@ class Pool:
             worker.end()
 
     def end(self) -> None:
-        """End the workers, and the place where they met."""
+        """End the workers and remove their meeting folder."""
         self.end_processes()
         self.workers = []
         self._folder.remove()
@@ -267,11 +268,11 @@ class Pool:
 
 _pool: Pool | None = None
 _calls = threading.RLock()
-"""Held by the thread whose call the workers take part in; calls of other models' wait."""
+"""The thread whose call uses the workers holds this lock; calls of other models wait for it."""
 
 
 def _pool_of(size: int, shows_output: bool = False) -> Pool:
-    """The pool with a living worker for each of `size` ranks but 0."""
+    """Return the pool, with a living worker for each of `size` ranks except 0."""
     global _pool
     if _pool is None or _pool.shows_output != shows_output or not _pool.usable:
         end_workers()
@@ -296,15 +297,16 @@ atexit.register(end_workers)
 
 @dataclasses.dataclass
 class CallMessage:
-    """What the parent sends to run something on one rank.
+    """Hold what the parent sends to run a call on one rank.
 
     Attributes:
-        number: of the call, by which its store is found.
-        size: how many ranks there are.
-        seed: of the rank's random numbers.
-        folder: where it works.
-        path: of its imports.
-        data, file_count: the payload.
+        number: the call's number, which identifies its store.
+        size: the number of ranks.
+        seed: the seed of the rank's random numbers.
+        folder: the working directory.
+        path: the import path, `sys.path`.
+        data: the payload's bytes.
+        file_count: how many files the payload has.
     """
 
     number: int
@@ -317,13 +319,13 @@ class CallMessage:
 
 
 def main(connection_file: int, files_file: int, folder: str, rank: int) -> None:
-    """Serve calls; never returns.
+    """Serve calls; this never returns.
 
     Args:
-        connection_file: from where calls come.
-        files_file: from where shared memory comes.
+        connection_file: the file descriptor that calls come from.
+        files_file: the file descriptor that shared memory comes from.
         folder: where the ranks meet.
-        rank: of this process.
+        rank: the rank of this process.
     """
     connection, files = Connection(connection_file), socket.socket(fileno=files_file)
     calls: queue.Queue[CallMessage] = queue.Queue()
@@ -335,7 +337,7 @@ def main(connection_file: int, files_file: int, folder: str, rank: int) -> None:
 
 
 def _take_part(call: CallMessage, files: socket.socket, folder: MeetingFolder, rank: int) -> None:
-    """Make one call; nothing of it is held afterwards. Where it fails, this process ends."""
+    """Run one call and keep nothing of it; if it fails, end this process."""
     store = folder.store(call.number)
     try:
         with contextlib.suppress(OSError):
@@ -355,14 +357,14 @@ def _take_part(call: CallMessage, files: socket.socket, folder: MeetingFolder, r
         launcher = RankLauncher(strategy, cluster, LOAD_TIMEOUT, store)
         launcher.launch(function, *arguments)
     except WorkerError as error:
-        # Not this rank's failure. Rank 0 ends this process once it knows whose that is: were it
-        # to go by itself, that might be taken for the cause.
+        # Another rank failed. Rank 0 ends this process once it knows which one. If this process
+        # exited by itself, rank 0 might take its exit for the cause.
         time.sleep(LAST_RESORT_S)
         with contextlib.suppress(Exception):
             Failure.of(rank, error).write(store)
         end_own_session()
     except BaseException:
-        end_own_session()  # it is reported; what it holds of torch may hang for ever
+        end_own_session()  # already reported; a normal exit may hang forever in torch
 
 
 def _receive(files: socket.socket, count: int) -> list[int]:
@@ -376,7 +378,7 @@ def _receive(files: socket.socket, count: int) -> list[int]:
 
 
 def _listen(connection: Connection, calls: queue.Queue[CallMessage]) -> None:
-    """Read what the parent sends; leave when it has gone."""
+    """Read what the parent sends; exit when the parent is gone."""
     parent = os.getppid()
     with contextlib.suppress(EOFError, OSError):
         while os.getppid() == parent:
