@@ -1,4 +1,4 @@
-"""`train_on_batch`, `test_on_batch`, `predict_on_batch`: one batch, by steps that are kept."""
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch`: one batch, with steps that are kept."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from fitkit.training.update import updates_for
 
 @dataclasses.dataclass
 class KeptStep:
-    """What a verb of single batches has built.
+    """Hold the step that a verb of single batches has built, with all that it needs.
 
     Attributes:
-        context, step: of the stage.
-        update: makes updates; None where nothing learns.
+        context: the stage's context.
+        step: the stage's step.
+        update: makes updates; None if the stage doesn't train.
         modules: the modules in the model and its losses.
-        facts, batch_facts: what it was built for, as `_facts` and `_batch_facts` give it.
-        held: what the facts name by their ids, so that no other object can get one of these.
-        is_plain: whether no module has a way of its own to change its mode.
+        facts: what the step was built for, as `_facts` returns it.
+        batch_facts: which batches the step was built for, as `_batch_facts` returns it.
+        held: the objects whose ids are among the facts; no new object can then get such an id.
+        is_plain: whether no module overrides `train` or `eval`.
     """
 
     context: StepContext
@@ -47,20 +49,21 @@ class KeptStep:
 
     def __post_init__(self) -> None:
         if isinstance(self.step, CompiledStep):
-            self.step.logbook.meters.waits = False  # no batch comes with which it could be counted
+            self.step.logbook.meters.waits = False  # no later batch is measured with it
 
 
 class KeptSteps:
-    """A model's steps for single batches, by stage, from one call to the next.
+    """Keep a model's steps for single batches, by stage, from one call to the next.
 
-    A step is kept as long as all stays that its construction looked at: what `compile` was given,
-    the net and its parameters (which learn, their dtypes and devices), the optimizers, and the
-    batches' dtypes and shapes. Modes and hooks are looked at in each call. Steps of the model's
-    own, several ranks or replicas and engines are built anew each time.
+    A step stays valid until something changes that its construction depends on. These are the
+    arguments of `compile`, the net, its parameters, the optimizers, and the batches' dtypes and
+    shapes. Of the parameters, it depends on which ones learn, their dtypes and their devices. Modes
+    and hooks are checked in each call. A step is rebuilt in each call if the model defines its own
+    steps, with several ranks or replicas, and with an engine.
 
-    Between two calls a step doesn't refer to the model, which would wait for the garbage collector
-    otherwise. A copy of a model gets none. A call takes its step out, so that calls in other
-    threads, or within it, don't share one; and gives it back if it succeeds.
+    Between calls a step doesn't refer to the model. Otherwise the model would stay in memory until
+    the garbage collector runs. A copy of a model starts without steps. A call takes its step out,
+    and gives it back if it succeeds. So calls in other threads, and nested calls, don't share it.
     """
 
     def __init__(self) -> None:
@@ -70,13 +73,13 @@ class KeptSteps:
         return KeptSteps, ()
 
     def drop(self) -> None:
-        """Let all steps be built anew."""
+        """Drop all steps, so that the next calls rebuild them."""
         self._by_stage.clear()
 
     def take(
         self, model: Module, stage: str, arrays: tuple[Any, ...]
     ) -> tuple[KeptStep | None, tuple[Any, ...]]:
-        """The stage's step, where it is still right, else None; and the batch as tensors.
+        """Return the stage's step, or None if it is no longer valid, and the batch as tensors.
 
         Args:
             arrays: the batch's inputs, targets and weights, as the user gave them.
@@ -95,7 +98,7 @@ class KeptSteps:
         return None, as_batch(arrays, strategy.precision.input_dtype(model))
 
     def give(self, model: Module, stage: str, batch: Any, kept: KeptStep) -> None:
-        """Keep a step whose call has succeeded, where its kind can be kept."""
+        """Keep a step whose call has succeeded, if a step of its type can be kept."""
         if not kept.facts:
             if type(kept.step) not in (CompiledStep, PredictStep) or not kept.step.wrapped.is_bare:
                 return
@@ -110,16 +113,16 @@ class KeptSteps:
 
 
 def as_batch(arrays: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """One batch's arrays as tensors."""
+    """Convert one batch's arrays to tensors."""
     batch: tuple[Any, ...] = array_batch(*arrays, float_dtype=dtype)
     return batch if type(batch[0]) is torch.Tensor else made_dense(batch)
 
 
 def _facts(model: Module, stage: str, kept: KeptStep) -> list[Any]:
-    """What decides how a step is built, comparable at once; nothing where it can't be kept.
+    """Return all that decides how a step is built; an empty list if the step can't be kept.
 
     Args:
-        kept: gets the objects that are named by their ids, if it has none.
+        kept: receives the objects whose ids are among the facts, if it holds none yet.
     """
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     strategy, net = compilation.strategy, model.net
@@ -145,7 +148,7 @@ def _facts(model: Module, stage: str, kept: KeptStep) -> list[Any]:
             for group in optimizer.param_groups:
                 facts.append(len(group["params"]))
                 if group.get("fused"):
-                    # Kernels of one pass read these as the parameter's, which a new step checks.
+                    # Fused kernels assume the parameter's shape here. A new step checks that.
                     for state_of_one in map(optimizer.state.get, group["params"]):
                         values = list((state_of_one or {}).values())
                         held += values
@@ -157,22 +160,22 @@ def _facts(model: Module, stage: str, kept: KeptStep) -> list[Any]:
 
 
 def _batch_facts(batch: tuple[Any, ...]) -> list[Any]:
-    """The dtypes and shapes of a batch, by which a step is built."""
+    """Return the dtypes and shapes of a batch, which decide how a step is built."""
     facts: list[Any] = []
     for number, part in enumerate(batch):
         plain = isinstance(part, torch.Tensor)
         for path, leaf in [("", part)] if plain else trees.leaves_with_paths(part):
             facts.append(path)
-            if isinstance(leaf, torch.Tensor):  # inputs may be of any length, as texts are
+            if isinstance(leaf, torch.Tensor):  # inputs, such as texts, may vary in length
                 facts += (leaf.dtype, leaf.shape[1:] if number else leaf.ndim)
     return facts
 
 
 def _values_of(step: Any) -> dict[str, Any]:
-    """The values of the one batch that a step has computed."""
+    """Return the values of the one batch that a step has computed."""
     step.undo_writes()
     if step.logbook.meters:
-        step.logbook.meters.flush()  # no more come
+        step.logbook.meters.flush()  # no more batches come
     values: dict[str, Any] = step.logbook.results()
     return values
 
@@ -180,7 +183,7 @@ def _values_of(step: Any) -> dict[str, Any]:
 def fit_batch(
     model: Module, arrays: tuple[Any, ...], class_weights: ClassWeights | None = None
 ) -> dict[str, Any]:
-    """One update on one batch, here: its loss and metrics before it."""
+    """Make one update on one batch in this process; return the loss and metrics before it."""
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
     kept, batch = steps.take(model, "training", arrays)
     if class_weights is not None:
@@ -189,7 +192,7 @@ def fit_batch(
     with unchanged_on_error(model, modules):
         if kept is None:
             model._fitkit.compilation.strategy.place(model)
-            state.optimizers_for(model)  # how many there are decides on the step
+            state.optimizers_for(model)  # their number decides which step is built
         if (
             modules is None
             or kept is None
@@ -202,7 +205,7 @@ def fit_batch(
         with running(model, context), state.training():
             try:
                 if kept.update is None:
-                    # One batch is not worth what the first one costs where steps are compiled.
+                    # Compiling a step costs more than it saves on one batch.
                     kept.update = updates_for(model, context, step, accumulate=1, compiles=False)
                 state.accumulate = 1
                 kept.update(batch, 0)
@@ -216,7 +219,7 @@ def fit_batch(
 
 
 def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
-    """One batch's loss and metrics, here."""
+    """Compute one batch's loss and metrics in this process."""
     steps, stage = model._fitkit.kept_steps, evaluation_stage(model) or "test"
     kept, batch = steps.take(model, stage, arrays)
     if kept is None:
@@ -234,7 +237,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def predict_batch(model: Module, x: Any) -> Any:
-    """The net's outputs for one batch, on the CPU."""
+    """Compute the net's outputs for one batch; return them on the CPU."""
     steps = model._fitkit.kept_steps
     kept, batch = steps.take(model, "predict", (x, None, None))
     if kept is None:
