@@ -1,4 +1,4 @@
-"""What surrounds a call of a verb: torch's flags, the net prepared, weights put back on errors."""
+"""Set up and clean up around a verb's call: torch's flags, the net, and the weights on errors."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ LEARNING = ("fit", "train_on_batch")
 
 @contextlib.contextmanager
 def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Iterator[None]:
-    """Surround a verb's call on a rank, from its first line to its last.
+    """Set up and clean up around a verb's whole call on a rank.
 
-    Torch's flags are as `compile` was given, and the net is compiled and laid out so; an error for
-    lack of memory says what took it. Where `fit` fails before its first update, the model is as it
-    was. A verb that only computes finds the model on its device.
+    Inside, torch's flags are set, and the net is compiled and laid out, as `compile` was told. An
+    out-of-memory error says what took the memory. If `fit` fails before its first update, the
+    model is restored. For `evaluate` and `predict`, the model is moved to its device.
 
     Args:
-        batch_size: samples in a batch; None where the data have their own.
+        batch_size: samples in a batch; None if the data come in batches already.
 
     Raises:
-        OutOfMemoryError: memory was lacking; torch's error is its cause.
+        OutOfMemoryError: there was too little memory; torch's error is its cause.
     """
     compilation = model._fitkit.compilation
     with contextlib.ExitStack() as stack:
-        if verb == "fit":  # a batch's update does so by itself
+        if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))
         try:
             for flag, value in (
@@ -66,21 +66,21 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         except Exception as error:
             if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
                 raise
-            # What the failed step held (activations in the frames of the error's traceback) is
-            # dropped, so that the next call has the memory.
+            # Free what the failed step held, so that the next call has the memory. The frames of
+            # the error's traceback hold its activations.
             message = explanation(model, verb, batch_size, str(error).splitlines()[0])
             let_go(error, compilation.strategy.device)
             raise OutOfMemoryError(message) from error
 
 
 def place(model: Module) -> None:
-    """Bring a model to its device, which one thread does at a time."""
+    """Move a model to its device; only one thread at a time does this."""
     with model._fitkit.contexts.placing:
         model._fitkit.compilation.strategy.place(model)
 
 
 def let_go(error: BaseException, device: torch.device) -> None:
-    """Drop what the frames of an error hold, and give unused memory back to the device."""
+    """Clear the frames of an error, and give unused memory back to the device."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -91,9 +91,9 @@ def let_go(error: BaseException, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: Module, context: StepContext) -> Iterator[None]:
-    """Have a model evaluate meanwhile: its mode, its losses' modes, the weights that evaluate.
+    """Put a model and its losses into evaluation mode, with the weights for evaluation.
 
-    The model's mode stays; whoever began the call puts it back.
+    The caller restores the model's mode. This restores the rest.
     """
     with running(model, context), model._fitkit.fit_state.evaluated():
         set_mode(model, training=False)
@@ -110,12 +110,10 @@ def evaluating(model: Module, context: StepContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def net_prepared(model: Module) -> Iterator[None]:
-    """Have the net compiled, and the weights of convolutions laid out, as `compile` was given.
+    """Compile the net, and lay out the weights of convolutions, as `compile` was told.
 
-    The layout is for the length of a call.
-
-    Where an engine decides how weights lie in memory, they stay as they are: the batches' layout
-    alone decides there.
+    The layout lasts for one call. Under an engine, which decides how weights lie in memory, the
+    weights stay as they are. There only the batches are laid out.
     """
     compilation = model._fitkit.compilation
     compile_on_this_rank(model, compilation.jit_compile)
@@ -130,13 +128,13 @@ def net_prepared(model: Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) -> Iterator[None]:
-    """Put a model back as it was where an error comes before its first update.
+    """Restore a model if an error occurs before its first update.
 
-    The first forward already changes running statistics, and making a scheduler changes rates.
+    The first forward already changes running statistics, and creating a scheduler changes rates.
 
     Args:
-        modules: the model's and its losses', where the optimizers are made already and no scheduler
-            takes part; None where they aren't.
+        modules: the modules of the model and its losses, if the optimizers already exist and no
+            scheduler takes part; otherwise None.
     """
     losses = model._fitkit.compilation.loss_modules
     has_buffers = any(module._buffers for module in modules or modules_of(model))
@@ -145,7 +143,7 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
     state, history = model._fitkit.fit_state, model.history
     before, updates = None if modules else state.snapshot(), state.updates
     try:
-        # Whoever calls fit under no_grad means their own code.
+        # A no_grad block around a call of fit is meant for the caller's own code.
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             yield
             return
@@ -167,21 +165,21 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
 
 @torch.no_grad()
 def _put_back(model: torch.nn.Module, copies: dict[str, torch.Tensor]) -> None:
-    """Give buffers the values that were copied; they may be on another device by now."""
+    """Give buffers their copied values; the buffers may be on another device by now."""
     for name, buffer in model.named_buffers():
         if name in copies and not copies[name].is_meta:
             buffer.copy_(copies[name])
 
 
 class ProcessFlag:
-    """A flag of torch's, which holds for the whole process, as calls want it.
+    """Set one of torch's process-wide flags for the length of calls.
 
-    Calls nest, and those of several threads overlap: the one that began last says what the flag
-    is, and what the first one found is back when none is left.
+    Calls may nest, and calls in several threads may overlap. The call that began last decides the
+    flag's value. When the last call ends, the value that the first call found is restored.
 
     Args:
         put: sets the flag.
-        kept: notes what the flag is; gives what puts that back.
+        kept: reads the flag; returns a function that restores that value.
     """
 
     def __init__(self, put: Callable[[Any], None], kept: Callable[[], Callable[[], None]]) -> None:
@@ -193,7 +191,7 @@ class ProcessFlag:
 
     @contextlib.contextmanager
     def held(self, value: Any) -> Iterator[None]:
-        """Have the flag set meanwhile; None leaves it."""
+        """Set the flag for the length of a block; None leaves it unchanged."""
         if value is None:
             yield
             return
@@ -234,17 +232,19 @@ def _deterministic_kept() -> Callable[[], None]:
 
 
 def _matmul_precision_kept() -> Callable[[], None]:
-    """Torch has two ways to say it, which know of each other only half: after
-    `torch.backends.cuda.matmul.fp32_precision = …` its older getters raise until both say the same.
-    Compilers ask the older ones, so the older setter, which sets both, is what is used here; both
-    are put back."""
+    """Read the matmul precision from both of torch's APIs; return a function that restores both.
+
+    The two APIs are only partly in sync. After `torch.backends.cuda.matmul.fp32_precision = …` the
+    older getters raise until both APIs agree. Compilers call the older getters. So the older setter
+    is used here, which sets both.
+    """
     backends: Any = torch.backends
     newer = [
         (backend, backend.fp32_precision)
         for backend in (backends.cuda.matmul, backends.mkldnn.matmul)
     ]
     older: str | None = None
-    with contextlib.suppress(RuntimeError):  # the newer way was used to say something else
+    with contextlib.suppress(RuntimeError):  # the newer API has another value
         older = torch.get_float32_matmul_precision()
 
     def put_back() -> None:
@@ -275,17 +275,18 @@ def _traced_gradients_kept() -> Callable[[], None]:
 
 
 TRACED_GRADIENTS = ProcessFlag(_set_traced_gradients, _traced_gradients_kept)
-"""Whether torch's compiler takes `torch.autograd.grad` into a graph; it has no public name."""
+"""Whether torch's compiler traces `torch.autograd.grad` into a graph; it has no public name."""
 
 
 def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
-    """Compile a model's net with its next call, or let it be as it was.
+    """Compile a model's net at its next call, or undo that.
 
     Args:
-        options: False for not at all; True, or the keyword arguments of `torch.compile`.
+        options: False to run the net uncompiled; True, or the keyword arguments of
+            `torch.compile`, to compile it.
 
     Raises:
-        ConfigurationError: arguments that torch refuses.
+        ConfigurationError: torch refuses the arguments.
     """
     target = _target(model)
     if options is False:
@@ -302,7 +303,7 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def as_written(model: Module) -> Iterator[None]:
-    """Have calls of a model and its net run their own code meanwhile, not the compiled one."""
+    """Run a model and its net uncompiled for the length of a block."""
     modules = [model] if model.net is None else [model, model.net]
     compiled = [module._compiled_call_impl for module in modules]
     for module in modules:
@@ -311,22 +312,22 @@ def as_written(model: Module) -> Iterator[None]:
         yield
     finally:
         for module, call in zip(modules, compiled, strict=True):
-            if call is not None:  # else another thread does the same, and puts it back
+            if call is not None:  # else another thread does the same and restores it
                 module._compiled_call_impl = call
 
 
 def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
-    """Compile the net where it came from another process: modules travel uncompiled."""
+    """Compile the net if it came from another process; modules are sent uncompiled."""
     if options is not False and _target(model)._compiled_call_impl is None:
         _name_globals(model)
         compile_net(model, options)
 
 
 def _name_globals(model: nn.Module) -> None:
-    """Have this process's `__main__` name what the net's own code refers to.
+    """Add the globals that the net's code refers to to this process's `__main__`.
 
-    Classes of the user's script come to a worker with the globals that they use, but not in the
-    module where torch's compiler looks for them: there the worker's own program is.
+    A worker receives the classes of the user's script together with the globals that they use.
+    But torch's compiler looks for these globals in `__main__`, which is the worker's own program.
     """
     main = vars(sys.modules["__main__"])
     for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
@@ -341,22 +342,22 @@ def _target(model: Module) -> Any:
 
 
 def _entry(module: nn.Module) -> Callable[..., Any]:
-    """A module's call, as a function of this file.
+    """Wrap a module's call in a function of this file.
 
-    Torch doesn't compile from frames in files of its own, and leaves `Module.compile`'s entry as it
-    is (torch 2.13): a net of torch's layers alone would go uncompiled, without a word.
+    Torch 2.13 doesn't compile frames in torch's files, and `Module.compile` enters through one.
+    A net made only of torch's layers would silently stay uncompiled.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    # Torch counts compilations by code object, up to a limit: each net gets one of its own.
+    # Torch limits the compilations of each code object, so each net gets a separate one.
     call.__code__ = call.__code__.replace()
     return call
 
 
 _uses: dict[int, int] = {}
-"""How many calls have a parameter laid out otherwise now, by its id."""
+"""How many calls now use a parameter in another layout, by the parameter's id."""
 
 
 _lock = threading.RLock()
@@ -364,13 +365,13 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
-    """Lay out a module's four-dimensional parameters otherwise, meanwhile.
+    """Change the layout of a module's four-dimensional parameters for the length of a block.
 
-    The tensors stay the same objects with the same numbers; only their strides change. Where calls
-    overlap, the last one that ends lays them out as they were.
+    The tensors stay the same objects with the same numbers; only their strides change. If calls
+    overlap, the last one to end restores the layout.
 
     Args:
-        word: a key of `MEMORY_FORMATS`; None leaves the module as it is.
+        word: a key of `MEMORY_FORMATS`; None leaves the module unchanged.
     """
     changed: list[torch.nn.Parameter] = []
     layout = MEMORY_FORMATS[word or "channels_last"]
@@ -399,9 +400,9 @@ def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
 
 
 def match_strides(optimizers: Iterable[Optimizer]) -> None:
-    """Lay out optimizers' running values as their parameters are.
+    """Give optimizers' running values the same layout as their parameters.
 
-    Fused steps read both from the first number to the last.
+    Fused steps read both in memory order.
     """
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
@@ -415,7 +416,7 @@ def match_strides(optimizers: Iterable[Optimizer]) -> None:
 
 
 def rank_source(model: Module, source: Source, *, training: bool) -> Source:
-    """This rank's shard of a source; the source itself where no other rank reads it.
+    """Return this rank's shard of a source, or the source itself if no other rank reads it.
 
     Ranks:
         Collective.
@@ -434,10 +435,11 @@ def rank_source(model: Module, source: Source, *, training: bool) -> Source:
 
 
 def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) -> CallbackList:
-    """The user's callbacks, then fitkit's, which see what the user's have added to the logs.
+    """Add fitkit's callbacks after the user's, so that they see what the user's add to the logs.
 
-    At the end those that come last: what saves has to see what all others have done. A backup is
-    the very last: a run goes on from it with the files that the others wrote.
+    Callbacks with `comes_last` follow: a callback that saves must see what all others have done.
+    A backup comes at the very end, since a run resumes from it with the files that the others
+    wrote.
     """
 
     def place(callback: Callback) -> tuple[bool, bool]:
@@ -452,14 +454,14 @@ def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) ->
 
 
 def close_bars(callbacks: CallbackList) -> None:
-    """Give the terminal back, whatever has happened."""
+    """Close the progress bars, which releases the terminal, even after an error."""
     for callback in callbacks.callbacks:
         if isinstance(callback, ProgressBar):
             callback.close()
 
 
 def report_error(error: BaseException, callbacks: CallbackList) -> None:
-    """Call `on_exception`; what fails in it is a warning, and hides neither error nor others."""
+    """Call `on_exception`; a failing hook only warns, so the error and other hooks come through."""
     for hook in callbacks.hooks("on_exception"):
         try:
             hook(error)
