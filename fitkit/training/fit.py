@@ -1,4 +1,4 @@
-"""`fit`, on each rank: what it begins with, its epochs, its end."""
+"""`fit` on each rank: its setup, its epochs and its end."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from fitkit.training.surroundings import (
 from fitkit.training.update import updates_for
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
-"""Hooks in which a callback may stop an epoch."""
+"""Hooks in which a callback can stop an epoch."""
 
 
 def run_fit(model: Module, arguments: FitArguments) -> History:
-    """`fit` on this rank."""
+    """Run `fit` on this rank."""
     state = model._fitkit.fit_state
     with surroundings(model, "fit", arguments.source.batch_size):
         run = Fit(model, arguments)
@@ -67,16 +67,16 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
         model._fitkit.batch_size = run.source.batch_size
         run.announce()
         callbacks.begin(model, run.params())
-        trained = state.trains  # within an epoch of another fit
+        trained = state.trains  # True within an epoch of another fit
         try:
             with run.batch_norms_synchronized():
                 state.run = run
                 if not kept_in_evaluation(model._weights_module()):
                     model.train()
-                with running(model, run.context):  # what is logged there is the first epoch's
+                with running(model, run.context):  # its logs join the first epoch's
                     run.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
                 run.kept = kept_in_evaluation(model._weights_module())
-                if run.resumed is not None:  # what they had, after their beginning
+                if run.resumed is not None:  # restored after on_train_begin
                     run.history.epoch = list(run.resumed.history["epoch"])
                     run.history.history = copy_lists(run.resumed.history["history"])
                     run.history.validations = list(run.resumed.history.get("validations", []))
@@ -87,11 +87,11 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                     if model.stop_training:
                         break
                 callbacks.call("on_train_end", logs)
-                model.history = run.history  # a callback may have called fit, too
+                model.history = run.history  # a callback may have called fit
                 state.progress = run.progress()
                 run.end_engine()
         except BaseException as error:
-            run.update.flush()  # a batch that came before it is learned from, as one by one
+            run.update.flush()  # use the batches before the error, as single steps would
             report_error(error, callbacks)
             raise
         finally:
@@ -107,11 +107,11 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
 
 
 class Fit:
-    """One call of `fit` on this rank: all that lives as long as it.
+    """Hold the state of one call of `fit` on this rank.
 
     Args:
-        model: what learns.
-        arguments: what `fit` was asked.
+        model: the model to train.
+        arguments: the arguments of `fit`.
     """
 
     def __init__(self, model: Module, arguments: FitArguments) -> None:
@@ -127,32 +127,32 @@ class Fit:
         self.held_out: Source | None = None
         if arguments.held_out is not None:
             self.held_out = rank_source(model, arguments.held_out, training=False)
-        # Among how many the training's data are dealt out.
+        # How many ranks share the training data.
         self.data_rank_count: int = self.strategy.data_ranks.world_size
         self.stream: Stream = Stream(
             self.source, arguments.steps_per_epoch, arguments.initial_epoch, self.data_rank_count
         )
         self.epoch: int = arguments.initial_epoch
         self.steps_done: int = 0
-        self.steps_before: int = 0  # before the epoch was cut
+        self.steps_before: int = 0  # in the epoch before it was interrupted
         self.batch: Any = None  # of the last step, as the source gave it; None between epochs
-        self.logs: dict[str, Any] | None = None  # of the epoch that ended last, until the next
-        self.carried: list[dict[str, Any]] = []  # what was noted of an epoch before it was cut
+        self.logs: dict[str, Any] | None = None  # of the last epoch, until the next one begins
+        self.carried: list[dict[str, Any]] = []  # noted in an epoch before it was interrupted
         self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
-        self.validated: dict[str, Any] | None = None  # the last within the epoch, as in Progress
+        self.validated: dict[str, Any] | None = None  # last in epoch, as in Progress
         self.seen_values: dict[str, Any] = {}
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
             self._take_place(self.resumed)
         self.epoch_steps, self.interval = self.stream.steps, None
         if self.held_out is not None and arguments.validates_within_epochs:
-            # Loaders that shard themselves may be unequally long: steps go to the longest's end.
+            # Loaders that shard themselves may differ in length. The longest sets the steps.
             everyones = self.collectives.gather(self.stream.steps)
             self.epoch_steps = None if None in everyones else max(everyones)
             self.interval = arguments.batches_between_validations(self.epoch_steps)
-        steps = self.stream.steps  # of an epoch, where that is known
+        steps = self.stream.steps  # of an epoch; None if unknown
         updates = None if steps is None else -(-steps // self.accumulate)
-        # The optimizers are made here, after the module has its place.
+        # Create the optimizers after the module is on its device.
         state = model._fitkit.fit_state
         self.optimizers: list[Optimizer] = state.optimizers_for(model)
         warn_of_flags(model)
@@ -193,13 +193,13 @@ class Fit:
         )
         self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
-        self.kept: list[torch.nn.Module] = []  # what stays in evaluation mode
+        self.kept: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.warned_of: list[PlannedScheduler] = []  # schedulers whose value is missing
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
 
     def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
-        """Make a function that moves the rates after each of an optimizer's updates."""
+        """Make a function that changes the learning rates after each update of an optimizer."""
         own = members_of(optimizer)
         moves = [
             partial(self._step_plateau_at_update, plan) if plan.watches else plan.stepper()
@@ -209,22 +209,22 @@ class Fit:
         return after_update(self.warm_up, moves, leads=self.optimizers[0] in own)
 
     def end_engine(self) -> None:
-        """Have the strategy's engine give module and optimizers back; not after a failure."""
+        """Have the engine give back the module and the optimizers; not called after a failure."""
         strategy = self.strategy
         if strategy.engine is not None:
-            # Workers' models are thrown away after a call.
+            # Workers discard their models after a call.
             is_wanted = self.collectives.rank == 0 or not strategy.reads_on_rank_zero
             strategy.engine.end(wanted=is_wanted)
             strategy.engine = None
 
     def built_in_callbacks(self) -> list[Callback]:
-        """Give the history, after what `compile` has asked to be measured."""
+        """Return the history, preceded by the device monitor if `compile` asked for one."""
         measured = self.compilation.log_gpu_memory
         watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
         return [*watch, self.history]
 
     def announce(self) -> None:
-        """Say once where the training runs, unless that is a CPU alone, and what an update sees."""
+        """Print where training runs and what an update sees; print nothing on a single CPU."""
         ranks, size = self.collectives.world_size, self.source.batch_size
         replicas, device = self.strategy.replicas, self.strategy.device
         is_silent = chosen_verbose(self.arguments.verbose) == 0
@@ -245,7 +245,7 @@ class Fit:
 
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:
-        """Let batch normalisation see all ranks' batches, where `compile` asked for that."""
+        """Compute batch normalisation over all ranks' batches, if `compile` asked for it."""
         if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
             raise ConfigurationError(
                 f"sync_batchnorm=True can't be kept under strategy={self.strategy.name!r} with "
@@ -261,10 +261,10 @@ class Fit:
     def run_epoch(
         self, epoch: int, callbacks: CallbackList, last: dict[str, Any]
     ) -> dict[str, Any]:
-        """Train for an epoch, validate, and tell the callbacks.
+        """Train for an epoch, validate, and call the callbacks.
 
         Returns:
-            The epoch's logs; the last epoch's where the data have run out.
+            The epoch's logs, or the last epoch's logs if the data have run out.
 
         Raises:
             ConfigurationError: no batch of the epoch had rows.
@@ -282,7 +282,7 @@ class Fit:
         with state.settings_kept() if begun else contextlib.nullcontext(), running(model, context):
             context.call_before_batch(callbacks.hooks("on_epoch_begin"), epoch, {})
         if begun:
-            context.waiting.clear()  # it was noted before the epoch was cut
+            context.waiting.clear()  # already noted before the interruption
         self.epoch, self.logs, self.seen_values = epoch, None, {}
         self._follow_freezing()
         state.train(state.stored_weights if begun else None)
@@ -300,11 +300,11 @@ class Fit:
         with running(model, context):
             batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
             if begun and self._is_validation_due() and self._validate_within(epoch, callbacks):
-                batches = iter(())  # the epoch was cut before a validation, by which it stops
+                batches = iter(())  # a validation that was due stops the epoch
             for group in in_groups(batches, group_size, first=done):
                 has_rows = False
                 for index, batch in group:
-                    if batch is NoRows:  # it has its number, and no more: no step, no hook
+                    if batch is NoRows:  # numbered, but without a step or hooks
                         empty += 1
                     else:
                         if begin and not has_rows:
@@ -317,7 +317,7 @@ class Fit:
                             step.undo_writes()
                         has_rows = True
                     if end:
-                        self.note(index + 1)  # for a save in a hook, on_exception too
+                        self.note(index + 1)  # for a save in a hook, even on_exception
                 if not has_rows:
                     continue
                 update.flush()
@@ -356,7 +356,7 @@ class Fit:
         if self.held_out is not None and self.arguments.validates_after(epoch):
             before = self.validated
             if before and (before["steps"], before["updates"]) == (index + 1, state.updates):
-                self.seen_values = before["values"]  # nothing has changed since
+                self.seen_values = before["values"]  # unchanged since then
                 values.update(self.seen_values)
             else:
                 values.update(self._validate(callbacks, epoch))
@@ -376,12 +376,12 @@ class Fit:
         return values
 
     def note(self, steps: int) -> None:
-        """Take note of how many of the epoch's steps are made."""
+        """Record how many of the epoch's steps are done."""
         self.steps_done = steps
         self.stream.note(steps)
 
     def _warn_of_non_finite(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Say once that a loss is no number, on rank 0."""
+        """Warn once, on rank 0, that a loss isn't finite."""
         if self.has_warned_of_non_finite or self.collectives.rank:
             return
         sentence = self.arguments.callback_list.warning_of(logs)
@@ -390,7 +390,7 @@ class Fit:
             warn(f"In epoch {epoch + 1} {sentence}")
 
     def _check_on_peeked_batch(self) -> None:
-        """Learn which metrics there are, where an epoch was cut after its last batch."""
+        """Find the metrics' names if an epoch was interrupted after its last batch."""
         if not isinstance(self.step, CompiledStep) or self.step.checked:
             return
         batch = self.stream.peek()
@@ -403,14 +403,14 @@ class Fit:
             set_random_state(drawn, self.stream.generators)
 
     def _go_on_drawing(self) -> None:
-        """Draw random numbers as the training would have that was cut."""
+        """Restore the random state, so that draws match those of the interrupted training."""
         assert self.resumed is not None
         state = self.resumed.of_rank(self.collectives.rank, "random")
         if state is not None:
             set_random_state(state, self.stream.generators)
 
     def _follow_freezing(self) -> None:
-        """Wrap the module anew where a callback has frozen or freed parameters."""
+        """Wrap the module again if a callback has frozen or unfrozen parameters."""
         requires_grad = [p.requires_grad for p in self.compilation.trainable(self.model)]
         if requires_grad != self.requires_grad:
             self.requires_grad = requires_grad
@@ -423,10 +423,10 @@ class Fit:
         return self.collectives.sums([float(bool(self.model.stop_training))])[0] > 0
 
     def _asks_ranks(self) -> bool:
-        """Whether ranks ask each other after each batch if one wants to stop.
+        """Return whether ranks ask each other after each batch if one wants to stop.
 
-        That takes an exchange, made only where a callback acts at batches that doesn't say it
-        stops alike: nobody else stops one rank's epoch.
+        Asking costs an exchange. It is needed only if a callback acts at batches and doesn't set
+        `stops_alike`, because nothing else stops the epoch of a single rank.
         """
         return self.collectives.world_size > 1 and any(
             not callback.stops_alike and overrides(callback, hook)
@@ -435,7 +435,7 @@ class Fit:
         )
 
     def _ran_out(self, epoch: int, batches: int) -> bool:
-        """Whether an epoch got no batches; fewer than asked end the training, with a warning."""
+        """Return whether an epoch got no batches; if it got too few, warn and end training."""
         asked = self.arguments.steps_per_epoch
         if batches >= (asked or 1) or (self.model.stop_training and batches > 0):
             return False
@@ -447,7 +447,7 @@ class Fit:
         return batches == 0
 
     def _is_validation_due(self) -> bool:
-        """Whether a validation is due before the epoch's last; it waits for a whole update."""
+        """Return whether a validation within the epoch is due; it waits for a whole update."""
         steps, interval = self.steps_done, self.interval
         if interval is None or steps == self.epoch_steps or not self.is_between_groups:
             return False
@@ -455,7 +455,7 @@ class Fit:
         return steps // interval > last // interval
 
     def _validate_within(self, epoch: int, callbacks: CallbackList) -> bool:
-        """Validate within an epoch, for schedulers and callbacks; whether the training stops."""
+        """Validate within an epoch for schedulers and callbacks; return whether training stops."""
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
         self.validated = {"steps": self.steps_done, "updates": updates, "values": dict(values)}
@@ -468,7 +468,7 @@ class Fit:
         return self.model.stop_training
 
     def _validate(self, callbacks: CallbackList, epoch: int) -> dict[str, Any]:
-        """Pass over the validation data; its values, as they are called among an epoch's."""
+        """Evaluate the validation data; return the values by their names in an epoch's logs."""
         assert self.held_out is not None
         if self.validation is None:
             self.validation = step_for(
@@ -491,7 +491,7 @@ class Fit:
                 name="validation_data",
             )
         named = {validation_name(name): value for name, value in found.items()}
-        # Where a step logs both "x" and "val_x", the latter is meant.
+        # If a step logs both "x" and "val_x", use "val_x".
         named.update({name: v for name, v in found.items() if validation_name(name) == name})
         if self.interval is not None:
             place = {"epoch": epoch, "batches": self.steps_done}
@@ -501,12 +501,12 @@ class Fit:
     def _step_plateau(
         self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any], *, within: bool = False
     ) -> None:
-        """Give a scheduler the value that it watches; refuse an epoch without, or say it once.
+        """Give a scheduler the value that it watches; if it is missing, raise or warn once.
 
-        Logs of a validation `within` an epoch may be without.
+        The logs of a validation `within` an epoch may lack the value.
         """
         watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
-        names = (watched, f"{watched}_epoch")  # as callbacks' monitor finds it
+        names = (watched, f"{watched}_epoch")  # as `monitor` in callbacks
         value = next((logs[name] for name in names if logs.get(name) is not None), None)
         if any(name in self.seen_values for name in names) or (within and value is None):
             return  # each validation counts once
@@ -519,10 +519,10 @@ class Fit:
         self._miss(plan, watched, logs)
 
     def _step_plateau_at_update(self, plan: PlannedScheduler) -> None:
-        """After every `frequency` updates give a scheduler what the last step logged, of all ranks.
+        """Every `frequency` updates, give a scheduler the last step's value over all ranks.
 
         Ranks:
-            Collective, with one exchange where there are several.
+            Collective; with several ranks, it takes one exchange.
         """
         plan.passed += 1
         if plan.passed % plan.frequency:
@@ -531,7 +531,7 @@ class Fit:
         value, weight = self._logged_by_step(watched)
         ranks = self.strategy.data_ranks
         if ranks.world_size > 1:
-            # A rank whose batch was padding has none.
+            # A rank whose batch was padding has no value.
             own = [0.0, 0.0] if value is None or not weight else [value * weight, weight]
             total, weight = ranks.sums(own)
             value = total / weight if weight else None
@@ -541,9 +541,9 @@ class Fit:
             self._miss(plan, watched, self.step.logbook.results())
 
     def _logged_by_step(self, name: str) -> tuple[float | None, float]:
-        """The last step's value of that name, and by what a mean over ranks weighs it.
+        """Return the last step's value of a name, and its weight in a mean over ranks.
 
-        It is the step's own for the loss and for what it logs, and the epoch's so far of a metric.
+        For the loss and logged values it is the step's; for a metric, the epoch's value so far.
         """
         logbook, samples = self.step.logbook, float(self.step.samples)
         entries = logbook.logged.entries
@@ -557,7 +557,7 @@ class Fit:
         return None if value is None else float(value), samples
 
     def _miss(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
-        """Refuse that the logs lack what a scheduler watches, or say it once."""
+        """Raise because the logs lack what a scheduler watches; if it isn't strict, warn once."""
         there = ", ".join(logs)
         if plan.monitor is not None:
             problem = f"lr_scheduler monitors {watched!r}, but the logs have {there}."
@@ -573,7 +573,7 @@ class Fit:
             warn(f"{problem} The scheduler waits until there is one.")
 
     def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
-        """The warm-up, from its beginning or from where it was."""
+        """Create the warm-up, at its beginning or where an interrupted training left it."""
         before = None if self.resumed is None else self.resumed.warm_up
         begins = self.arguments.initial_epoch == 0 if self.resumed is None else before is not None
         epochs = self.compilation.warmup_epochs if begins else None
@@ -584,17 +584,17 @@ class Fit:
 
     @property
     def is_between_groups(self) -> bool:
-        """Whether no batch waits for others to make an update with it, so that a save is whole."""
+        """Whether no batch waits for others to complete an update, so that a save is complete."""
         return self.update.is_between_groups
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds at this moment: weights, and all else; tensors are those in use.
+        """Return a checkpoint's weights, and all its other contents; tensors aren't copied.
 
         Args:
-            spread: whether what is spread over ranks stays so, for a folder.
-            trainable_only: whether parameters that don't learn are left out.
+            spread: whether shards stay on their ranks, for a checkpoint folder.
+            trainable_only: whether to leave out frozen parameters.
 
         Ranks:
             Collective.
@@ -602,17 +602,17 @@ class Fit:
         return contents(self.model, spread=spread, trainable_only=trainable_only)
 
     def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
-        """The weights in a checkpoint, as `contents` gives them."""
+        """Return the weights in a checkpoint, as `contents` does."""
         return weights_of(self.model, spread=spread, trainable_only=trainable_only)
 
     def _take_place(self, progress: Progress) -> None:
-        """Go on in the data where a training was cut."""
+        """Continue in the data where a training was interrupted."""
         rank = self.collectives.rank
         warn_of_other_ranks(progress, self.collectives.world_size)
         check_data(self.source, progress)
         place = self.stream.position
         place.number, place.batches = progress.number, progress.batches
-        # Where there are more ranks than before, rank 0's has all that an order follows from.
+        # Ranks that are new use rank 0's state, which determines the data's order.
         place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
         set_seed_of(self.source, progress.seed)
         self.stream.take_loader_state(progress.loader)
@@ -625,7 +625,7 @@ class Fit:
             self.validated = {**self.validated, "steps": steps}
 
     def progress(self) -> Progress:
-        """Where the training is.
+        """Return how far the training is, as a checkpoint stores it.
 
         Ranks:
             Collective.
@@ -652,11 +652,11 @@ class Fit:
         epochs, values = list(self.history.epoch), copy_lists(self.history.history)
         validations = list(self.history.validations)
         if self.logs is not None and self.epoch not in epochs:
-            # The history comes after the callbacks, one of which may be asking.
+            # The history is updated after the callbacks, one of which may be saving now.
             epochs.append(self.epoch)
             for name, value in self.logs.items():
                 values.setdefault(name, []).append(value)
-        # A warm-up that is over would set the rates anew, which a scheduler has changed since.
+        # A finished warm-up would overwrite rates that a scheduler has changed since.
         warms_up = self.warm_up is not None and not self.warm_up.is_over
         return Progress(
             epoch=self.epoch + ended,
@@ -677,7 +677,7 @@ class Fit:
         )
 
     def params(self) -> dict[str, Any]:
-        """What callbacks know of this call."""
+        """Return what callbacks are given in `params`."""
         arguments = self.arguments
         validation = self.held_out.steps if self.held_out is not None else None
         return {
@@ -696,5 +696,5 @@ class Fit:
 
 
 def validation_name(name: str) -> str:
-    """A validation's value among an epoch's; what a step logs as `val_loss` or `valid/f1` stays."""
+    """Name a validation's value in an epoch's logs; names like `val_loss` or `valid/f1` stay."""
     return name if VALIDATION_NAME.match(name) else f"val_{name}"
