@@ -1,4 +1,4 @@
-"""`evaluate` and `predict`: one pass over data, on each rank."""
+"""`evaluate` and `predict` on each rank: one pass over the data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from fitkit.training.surroundings import (
 
 
 def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
-    """`evaluate` on this rank: the loss and metrics by name, over all ranks' samples."""
+    """Run `evaluate` on this rank; return the loss and metrics over all ranks' samples, by name."""
     with surroundings(model, "evaluate", arguments.source.batch_size):
         source = rank_source(model, arguments.source, training=False)
         stage = evaluation_stage(model) or "test"
@@ -68,13 +68,13 @@ def evaluate_source(
     callbacks: CallbackList,
     name: str = "x",
 ) -> dict[str, Any]:
-    """The values of one pass over a source, with the test hooks called.
+    """Make one pass over a source, call the test hooks, and return the values.
 
-    The model is left in evaluation mode. A batch without rows has its number among the batches,
-    and no more: no step, no hook.
+    This leaves the model in evaluation mode. A batch without rows gets a number among the batches,
+    but no step and no hooks.
 
     Raises:
-        ConfigurationError: there was no batch on any rank.
+        ConfigurationError: no rank had a batch with rows.
     """
     strategy: Strategy = model._fitkit.compilation.strategy
     data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
@@ -134,14 +134,14 @@ def evaluate_source(
 
 
 def _first(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
-    """This rank's part of the first `steps` batches: those that one process would read."""
+    """Give this rank's part of the first `steps` batches that a single process would read."""
     if steps is not None:
         steps = len(range(collectives.rank, steps, collectives.world_size))
     return limited(source, steps)
 
 
 def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
-    """`predict` on this rank: the outputs of all ranks' batches, joined in input order."""
+    """Run `predict` on this rank; return the outputs of all ranks' batches, in input order."""
     strategy: Strategy = model._fitkit.compilation.strategy
     data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     with surroundings(model, "predict", arguments.source.batch_size):
@@ -192,7 +192,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         finally:
             close_bars(callbacks)
         everyone = data_ranks.gather(together.without_padding(copies.outputs))
-    # Batches were dealt out in turn; loaders that shard themselves may give unequal numbers.
+    # Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
     whole = [output for output in dealt if output is not NoRows]
     if not whole:
@@ -201,10 +201,10 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
 
 
 def _outputs(copies: HostCopies, index: int, group_size: int) -> dict[str, Any]:
-    """The outputs of the group of batches that ends with number `index`, for its hooks.
+    """Return the outputs of the group of batches that ends with number `index`, for its hooks.
 
-    They may be on their way still. Several batches' outputs are one, or a list where they can't
-    be.
+    This waits for outputs that are still being copied. The outputs of several batches are joined,
+    or given as a list if they can't be joined.
     """
     if len(copies.outputs) < index + 1:
         copies.wait()
@@ -221,7 +221,7 @@ def _outputs(copies: HostCopies, index: int, group_size: int) -> dict[str, Any]:
 def _params(
     model: Module, stage: str, source: Source, arguments: EvaluateArguments
 ) -> dict[str, Any]:
-    """What callbacks know of a call of `evaluate` or `predict`."""
+    """Return what callbacks are given in `params` by `evaluate` and `predict`."""
     return {
         "stage": stage,
         "epochs": 1,
@@ -236,10 +236,10 @@ def _params(
 
 
 def joined(outputs: list[Any]) -> Any:
-    """Batches' outputs as one.
+    """Join the outputs of batches.
 
     Raises:
-        ConfigurationError: their shapes differ beyond the first dimension.
+        ConfigurationError: the outputs' shapes differ beyond the first dimension.
     """
     try:
         return trees.concatenate(outputs)
@@ -254,16 +254,17 @@ NOTHING = object()
 
 
 class InStep:
-    """A pass's batches; a rank that has run out, or whose batch has no rows, repeats one.
+    """Give a pass's batches, with as many steps on each rank as on all others.
 
-    That counts for nothing.
+    A rank that has run out of batches, or whose batch has no rows, repeats a batch. A repeated
+    batch doesn't count.
 
     Args:
-        batches: this rank's.
-        strategy: says whether its ranks go in step; where they don't, the batches are as given.
-        marks_padding: whether a repeated batch is a `RankBatch` without samples, which counts for
-            nothing in a step. Else it is the batch as it was, and `without_padding` takes out what
-            became of it.
+        batches: this rank's batches.
+        strategy: says whether its ranks run in step. If they don't, the batches stay as they are.
+        marks_padding: whether a repeated batch becomes a `RankBatch` without samples, which a step
+            doesn't count. Otherwise it is repeated unchanged, and `without_padding` removes its
+            outputs.
     """
 
     def __init__(
@@ -278,20 +279,20 @@ class InStep:
         self._ended = False
 
     def ends_here(self) -> bool:
-        """End this rank's batches; whether the loop may, too: ranks in step wait for all."""
+        """End this rank's batches; return whether the loop may end too, or must wait for others."""
         self._ended = True
         return not self._together
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches.
+        """Iterate over the batches.
 
         Ranks:
-            Collective, before each batch.
+            Collective before each batch, if the ranks run in step.
         """
         return self._in_step() if self._together else self._batches
 
     def without_padding(self, outputs: list[Any]) -> list[Any]:
-        """The outputs with `NoRows` in place of those of repeated batches."""
+        """Return the outputs, with `NoRows` in place of the outputs of repeated batches."""
         return [NoRows if i in self._padding else output for i, output in enumerate(outputs)]
 
     def _in_step(self) -> Iterator[Any]:
@@ -308,7 +309,7 @@ class InStep:
             if not with_batch:
                 yield NoRows
                 continue
-            if ranks_ready < self._collectives.world_size:  # a rank has had none to repeat
+            if ranks_ready < self._collectives.world_size:  # a rank has no batch to repeat
                 gathered = self._collectives.gather(batch if able else None)
                 last = last if last is not NOTHING else next(b for b in gathered if b is not None)
             if able:
@@ -320,27 +321,27 @@ class InStep:
 
 
 class EvaluationPlan:
-    """How a pass over data computes its batches: all that makes it fast is decided here.
+    """Decide how a pass over data computes its batches, and what makes it fast.
 
-    - There are no gradients. Where nobody can notice it there is torch's inference mode, which
-      saves one or two microseconds an operation over `no_grad`. But what is made in it can never
-      take part in a backward pass, and nothing in it can be differentiated: a net's own code may
-      keep such tensors for later (positions, masks), or compute a derivative. So it is for nets
-      that consist of torch's own layers, evaluated by losses and metrics that fitkit knows.
-    - From the second batch on steps are made without what can't change where all batches are rows
-      of the same tensors.
-    - Losses that are means of each sample's are computed of many batches at once, as metrics are.
+    - A pass computes no gradients. Torch's inference mode saves one or two microseconds an
+      operation over `no_grad`. But its tensors can never take part in a backward pass, and nothing
+      in it can be differentiated. A net's code may keep tensors for later (positions, masks), or
+      compute a derivative. So inference mode is used only for nets that consist of torch's layers,
+      with losses and metrics that fitkit knows.
+    - If all batches are rows of the same tensors, steps from the second on skip the work whose
+      result can't change.
+    - Losses that are means over samples are computed for many batches at once, as metrics are.
+    - If `jit_compile` asks for it, the net and the loss are compiled (`CompiledPass`).
 
-    - Where `jit_compile` asks for it, net and loss are compiled (`CompiledPass`).
-
-    The first batch, which has everything checked, is an ordinary step under `no_grad`.
+    The first batch is an ordinary step under `no_grad`, with all checks.
 
     Args:
-        step: makes the first batch's step, and all where there is no shorter way.
-        callbacks: of the pass.
-        stage: as its callbacks' hooks call it, `"test"` or `"predict"`.
+        model: the model that the pass evaluates.
+        step: makes the first step, and the other steps if there is no shorter way.
+        callbacks: the pass's callbacks.
+        stage: the stage in the names of callbacks' hooks, `"test"` or `"predict"`.
         source: gives the batches.
-        take: takes the outputs of `predict` that don't come with their batch's step.
+        take: receives the outputs of `predict` that don't come with their batch's step.
 
     Attributes:
         first_step: makes the first step.
@@ -365,9 +366,9 @@ class EvaluationPlan:
         if self._compiled is not None:
             self.first_step = self._compiled.first
         self._users_look = users_look(callbacks, stage)
-        # Batches that are views or rows of tensors. Others are made outside of inference mode,
-        # since whoever makes them may keep them. Ranks in step may repeat a batch, marked as one
-        # that doesn't count.
+        # Whether batches are views or rows of tensors in memory. Other batches are made outside of
+        # inference mode, since their maker may keep them. Ranks in step don't qualify: they may
+        # repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
         self._is_plain = model._fitkit.compilation.strategy.precision.is_plain
@@ -385,7 +386,7 @@ class EvaluationPlan:
         self._no_grad.__exit__(None, None, None)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, made outside of inference mode where that could matter."""
+        """Give the batches; make them outside of inference mode if it could matter."""
         return batches if self._in_memory or not self._may_infer else self._outside(batches)
 
     def _outside(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -394,7 +395,7 @@ class EvaluationPlan:
             self._leave()
 
     def step_after_first(self, first: Any) -> Callable[..., Any]:
-        """What makes the steps from the second on.
+        """Return the function that makes the steps from the second on.
 
         Args:
             first: the first batch, whose step is done.
@@ -412,7 +413,7 @@ class EvaluationPlan:
     def _plain_after(self, first: Any) -> Callable[..., Any]:
         step = self._step
         if isinstance(step, CompiledStep):
-            # Whether the user has no code that a step calls, but the net's.
+            # Inference mode needs a step without user code in the loss and the metrics.
             users = step.loss.has_user_code or (step.meters or step.loss).has_user_code
             self._may_infer = self._may_infer and not users
         elif not isinstance(step, PredictStep):
@@ -429,12 +430,12 @@ class EvaluationPlan:
         return _short_evaluation(step, forward, first)
 
     def flush_group(self) -> None:
-        """Compute the batches that wait at a group's end, where somebody may look."""
+        """Compute pending batches at the end of a group, if a callback may read the results."""
         if self._users_look:
             self.flush()
 
     def flush(self) -> None:
-        """Compute the batches that wait to be computed in one call."""
+        """Compute pending batches, in one call."""
         if self._compiled is not None:
             self._compiled.flush()
 
@@ -454,11 +455,11 @@ class EvaluationPlan:
 
 
 def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList, stage: str) -> bool:
-    """Whether only torch's layers and fitkit's own code see what steps make.
+    """Return whether only torch's layers and fitkit's code see the tensors that steps make.
 
-    Not so with steps of the model's own, with callbacks that act at each batch, with hooks, and
-    where something stands before the net (replicas, shards). A compiled net would be compiled a
-    second time.
+    This is false if the model defines its own steps, if callbacks act at each batch, or if there
+    are module hooks. It is also false if the net is wrapped, for replicas or shards. A compiled net
+    would be compiled a second time.
     """
     if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
         return False
@@ -472,7 +473,7 @@ def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList, stage: s
 
 
 def users_look(callbacks: CallbackList, stage: str) -> bool:
-    """Whether a callback beside the progress bar acts at batches of a pass."""
+    """Return whether a callback other than the progress bar acts at batches of a pass."""
     hooks = (*callbacks.hooks(f"on_{stage}_batch_begin"), *callbacks.hooks(f"on_{stage}_batch_end"))
     return any(type(getattr(hook, "__self__", None)) is not ProgressBar for hook in hooks)
 
@@ -480,9 +481,10 @@ def users_look(callbacks: CallbackList, stage: str) -> bool:
 def _short_evaluation(
     compiled: CompiledStep, forward: Callable[..., Any], first: Any
 ) -> Callable[..., Any]:
-    """What notes the same as a step and gives nothing, for pairs `(x, y)` of one tensor each.
+    """Return a faster step for pairs `(x, y)` of one tensor each.
 
-    The loss may be computed later, of many batches (`OutputGroup.join_loss`).
+    It records the same values as the full step, and returns nothing. The loss may be computed
+    later, for many batches at once (`OutputGroup.join_loss`).
     """
     loss, add = compiled.loss.direct, compiled.logbook.loss.add
     meters = None if compiled.meters is None else compiled.meters.only
@@ -502,8 +504,8 @@ def _short_evaluation(
         x, y = batch
         try:
             prediction = forward(x)
-            # A prediction of another shape: what doesn't fit shall fail by itself, before it is
-            # joined with others.
+            # Compute the loss if the prediction's shape changes. A misfit then fails by itself,
+            # before it is joined with other batches.
             count: Count = None
             if counted is not None:
                 value, count = counted(prediction, y, None, is_part=False)
@@ -527,7 +529,7 @@ def _short_evaluation(
 def _short_prediction(
     whole: PredictStep, forward: Callable[..., Any], first: Any
 ) -> Callable[..., Any]:
-    """What gives the same as a step, for batches whose inputs are one tensor."""
+    """Return a faster step with the same outputs, for batches whose inputs are one tensor."""
     if not isinstance(first[0], torch.Tensor):
         return whole
     net = whole.wrapped.net
@@ -544,16 +546,16 @@ def _short_prediction(
 
 
 class HostCopies:
-    """Collects batches' outputs on the CPU, without waiting for the device at each of them.
+    """Collect batches' outputs on the CPU, without waiting for the device after each batch.
 
-    From a GPU they are copied on a stream of their own into pinned memory while the next batch is
-    computed; one batch later they are taken from there, and the device's memory is free again.
+    A separate GPU stream copies the outputs into pinned memory while the next batch is computed.
+    One batch later they are copied out of pinned memory, and the GPU's memory is free again.
 
     Args:
-        streams: makes the GPU's streams, given its device.
+        streams: creates the GPU's streams for a device.
 
     Attributes:
-        outputs: the batches' outputs in their order; the last one is there after `wait`.
+        outputs: the batches' outputs in order; the last one is included after `wait`.
     """
 
     def __init__(self, streams: Callable[[torch.device], Any] = CudaStreams) -> None:
@@ -563,7 +565,7 @@ class HostCopies:
         self._flying: tuple[Any, Any] | None = None
 
     def add(self, output: Any) -> None:
-        """Take a batch's output."""
+        """Add a batch's output."""
         if isinstance(output, torch.Tensor) and output.is_cpu and self._flying is None:
             self.outputs.append(output)
             return
@@ -584,22 +586,22 @@ class HostCopies:
         self._flying = copies, copied
 
     def wait(self) -> None:
-        """Wait for the copies that are on their way."""
+        """Wait for the copies in progress."""
         if self._flying is None:
             return
         (copies, copied), self._flying = self._flying, None
         self._streams.wait_on_host(copied)
-        # Pinned memory is scarce, and used again for the next batches: it isn't for keeping.
+        # Pinned memory is scarce and reused for the next batches, so clone what is kept.
         self.outputs.append(_mapped(copies, torch.Tensor.clone))
 
 
 def on_host(output: Any) -> Any:
-    """A net's output on the CPU; a dict (or Hugging Face's objects) without its Nones."""
+    """Move a net's output to the CPU; drop None values of dicts and Hugging Face outputs."""
     return output.cpu() if isinstance(output, torch.Tensor) else _mapped(output, torch.Tensor.cpu)
 
 
 def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A net's output with a function applied to its tensors; a dict without its Nones."""
+    """Apply a function to the tensors of a net's output; drop a dict's None values."""
     if isinstance(output, torch.Tensor):
         return function(output)
     if hasattr(output, "items"):
@@ -610,10 +612,10 @@ def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _gpu_of(output: Any) -> torch.device | None:
-    """The CUDA device that all of an output's tensors are on; None where that isn't so."""
+    """Return the CUDA device that all of an output's tensors are on, or None."""
     tensors = list(tensors_in(output))
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
-        return None  # streams can't be told of their memory
+        return None  # streams can't record the use of their memory
     devices = {tensor.device for tensor in tensors}
     device = devices.pop() if len(devices) == 1 else None
     return device if device is not None and device.type == "cuda" else None
