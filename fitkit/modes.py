@@ -16,7 +16,7 @@ from fitkit.errors import ConfigurationError
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """Describe a call that uses a module.
+    """Describes a call that uses a module.
 
     Attributes:
         verb: the name of what was called.

@@ -37,7 +37,7 @@ UPLOAD_EVERY_S = 120
 
 
 class TensorBoard(Logger):
-    """Write TensorBoard event files, with the same folders and names as Keras's callback.
+    """Writes TensorBoard event files, with the same folders and names as Keras's callback.
 
     `log_dir` holds two runs, `train` and `validation`, so TensorBoard draws both in one chart.
     `epoch_loss` and the other epoch logs are plotted over the epoch's number, from 0.
@@ -164,7 +164,7 @@ class TensorBoard(Logger):
 
 
 class EventFiles:
-    """Hold the writers of a training's runs, for a local folder or a URL.
+    """Holds the writers of a training's runs, for a local folder or a URL.
 
     TensorBoard's own writer accepts URLs, but it appends record by record. Some stores refuse to
     append, and others overwrite the file instead. So for a URL, this class writes the files to a

@@ -254,7 +254,7 @@ NOTHING = object()
 
 
 class InStep:
-    """Give a pass's batches, with as many steps on each rank as on all others.
+    """Gives a pass's batches, with as many steps on each rank as on all others.
 
     A rank that has run out of batches, or whose batch has no rows, repeats a batch. A repeated
     batch doesn't count.
@@ -321,7 +321,7 @@ class InStep:
 
 
 class EvaluationPlan:
-    """Decide how a pass over data computes its batches, and what makes it fast.
+    """Decides how a pass over data computes its batches, and what makes it fast.
 
     - A pass computes no gradients. Torch's inference mode saves one or two microseconds an
       operation over `no_grad`. But its tensors can never take part in a backward pass, and nothing
@@ -546,7 +546,7 @@ def _short_prediction(
 
 
 class HostCopies:
-    """Collect batches' outputs on the CPU, without waiting for the device after each batch.
+    """Collects batches' outputs on the CPU, without waiting for the device after each batch.
 
     A separate GPU stream copies the outputs into pinned memory while the next batch is computed.
     One batch later they are copied out of pinned memory, and the GPU's memory is free again.

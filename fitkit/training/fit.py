@@ -107,7 +107,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
 
 
 class Fit:
-    """Hold the state of one call of `fit` on this rank.
+    """Holds the state of one call of `fit` on this rank.
 
     Args:
         model: the model to train.
@@ -139,7 +139,7 @@ class Fit:
         self.logs: dict[str, Any] | None = None  # of the last epoch, until the next one begins
         self.carried: list[dict[str, Any]] = []  # noted in an epoch before it was interrupted
         self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
-        self.validated: dict[str, Any] | None = None  # last in epoch, as in Progress
+        self.validated: dict[str, Any] | None = None  # see Progress.validated
         self.seen_values: dict[str, Any] = {}
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
@@ -646,7 +646,7 @@ class Fit:
         place = self.stream.position
         drawn = random_state(self.stream.generators)
         everyones = self.collectives.gather((place.began, drawn))
-        # Ranks that see the same data have noted the same.
+        # Ranks that see the same data have noted the same values.
         noted_by_all = self.strategy.log_ranks.gather(noted)
         new_pass = ended and self.arguments.steps_per_epoch is None
         epochs, values = list(self.history.epoch), copy_lists(self.history.history)

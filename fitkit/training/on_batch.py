@@ -25,7 +25,7 @@ from fitkit.training.update import updates_for
 
 @dataclasses.dataclass
 class KeptStep:
-    """Hold the step that a verb of single batches has built, with all that it needs.
+    """Holds the step that a verb of single batches has built, with all that it needs.
 
     Attributes:
         context: the stage's context.
@@ -53,7 +53,7 @@ class KeptStep:
 
 
 class KeptSteps:
-    """Keep a model's steps for single batches, by stage, from one call to the next.
+    """Keeps a model's steps for single batches, by stage, from one call to the next.
 
     A step stays valid until something changes that its construction depends on. These are the
     arguments of `compile`, the net, its parameters, the optimizers, and the batches' dtypes and

@@ -172,7 +172,7 @@ def _put_back(model: torch.nn.Module, copies: dict[str, torch.Tensor]) -> None:
 
 
 class ProcessFlag:
-    """Set one of torch's process-wide flags for the length of calls.
+    """Sets one of torch's process-wide flags for the length of calls.
 
     Calls may nest, and calls in several threads may overlap. The call that began last decides the
     flag's value. When the last call ends, the value that the first call found is restored.

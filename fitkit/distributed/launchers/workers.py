@@ -1,4 +1,4 @@
-"""The launcher of `ddp_spawn`: the caller's process is rank 0, workers hold the other ranks.
+"""The launcher of `ddp_spawn`: the caller's process is rank 0, and workers run the other ranks.
 
 Workers stay alive between calls and exit with this process. They don't import the script, so it
 needs no `__main__` guard. A call on more ranks starts the missing workers, and a call on fewer
@@ -60,7 +60,7 @@ FILES_AT_A_TIME = 200
 
 
 class WorkersLauncher(RankLauncher):
-    """Run a call in this process as rank 0, and in worker processes as the other ranks.
+    """Runs a call in this process as rank 0, and in worker processes as the other ranks.
 
     Args:
         strategy: enters and leaves the ranks' process group.
@@ -143,7 +143,7 @@ START = (
 
 
 class WorkerProcess(RankProcess):
-    """Start a worker process and hold the connection to it.
+    """Starts a worker process and holds the connection to it.
 
     Args:
         rank: the worker's rank.
@@ -186,7 +186,7 @@ class WorkerProcess(RankProcess):
 
 
 class Pool:
-    """Hold the worker processes, one for each rank except 0.
+    """Holds the worker processes, one for each rank except 0.
 
     Args:
         shows_output: whether this process shows what the workers print.
@@ -297,7 +297,7 @@ atexit.register(end_workers)
 
 @dataclasses.dataclass
 class CallMessage:
-    """Hold what the parent sends to run a call on one rank.
+    """Holds what the parent sends to run a call on one rank.
 
     Attributes:
         number: the call's number, which identifies its store.
