@@ -46,15 +46,7 @@ PAGES = [
     *sorted(f"docs/tasks/{page.name}" for page in (ROOT / "docs" / "tasks").glob("*.md")),
 ]
 """The pages that have been rewritten."""
-NOT_YET = {
-    *(f"fitkit/training/{name}.py" for name in ("evaluate")),
-}
-"""Files whose docstrings haven't been rewritten."""
-FILES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "fitkit").rglob("*.py")
-    if path.relative_to(ROOT).as_posix() not in NOT_YET
-)
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "fitkit").rglob("*.py"))
 WORDS = 30
 """The longest that a sentence may be."""
 COLUMN = 88
