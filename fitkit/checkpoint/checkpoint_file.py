@@ -207,7 +207,7 @@ def _check_suffix(path: str | os.PathLike[str], *accepted: str) -> None:
     hint = (
         f"A file that ends in {suffix!r} holds weights alone; use save_weights and load_weights."
         if suffix in FORMATS
-        else f"Write for example {PurePath(path).with_suffix(SUFFIXES[0]).name!r}."
+        else f"Write {PurePath(path).with_suffix(SUFFIXES[0]).name!r}, for example."
     )
     raise ConfigurationError(
         f"{os.fspath(path)!r} can't be a checkpoint: the names of checkpoints end in "

@@ -11,6 +11,7 @@ import os
 import pickle
 import secrets
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -388,9 +389,12 @@ class RankGroup:
 
     def leave(self) -> None:
         """Leave the group."""
-        handle, self.handle = self.handle, None
-        if handle is not None and dist.is_initialized():
-            dist.destroy_process_group(handle)
+        held, self.handle = [self.handle], None
+        if held[0] is not None and dist.is_initialized():
+            dist.destroy_process_group(held[0])
+            # Gloo's destructor waits for an exchange that a failure broke off, up to its timeout.
+            # A thread waits in its place.
+            threading.Thread(target=held.clear, name="fitkit-left-group", daemon=True).start()
 
 
 def join_rows(tensor: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:

@@ -343,7 +343,7 @@ def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: boo
         below = samples // step * step
         nearest = f"{below} or {below + step}" if below else f"{step}"
         raise ConfigurationError(
-            f"{given} can't be divided among {what}. Write for example {nearest}, or use another "
+            f"{given} can't be divided among {what}. Write {nearest}, or use another "
             f"number of devices{' or another batch_size in the loader' if is_fixed else ''}."
         )
     if is_fixed:
@@ -356,7 +356,7 @@ def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: boo
         raise ConfigurationError(
             f"{given} is {mine} samples for each of {among}, which can't be cut into equal batches "
             f"of about batch_size={size} samples: {mine // parts} is the largest size that divides "
-            f"them. Write for example effective_batch_size={near}, or another batch_size in fit."
+            f"them. Write effective_batch_size={near}, or another batch_size in fit."
         )
     return parts
 

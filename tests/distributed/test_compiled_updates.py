@@ -68,9 +68,9 @@ def reference(made, y, size=16, epochs=2, clip=None, rows=53):
     return made
 
 
-def assert_same(model, wanted):
+def assert_same(model, wanted, atol=1e-10):
     for (name, found), value in zip(model.net.state_dict().items(), wanted.state_dict().values()):
-        assert (found - value).abs().max() < 1e-10, (name, found - value)
+        assert (found - value).abs().max() < atol, (name, found - value)
 
 
 def assert_compiled(model):
@@ -122,7 +122,8 @@ def batch_normalisation_and_a_resumed_fit():
     fit(resumed, X[:48], Y[:48], epochs=2, resume_from="cut.h5")
     assert_compiled(resumed)
     if RANK == 0:
-        assert_same(resumed, wanted)
+        # A bias before a BatchNorm has no gradient but rounding, which Adam divides by its size.
+        assert_same(resumed, wanted, atol=1e-8)
     torch.save([*resumed.parameters()], f"rank{RANK}.pt")
 
 

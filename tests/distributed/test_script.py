@@ -197,7 +197,7 @@ def test_without_a_script_workers_take_part_and_it_is_said_once(start):
     code, out, err = ended(process)
     assert (code, out) == (0, "2\n")
     assert err.count("strategy='ddp' starts the script again") == 1
-    assert "from standard input or the command line: worker processes" in err
+    assert "from standard input or the command line. It uses worker processes" in err
 
 
 def test_a_test_runner_is_no_script(monkeypatch):

@@ -73,7 +73,7 @@ def test_without_a_launcher(devices, strategy, name, launcher):
 
 def test_ddp_without_a_script_takes_workers_and_says_so(monkeypatch):
     monkeypatch.setattr(ddp, "what_runs_instead_of_a_script", lambda: "a dream")
-    with pytest.warns(UserWarning, match="strategy='ddp'.*this is a dream: worker processes"):
+    with pytest.warns(UserWarning, match="strategy=.ddp.*this is a dream. It uses worker"):
         found = resolved(2, "ddp")
     assert isinstance(found.launcher, WorkersLauncher) and found.reads_on_rank_zero
 

@@ -282,7 +282,7 @@ def test_the_folder_is_private_and_a_planted_one_is_refused():
     folder = private_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
-    with pytest.raises(ConfigurationError, match="of this user alone"):
+    with pytest.raises(ConfigurationError, match="of this user only"):
         private_folder()
 
 
