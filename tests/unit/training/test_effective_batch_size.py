@@ -47,7 +47,7 @@ def test_the_batch_is_the_largest_that_divides_and_may_be_held(ranks, size, batc
 def test_what_cannot_be_divided_is_said():
     with pytest.raises(ConfigurationError, match=r"among 3 ranks\. Write 510 or 513"):
         parts_of_update(512, 3, 32, is_fixed=False)
-    with pytest.raises(ConfigurationError, match=r"1 is the largest size.*Write effective_batch_size=512"):
+    with pytest.raises(ConfigurationError, match="1 is the largest size.*batch_size=512"):
         parts_of_update(509, 1, 32, is_fixed=False)
     with pytest.raises(ConfigurationError, match="2 ranks with batches of 3. Write 510 or 516"):
         parts_of_update(512, 2, 3, is_fixed=True)
