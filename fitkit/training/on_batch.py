@@ -35,7 +35,6 @@ class KeptStep:
         facts: what the step was built for, as `_facts` returns it.
         batch_facts: which batches the step was built for, as `_batch_facts` returns it.
         held: the objects whose ids are among the facts; no new object can then get such an id.
-        is_plain: whether no module overrides `train` or `eval`.
     """
 
     context: StepContext
@@ -45,7 +44,6 @@ class KeptStep:
     facts: list[Any] = dataclasses.field(default_factory=list)
     batch_facts: list[Any] = dataclasses.field(default_factory=list)
     held: list[Any] = dataclasses.field(default_factory=list)
-    is_plain: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.step, CompiledStep):
@@ -103,10 +101,7 @@ class KeptSteps:
             if type(kept.step) not in (CompiledStep, PredictStep) or not kept.step.wrapped.is_bare:
                 return
             kept.facts = _facts(model, stage, kept)
-            kept.batch_facts, kept.is_plain = (
-                _batch_facts(batch),
-                has_plain_modes([model, *kept.modules]),
-            )
+            kept.batch_facts = _batch_facts(batch)
         if kept.facts:
             kept.step.wrapped = kept.step.forward = None
             self._by_stage[stage] = kept
@@ -193,11 +188,8 @@ def fit_batch(
         if kept is None:
             model._fitkit.compilation.strategy.place(model)
             state.optimizers_for(model)  # their number decides which step is built
-        if (
-            modules is None
-            or kept is None
-            or not (kept.is_plain and all(module.training for module in modules))
-        ):
+        trains = modules is not None and all(module.training for module in modules)
+        if modules is None or not (trains and has_plain_modes(modules)):
             to_training(model, kept_in_evaluation(model._weights_module()))
         if kept is None:
             kept = KeptStep(*step_for(model, "training", class_weights=class_weights))
