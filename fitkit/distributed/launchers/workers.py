@@ -100,7 +100,7 @@ class WorkersLauncher(RankLauncher):
                 return super().launch(function, *arguments)
             except BaseException:
                 self._pool.end()
-                self.strategy.leave()
+                super()._leave()  # within a bound
                 raise
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
