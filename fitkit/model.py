@@ -23,10 +23,9 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
-from fitkit.logging_options import is_metric
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
 from fitkit.modes import in_use
-from fitkit.module import Module
+from fitkit.module import Module, is_metric
 from fitkit.optimizers import with_rate
 from fitkit.pictures.html import Results
 from fitkit.training.evaluate import run_evaluate, run_predict

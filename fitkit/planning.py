@@ -22,9 +22,10 @@ from fitkit import trees
 from fitkit.activation_checkpointing import Recomputed, matching
 from fitkit.arguments import check_count, describe
 from fitkit.data.batches import samples_of
+from fitkit.distributed.exchange.base import all_gather, all_reduce
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.resolve import named_strategy
-from fitkit.distributed.spread.blocks import blocks_of
+from fitkit.distributed.spread.module import blocks_of
 from fitkit.distributed.spread.tensor_parallel import divided_in
 from fitkit.distributed.strategies import (
     DDP,
@@ -39,7 +40,6 @@ from fitkit.distributed.strategies import (
 )
 from fitkit.distributed.strategies.base import Assignment
 from fitkit.distributed.strategies.deepspeed import bucket_of
-from fitkit.distributed.traffic import all_gather, all_reduce
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fitkit.arguments import check_choice, check_count, check_number
-from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import from_all_ranks
+from fitkit.callbacks.base import Callback, Logs, from_all_ranks
 from fitkit.callbacks.rates import set_rate, updates_of
 from fitkit.callbacks.watches import BatchLosses
 from fitkit.data.sources import check_data_type, make_source

@@ -4,12 +4,11 @@ import importlib
 from typing import Any
 
 from fitkit.callbacks.averages import EMA, StochasticWeightAveraging, SwapEMAWeights
-from fitkit.callbacks.backbone_finetuning import BackboneFinetuning
 from fitkit.callbacks.backup import BackupAndRestore
 from fitkit.callbacks.base import Callback, CallbackList, LambdaCallback
 from fitkit.callbacks.early_stopping import EarlyStopping, OptunaPruning
 from fitkit.callbacks.evaluations import EvaluateEvery, MetricCallback
-from fitkit.callbacks.gradual_unfreezing import GradualUnfreezing
+from fitkit.callbacks.finetuning import BackboneFinetuning, GradualUnfreezing
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
 from fitkit.callbacks.profiler import Profiler

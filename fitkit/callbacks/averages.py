@@ -11,8 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
-from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import share_buffers
+from fitkit.callbacks.base import Callback, Logs, share_buffers
 from fitkit.callbacks.rates import groups_of, updates_of
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.errors import ArgumentTypeError, ConfigurationError

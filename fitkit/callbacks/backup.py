@@ -15,9 +15,17 @@ from types import FrameType
 from typing import Any
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
-from fitkit.callbacks.base import Callback, Logs, WeakModel, run_of
+from fitkit.callbacks.base import (
+    AnyRankFlag,
+    Callback,
+    Logs,
+    WeakModel,
+    from_all_ranks,
+    from_rank_zero,
+    run_of,
+    several_ranks,
+)
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, remove_unwanted
-from fitkit.callbacks.ranks import AnyRankFlag, from_all_ranks, from_rank_zero, several_ranks
 from fitkit.checkpoint import remote, remove_abandoned
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 

@@ -16,9 +16,8 @@ from fitkit.arguments import (
     describe,
     only_known_arguments,
 )
-from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.ranks import from_rank_zero, print_on_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 
 KEPT = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")

@@ -23,14 +23,21 @@ from fitkit.arguments import (
     only_known_arguments,
 )
 from fitkit.callbacks.backup import Preempted
-from fitkit.callbacks.base import Callback, Logs, run_of
+from fitkit.callbacks.base import (
+    AnyRankFlag,
+    Callback,
+    Logs,
+    from_rank_zero,
+    print_on_rank_zero,
+    run_of,
+    several_ranks,
+)
 from fitkit.callbacks.checkpoint_writer import (
     CheckpointWriter,
     newest_whole,
     remove_unwanted,
 )
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.ranks import AnyRankFlag, from_rank_zero, print_on_rank_zero, several_ranks
 from fitkit.checkpoint import is_there, remote
 from fitkit.checkpoint.folders import written_at
 from fitkit.checkpoint.formats import FORMATS, written_suffixes

@@ -8,8 +8,7 @@ import re
 from typing import Any
 
 from fitkit.arguments import check_choice, check_number, describe
-from fitkit.callbacks.base import run_of
-from fitkit.callbacks.ranks import from_rank_zero
+from fitkit.callbacks.base import from_rank_zero, run_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.registry import nearest

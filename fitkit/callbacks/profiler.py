@@ -13,8 +13,7 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag
-from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import from_all_ranks, print_on_rank_zero
+from fitkit.callbacks.base import Callback, Logs, from_all_ranks, print_on_rank_zero
 from fitkit.callbacks.rates import optimizers_of
 from fitkit.distributed.devices import overload
 from fitkit.errors import ConfigurationError

@@ -9,9 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
-from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.ranks import from_rank_zero, print_on_rank_zero
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
 from fitkit.optimizers import put_rate

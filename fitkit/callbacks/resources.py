@@ -16,8 +16,15 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
-from fitkit.callbacks.base import Callback, Logs, run_of
-from fitkit.callbacks.ranks import from_all_ranks, from_rank_zero, print_on_rank_zero, several_ranks
+from fitkit.callbacks.base import (
+    Callback,
+    Logs,
+    from_all_ranks,
+    from_rank_zero,
+    print_on_rank_zero,
+    run_of,
+    several_ranks,
+)
 from fitkit.data.batches import samples_of, unpack
 from fitkit.data.sharding import RankBatch
 from fitkit.errors import ArgumentTypeError, ConfigurationError

@@ -12,8 +12,9 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
-from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import (
+from fitkit.callbacks.base import (
+    Callback,
+    Logs,
     any_rank,
     from_all_ranks,
     from_rank_zero,

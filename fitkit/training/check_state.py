@@ -15,9 +15,8 @@ from torch.optim import Optimizer, lr_scheduler
 from fitkit.arguments import describe
 from fitkit.distributed.precision import resolve_precision
 from fitkit.errors import CheckpointError, FitkitError, with_code
-from fitkit.logging_options import REDUCTIONS, LogOptions
 from fitkit.losses.names import LOSSES
-from fitkit.module import Module
+from fitkit.module import REDUCTIONS, LogOptions, Module
 from fitkit.optimizers import HOW
 from fitkit.random_states import check_random_state
 from fitkit.training.resume import Progress

@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit import trees
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
-from fitkit.callbacks.ranks import share_buffers
+from fitkit.callbacks.base import share_buffers
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, in_groups, limited
 from fitkit.data.sharding import RankBatch

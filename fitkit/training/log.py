@@ -11,10 +11,10 @@ import torch
 from fitkit.arguments import describe
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import CheckpointError, ConfigurationError, FitkitError
-from fitkit.logging_options import LogOptions, merged
 from fitkit.losses import Term
 from fitkit.losses.compiled import of_outputs
 from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
+from fitkit.module import LogOptions, merged
 
 FOLD_EVERY = 128
 """The most values kept before they are added to a sum: bounds memory, costs one operation."""

@@ -25,9 +25,8 @@ from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import has_own_steps, overridden, step_arguments
-from fitkit.logging_options import LogOptions, is_metric
 from fitkit.losses import Count, Term, checked_count
-from fitkit.module import Module
+from fitkit.module import LogOptions, Module, is_metric
 from fitkit.training.log import Logbook, Logged
 from fitkit.training.programs import compiles_updates, traces_gradients
 from fitkit.training.step import CompiledStep, PredictStep

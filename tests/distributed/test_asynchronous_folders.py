@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint
-from fitkit.checkpoint import folder_by_threads
+from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint, checkpoint_writer
 from fitkit.errors import CheckpointError
 from fitkit.strategies import FSDPStrategy
 from tests.nets import dense, regression
@@ -78,8 +77,8 @@ class Failing(Callback):
 
     def on_train_begin(self, logs=None):
         if self.model.global_rank == self.rank:
-            self.real = folder_by_threads.write_shard
-            folder_by_threads.write_shard = self.write_shard
+            self.real = checkpoint_writer.write_shard
+            checkpoint_writer.write_shard = self.write_shard
 
     def write_shard(self, *arguments):
         if self.kind == "killed":
@@ -97,7 +96,7 @@ class Failing(Callback):
 
     def put_back(self):
         if self.model.global_rank == self.rank:
-            folder_by_threads.write_shard = self.real
+            checkpoint_writer.write_shard = self.real
 
 
 @pytest.mark.parametrize("rank", [0, 1])

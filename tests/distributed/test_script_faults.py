@@ -11,7 +11,7 @@ import time
 import pytest
 
 from fitkit.distributed import free_devices
-from fitkit.distributed.launchers.address_file import process_name
+from fitkit.distributed.launchers.meeting_folder import process_name
 from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(120)

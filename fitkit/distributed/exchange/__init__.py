@@ -7,9 +7,8 @@ from fitkit.distributed.exchange.algorithms import (
     LowPrecisionDecentralized,
     PostLocalSGD,
 )
-from fitkit.distributed.exchange.base import Algorithm
+from fitkit.distributed.exchange.base import Algorithm, Peers
 from fitkit.distributed.exchange.compression import ByteGrad
-from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.exchange.qadam import QAdam, QAdamOptimizer
 from fitkit.registry import Registry
 

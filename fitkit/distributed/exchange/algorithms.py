@@ -9,11 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice, check_count, check_number
-from fitkit.distributed.exchange.base import Algorithm
+from fitkit.distributed.exchange.base import Algorithm, Peers, all_reduce
 from fitkit.distributed.exchange.compression import decode, encode, wire_bytes
-from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.precision import Precision
-from fitkit.distributed.traffic import all_reduce
 from fitkit.errors import ConfigurationError
 
 

@@ -8,10 +8,8 @@ import dataclasses
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from fitkit.distributed.exchange.base import Algorithm, FlatTensors
+from fitkit.distributed.exchange.base import Algorithm, FlatTensors, Peers, all_reduce
 from fitkit.distributed.exchange.hooks import Hook, finished
-from fitkit.distributed.exchange.peers import Peers
-from fitkit.distributed.traffic import all_reduce
 
 BLOCK = 2048
 """Numbers that share one range; the range takes 8 bytes, 0.4 % of what travels."""

@@ -11,16 +11,14 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_count, check_number
-from fitkit.distributed.exchange.base import Algorithm, FlatTensors
+from fitkit.distributed.exchange.base import Algorithm, FlatTensors, Peers, all_reduce
 from fitkit.distributed.exchange.compression import (
     Feedback,
     compressed_mean,
     merge_feedback,
     wire_bytes,
 )
-from fitkit.distributed.exchange.peers import Peers
 from fitkit.distributed.precision import Precision
-from fitkit.distributed.traffic import all_reduce
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 ERROR = "error"

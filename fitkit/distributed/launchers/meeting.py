@@ -38,7 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fitkit.distributed.cluster import Cluster, Environment
-from fitkit.distributed.launchers.address_file import SharedAddress, shared_address
+from fitkit.distributed.launchers.meeting_folder import SharedAddress, shared_address
 from fitkit.distributed.launchers.watch import Failure, first_line, longest_pause
 from fitkit.errors import ConfigurationError, WorkerError, with_code
 

@@ -24,8 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster, detect
-from fitkit.distributed.launchers.address_file import is_private, process_name
-from fitkit.distributed.launchers.meeting_folder import MeetingFolder
+from fitkit.distributed.launchers.meeting_folder import MeetingFolder, is_private, process_name
 from fitkit.distributed.launchers.process import (
     RankProcess,
     end_own_session,

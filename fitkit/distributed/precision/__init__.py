@@ -7,16 +7,21 @@ import numbers
 import torch
 
 from fitkit.arguments import describe
-from fitkit.distributed.precision.base import FullPrecision, Precision, match_state, plain_layers
-from fitkit.distributed.precision.float8 import Float8Mixed
-from fitkit.distributed.precision.mixed import BFloat16Mixed, HalfMixed, MixedPrecision
-from fitkit.distributed.precision.scaling import CLOSURE, Scaling, scaled_steps
-from fitkit.distributed.precision.true import (
+from fitkit.distributed.precision.base import (
+    BFloat16Mixed,
     BFloat16Precision,
     DoublePrecision,
+    FullPrecision,
+    HalfMixed,
     HalfPrecision,
+    MixedPrecision,
+    Precision,
     TruePrecision,
+    match_state,
+    plain_layers,
 )
+from fitkit.distributed.precision.float8 import Float8Mixed
+from fitkit.distributed.precision.scaling import CLOSURE, Scaling, scaled_steps
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import Registry, normalise
 

@@ -1,4 +1,4 @@
-"""Precision: the base class of all precisions, and full precision."""
+"""Precision: the base class, and full, mixed and 16- or 64-bit precision."""
 
 from __future__ import annotations
 
@@ -350,3 +350,124 @@ def plain_layers(module: nn.Module) -> Iterator[None]:
                 {name: attributes[name] for name in (*attributes[CHANGED][1], CHANGED)}
             )
             layer.__class__ = kind
+
+
+class MixedPrecision(Precision):
+    """Autocast: matrix products and convolutions in a half type, the rest in float32.
+
+    Reference: Micikevicius et al., Mixed Precision Training, 2018, arXiv:1710.03740.
+    """
+
+    half: torch.dtype
+
+    def __init__(self) -> None:
+        self.compute_dtype: torch.dtype = self.half
+
+    def check(self, device: torch.device) -> None:
+        check_pair(self.name, self.half, device)
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        # A new one each time: one object can't surround a step within a step.
+        return torch.autocast(device_type, self.half)
+
+    def widen(self, tree: Any) -> Any:
+        return widened(tree)
+
+
+class BFloat16Mixed(MixedPrecision):
+    """Autocast to bfloat16, which has float32's range: no loss scaling is needed."""
+
+    name = "bf16-mixed"
+    half: torch.dtype = torch.bfloat16
+
+
+class HalfMixed(MixedPrecision):
+    """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
+
+    name = "16-mixed"
+    half: torch.dtype = torch.float16
+
+    def convert(self, module: torch.nn.Module) -> None:
+        super().convert(module)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dtype is torch.float16:
+                raise ConfigurationError(
+                    f"precision='16-mixed' keeps the weights in float32, but {name} is float16, "
+                    "whose gradients can't be unscaled. Call .float() on the net, or write "
+                    "precision='16-true' or 'bf16-mixed'."
+                )
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device.type)
+
+
+class TruePrecision(Precision):
+    """The module is cast, in place, to one dtype.
+
+    Integer, boolean and complex tensors stay as they are. The module keeps that dtype after a run.
+    If you compile `"32-true"` or a mixed precision, it gets its own dtype back with the next run,
+    but not the digits that were rounded off.
+    """
+
+    dtype: torch.dtype
+
+    def __init__(self) -> None:
+        self.compute_dtype: torch.dtype = self.dtype
+
+    def check(self, device: torch.device) -> None:
+        check_pair(self.name, self.dtype, device)
+
+    def convert(self, module: torch.nn.Module) -> None:
+        restore_layers(module)
+        cast(module, self.dtype)
+
+    def input_dtype(self, module: torch.nn.Module) -> torch.dtype:
+        return self.dtype
+
+    def widen(self, tree: Any) -> Any:
+        return widened(tree)
+
+
+class DoublePrecision(TruePrecision):
+    """All in float64."""
+
+    name = "64-true"
+    dtype: torch.dtype = torch.float64
+
+
+class BFloat16Precision(TruePrecision):
+    """All in bfloat16: float32's range with 2 to 3 digits, in half the memory.
+
+    An update of less than 1/512 of a weight is rounded off; `"bf16-mixed"` keeps it.
+    """
+
+    name = "bf16-true"
+    dtype: torch.dtype = torch.bfloat16
+
+
+class HalfPrecision(TruePrecision):
+    """All in float16: numbers from 6e-8 to 65504, and no loss scaling.
+
+    Meant for inference and for nets that are known to train so; `"16-mixed"` keeps the weights
+    in float32 and scales the loss.
+    """
+
+    name = "16-true"
+    dtype: torch.dtype = torch.float16
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if not isinstance(eps, float) or eps == 0 or not _vanishes(eps):
+                continue
+            kind = type(optimizer).__name__
+            raise ConfigurationError(
+                f"{kind}'s eps={eps:g} is 0 in float16, so precision='16-true' would divide by "
+                f"0 and train to NaN. Give compile functools.partial({kind}, eps=1e-4), "
+                "or write precision='16-mixed' or 'bf16-true'.",
+                code="FK027",
+            )
+
+
+def _vanishes(number: float) -> bool:
+    return torch.tensor(number, dtype=torch.float16).item() == 0

@@ -15,13 +15,13 @@ from torch import nn
 from fitkit.arguments import check_flag
 from fitkit.distributed.precision.base import (
     FLOAT8,
+    BFloat16Mixed,
     change_layer,
     changed_layers,
     check_pair,
     restore_dtypes,
     restore_layer,
 )
-from fitkit.distributed.precision.mixed import BFloat16Mixed
 from fitkit.errors import ConfigurationError, missing_package
 
 EMULATES = ("cpu", "cuda")

@@ -18,7 +18,7 @@ from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.output import check_output, shows_all
+from fitkit.distributed.launchers.process import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher

@@ -6,9 +6,9 @@ import torch
 
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.ranks import RankLauncher
-from fitkit.distributed.replicas import Replicas
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
+from fitkit.distributed.strategies.dp import Replicas
 from fitkit.distributed.world import World
 from fitkit.distributed.wrapped_model import WrappedModel
 

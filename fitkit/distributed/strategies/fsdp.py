@@ -19,10 +19,9 @@ from fitkit.arguments import check_count, check_flag
 from fitkit.distributed.collectives import RankGroup
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
-from fitkit.distributed.spread.blocks import blocks_of, check_wrap
 from fitkit.distributed.spread.context_parallel import SequenceParts, context_group
 from fitkit.distributed.spread.in_place import whole_for_file
-from fitkit.distributed.spread.module import ShardedModule, check_trains
+from fitkit.distributed.spread.module import ShardedModule, blocks_of, check_trains, check_wrap
 from fitkit.distributed.spread.optimizer import SpreadOptimizer
 from fitkit.distributed.spread.tensor_parallel import (
     TensorParallel,

@@ -10,7 +10,7 @@ import torch
 
 import fitkit
 from fitkit.__main__ import main
-from fitkit.callbacks.checkpoint_writer import StateCopies
+from fitkit.callbacks.checkpoint_writer import FolderByThreads, StateCopies
 from fitkit.checkpoint import (
     load_weights,
     open_checkpoint,
@@ -20,7 +20,6 @@ from fitkit.checkpoint import (
     sharded_folder,
 )
 from fitkit.checkpoint.container import read_container, write_container
-from fitkit.checkpoint.folder_by_threads import FolderByThreads
 from fitkit.checkpoint.formats import Weights
 from fitkit.checkpoint.safetensors_file import SafeTensors, write_tensors
 from fitkit.checkpoint.sharded_folder import ShardedFolder, write_shards

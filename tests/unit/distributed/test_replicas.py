@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from fitkit.distributed.replicas import Replicas, _callers_modes
 from fitkit.distributed.rows import gather, part_sizes, split
+from fitkit.distributed.strategies.dp import Replicas, _callers_modes
 from fitkit.errors import ConfigurationError
 
 CPU = torch.device("cpu")

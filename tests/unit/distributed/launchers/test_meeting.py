@@ -16,14 +16,14 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers import address_file, meeting
-from fitkit.distributed.launchers.address_file import (
+from fitkit.distributed.launchers import meeting, meeting_folder
+from fitkit.distributed.launchers.meeting import Meeting, meet_launched
+from fitkit.distributed.launchers.meeting_folder import (
     AddressFile,
     launch_name,
     private_folder,
     shared_address,
 )
-from fitkit.distributed.launchers.meeting import Meeting, meet_launched
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, WorkerError
 from tests.limits import patience
@@ -34,7 +34,7 @@ SHORT = timedelta(seconds=0.4)
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(address_file.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(meeting_folder.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
     monkeypatch.setattr(meeting, "LINGER_S", 0.2)
     yield
@@ -294,7 +294,7 @@ def test_a_launch_has_a_name_of_its_own():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_a_shell_around_each_rank_does_not_change_the_name():
-    module = "fitkit.distributed.launchers.address_file"
+    module = "fitkit.distributed.launchers.meeting_folder"
     code = f"from {module} import launch_name; print(launch_name({{}}))"
     command = f'"{sys.executable}" -c "{code}"; true'
 

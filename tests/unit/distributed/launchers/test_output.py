@@ -7,8 +7,7 @@ import textwrap
 
 import pytest
 
-from fitkit.distributed.launchers import output
-from fitkit.distributed.launchers.output import ShownOutput, shows_all
+from fitkit.distributed.launchers.process import LONGEST_LINE, ShownOutput, shows_all
 from fitkit.errors import ConfigurationError
 from fitkit.strategies import (
     BaguaStrategy,
@@ -67,7 +66,7 @@ def test_a_rank_that_prints_much_is_shown_whole_and_lines_stay_whole(capsys):
 def test_a_line_without_an_end_takes_bounded_memory(capsys):
     said, lines = shown("import sys; sys.stdout.write('x' * 3_000_000)", capsys)
     assert said.out.count("x") == 3_000_000
-    assert max(map(len, said.out.splitlines())) <= 2 * output.LONGEST_LINE + 10
+    assert max(map(len, said.out.splitlines())) <= 2 * LONGEST_LINE + 10
     assert not lines._parts["stdout"]
 
 

@@ -1,17 +1,17 @@
-"""Fine-tuning: train a new head first, then its pretrained backbone at a lower rate."""
+"""Fine-tuning: train a new head first, then a pretrained backbone, at once or layer by layer."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fitkit.arguments import check_count, check_flag, check_number, describe
-from fitkit.callbacks.base import Callback, Logs
-from fitkit.callbacks.ranks import print_on_rank_zero
+from fitkit.callbacks.base import Callback, Logs, print_on_rank_zero
 from fitkit.callbacks.rates import optimizers_of, refuse_scheduler
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
@@ -222,3 +222,195 @@ def normalizations(part: nn.Module) -> list[nn.Module]:
     """The batch normalizations in a part of the net."""
     kinds = nn.modules.batchnorm._BatchNorm
     return [module for module in part.modules() if isinstance(module, kinds)]
+
+
+class GradualUnfreezing(Callback):
+    """Freezes the named parts of the net, and trains each part from its own epoch on.
+
+    Parts that no stage names learn from the beginning. Each named part gets its own parameter group
+    in the optimizer. It stays after `fit`. Parameters that were already frozen stay frozen.
+
+    Args:
+        stages: a dict from epoch (from 0) to the modules that learn from then on, by their names in
+            the net: a name, a list of names, or a dict of names and learning rates. A submodule
+            can have its own, earlier stage (`"backbone.layer4"`, then `"backbone"`). A name
+            that appears again gets the new stage's rate.
+        ratio_lr: the rate of a part without a given rate, as a fraction of the rate of the first
+            group that no stage names. Default 0.1.
+        train_bn: whether batch normalization in frozen parts keeps learning. If not, it also keeps
+            its running statistics. Default True.
+        verbose: whether to print which part begins to learn. Default False.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also when fit begins, if a
+            part doesn't exist, nothing learns at first, or a scheduler also sets the rates.
+
+    Example:
+        >>> import torch, fitkit
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> model = fitkit.Model(net)
+        >>> model.compile("sgd", "mse", learning_rate=0.1)
+        >>> stages = fitkit.callbacks.GradualUnfreezing({1: {"0": 0.02}})
+        >>> x, y = torch.ones(8, 2), torch.ones(8, 1)
+        >>> history = model.fit(x, y, epochs=2, verbose=0, callbacks=stages)
+        >>> [group["lr"] for group in model.optimizer.param_groups]
+        [0.1, 0.02]
+
+    Reference: Howard & Ruder, Universal Language Model Fine-tuning for Text Classification, 2018,
+    arXiv:1801.06146.
+    """
+
+    stops_alike = True
+
+    def __init__(
+        self,
+        stages: Mapping[int, Any],
+        ratio_lr: float = 0.1,
+        train_bn: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        if not isinstance(stages, Mapping) or not stages:
+            raise ArgumentTypeError(
+                f"stages={describe(stages)} must be a dict of epochs and module names, like "
+                '{1: "layer4", 3: {"layer3": 1e-4}}.'
+            )
+        check_number("ratio_lr", ratio_lr, above=0)
+        check_flag("train_bn", train_bn)
+        check_flag("verbose", verbose)
+        read = ((_epoch(epoch), _rates(epoch, named)) for epoch, named in stages.items())
+        self.stages: dict[int, dict[str, float | None]] = dict(sorted(read))
+        self.ratio_lr = ratio_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self._reset()
+
+    def _reset(self) -> None:
+        self._done: list[int] = []
+        self._frozen: dict[str, list[torch.nn.Parameter]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_frozen": {}}
+
+    def prepare_optimizers(self, model: Module) -> None:
+        parts = self._parts(model)
+        for optimizer in optimizers_of(model):
+            for own in parts.values():
+                split_off(optimizer, own)
+
+    def _parts(self, model: Module) -> dict[str, list[torch.nn.Parameter]]:
+        """The parameters of each named module, without modules inside it that come earlier."""
+        taken: set[int] = set()
+        parts: dict[str, list[torch.nn.Parameter]] = {}
+        for name in [name for named in self.stages.values() for name in named]:
+            if name in parts:
+                continue
+            module = module_named(model, name, "stages has")
+            parts[name] = [p for p in module.parameters() if id(p) not in taken]
+            taken.update(map(id, parts[name]))
+            if not parts[name]:
+                raise ConfigurationError(
+                    f"stages has {name!r}, which has no parameters beside those of earlier stages."
+                )
+        return parts
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        refuse_scheduler(self.model, type(self).__name__)
+        self._reset()
+        self.prepare_optimizers(self.model)
+        begun = self.params.get("initial_epoch", 0)
+        parts = self._parts(self.model)
+        for name in self._waiting_after(begun):
+            module = module_named(self.model, name, "stages has")
+            spared = {id(p) for layer in normalizations(module) for p in layer.parameters()}
+            self._frozen[name] = [
+                p
+                for p in parts[name]
+                if p.requires_grad and not (self.train_bn and id(p) in spared)
+            ]
+        frozen = {id(p) for own in self._frozen.values() for p in own}
+        if all(id(p) in frozen for p in self.model.parameters() if p.requires_grad):
+            self._frozen = {}
+            raise ConfigurationError(
+                f"stages={self.stages} leaves nothing to train in epoch {begun}. Leave the head "
+                "out, or name it for epoch 0."
+            )
+        for own in self._frozen.values():
+            for parameter in own:
+                parameter.requires_grad, parameter.grad = False, None
+
+    def _waiting_after(self, epoch: int) -> list[str]:
+        """The parts whose first stage comes later."""
+        learns = {name for at, named in self.stages.items() if at <= epoch for name in named}
+        names = (name for named in self.stages.values() for name in named)
+        return [name for name in dict.fromkeys(names) if name not in learns]
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        for at, named in self.stages.items():
+            if at > epoch or at in self._done:
+                continue
+            self._done.append(at)
+            for name, rate in named.items():
+                self._let_learn(epoch, name, rate)
+        if not self.train_bn:
+            learning = [
+                p for name, p in self._parts(self.model).items() if name not in self._frozen
+            ]
+            free = {id(parameter) for own in learning for parameter in own}
+            for name in self._frozen:
+                for layer in normalizations(module_named(self.model, name, "stages has")):
+                    if not any(id(parameter) in free for parameter in layer.parameters()):
+                        layer.eval()  # fit has just put it into training mode
+
+    def _let_learn(self, epoch: int, name: str, rate: float | None) -> None:
+        is_new = name in self._frozen
+        for parameter in self._frozen.pop(name, ()):
+            parameter.requires_grad = True
+        parts = self._parts(self.model)
+        own = {id(parameter) for parameter in parts[name]}
+        named = {id(parameter) for part in parts.values() for parameter in part}
+        for optimizer in optimizers_of(self.model):
+            firsts = [(g, id(g["params"][0])) for g in optimizer.param_groups if g["params"]]
+            rest = [float(group["lr"]) for group, first in firsts if first not in named]
+            for group, first in firsts:
+                if first not in own:
+                    continue
+                if rate is not None:
+                    put_rate(group, rate)
+                elif is_new and rest:
+                    put_rate(group, rest[0] * self.ratio_lr)
+                if self.verbose:
+                    line = f"Epoch {epoch + 1}: {name} learns at {float(group['lr']):.4g}."
+                    print_on_rank_zero(self.model, line)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        for own in self._frozen.values():  # fit ended before their epoch
+            for parameter in own:
+                parameter.requires_grad = True
+        self._frozen = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": list(self._done)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._done = [int(epoch) for epoch in state["done"]]
+
+
+def _epoch(value: Any) -> int:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0:
+        return int(value)
+    raise ConfigurationError(f"stages has the key {value!r}; keys are epochs, from 0.")
+
+
+def _rates(epoch: Any, named: Any) -> dict[str, float | None]:
+    """A stage's modules, each with its rate or None."""
+    if isinstance(named, str):
+        named = [named]
+    rates = dict(named) if isinstance(named, Mapping) else dict.fromkeys(named)
+    for name, rate in rates.items():
+        if not isinstance(name, str) or not name:
+            raise ArgumentTypeError(
+                f"stages[{epoch}]={describe(named)} must be a module's name, a list of names or a "
+                "dict of names and rates."
+            )
+        check_number(f"stages[{epoch}][{name!r}]", rate, above=0, optional=True)
+    return rates
