@@ -13,12 +13,6 @@ from fitkit.errors import ArgumentTypeError, missing_package
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-import io
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#6E6E6E"
 """Distinct to the colour-blind, too. Reference: Okabe and Ito, Color Universal Design, 2008."""
 
@@ -57,7 +51,7 @@ def check_matplotlib(purpose: str) -> None:
 
 def new_figure(size: tuple[float, float]) -> Figure:
     """A figure of that size (width and height in inches) that pyplot doesn't know."""
-    from fitkit.pictures.drawing import Picture
+    from fitkit.pictures.picture import Picture
 
     return Picture(figsize=size, dpi=110)
 
@@ -96,22 +90,3 @@ def one_place(figure: Any, axes: Any, size: tuple[float, float]) -> tuple[Any, A
 def root_figure(axes: Any) -> Any:
     """The top-level figure that contains the axes."""
     return axes.get_figure(root=True)
-
-
-class Picture(Figure):
-    """A figure outside pyplot: no window, no display needed, and gone with its last name.
-
-    pyplot's figures stay in memory until they are closed, and draw on a screen if there is one.
-    `figure=plt.figure()` asks for one of those instead.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        # Padded: a panel's best value at the right must not run into the next one's name.
-        super().__init__(layout=ConstrainedLayoutEngine(w_pad=0.12), **options)
-        FigureCanvasAgg(self)
-
-    def _repr_png_(self) -> bytes:
-        """How a notebook shows it, which otherwise knows pyplot's figures only."""
-        file = io.BytesIO()
-        self.savefig(file, format="png", facecolor="white")
-        return file.getvalue()
