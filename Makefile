@@ -54,8 +54,8 @@ test: $(STAMP)
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-# Two minutes of the fast tests, some of every package: .ci/run has them on the oldest and the newest Python and torch.
-SAMPLE := $(addprefix tests/distributed/, test_fsdp_parts.py test_checkpoints.py test_several_optimizers.py) \
+# One minute of the fast tests, some of every package: .ci/run has them on the oldest and the newest Python and torch.
+SAMPLE := $(addprefix tests/distributed/, test_fsdp_parts.py test_several_optimizers.py) \
     $(addprefix tests/unit/, \
     training/test_compiled_pass.py training/test_against_plain_torch.py training/test_on_batch.py training/test_resume_exactly.py \
     checkpoint/test_state.py checkpoint/test_foreign.py data/test_sources.py data/test_loaders.py \
