@@ -413,7 +413,10 @@ class Model(Module):
         return history
 
     def _check_place(self, arguments: FitArguments, progress: Progress | None) -> None:
-        """Let `fit` start where the saved run stopped, if the data are the same."""
+        """Let `fit` start where the saved run stopped, if the data are the same.
+
+        `load` calls it once the file is checked, and before anything changes.
+        """
         if progress is not None:
             arguments.resumed, arguments.initial_epoch = progress, progress.epoch
         self._prepare(arguments)

@@ -62,7 +62,7 @@ _own_group: Any = None
 """The process group that `enter` made; any other is the script's own."""
 _connections: set[tuple[int, int]] = set()
 """That group's connections: file numbers and inodes."""
-_kept: PromptStore | None = None
+_group_store: PromptStore | None = None
 """That group's store."""
 _interface: str | None = None
 """What the variable was before the group was made; None where it was left alone."""
@@ -90,7 +90,7 @@ def enter(
     Ranks:
         Collective: returns when all have come, or fails after `timeout`.
     """
-    global _own_group, _kept
+    global _own_group, _group_store
     if _abandoned:
         raise WorkerError(
             "This process is still in the process group of a call that failed. Start it again."
@@ -113,7 +113,7 @@ def enter(
     before = _open_connections()
     try:
         if meeting is not None:
-            _kept = meeting
+            _group_store = meeting
             meeting.set_timeout(timeout or default_pg_timeout)
         agree_on_key(meeting, world.rank)
         # NCCL's threads ask their store at all times, which Python's isn't for.
@@ -136,7 +136,7 @@ def enter(
 
 def leave() -> None:
     """Leave the process group, without waiting for ranks that may be gone."""
-    global _own_group, _kept, _interface
+    global _own_group, _group_store, _interface
     if dist.is_initialized():
         dist.destroy_process_group()
     else:  # A group that couldn't be made counts, and the next one's name must be new ranks', too.
@@ -145,7 +145,7 @@ def leave() -> None:
         os.environ[INTERFACE] = _interface
         if not _interface:
             del os.environ[INTERFACE]
-    _own_group = _kept = _interface = None
+    _own_group = _group_store = _interface = None
 
 
 def _stay_on_this_machine() -> None:
@@ -166,8 +166,8 @@ def abandon() -> None:
 
 def abort() -> None:
     """Break off this process's exchanges; torch itself can do that with NCCL alone."""
-    if _kept is not None:
-        _kept.break_off()
+    if _group_store is not None:
+        _group_store.break_off()
     if in_own_group() and "nccl" in dist.get_backend():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()

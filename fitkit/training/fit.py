@@ -143,7 +143,7 @@ class Fit:
         self.seen_values: dict[str, Any] = {}
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
-            self._take_place(self.resumed)
+            self._continue_from(self.resumed)
         self.epoch_steps, self.interval = self.stream.steps, None
         if self.held_out is not None and arguments.validates_within_epochs:
             # Loaders that shard themselves may differ in length. The longest sets the steps.
@@ -276,7 +276,7 @@ class Fit:
         self.steps_done = done = self.steps_before
         resumes = self.resumed is not None and epoch == self.resumed.epoch
         if resumes and not done:
-            self._go_on_drawing()
+            self._restore_random_state()
         step.begin()
         begun = resumes and done > 0
         with state.settings_kept() if begun else contextlib.nullcontext(), running(model, context):
@@ -287,7 +287,7 @@ class Fit:
         self._follow_freezing()
         state.train(state.stored_weights if begun else None)
         if begun:
-            self._go_on_drawing()
+            self._restore_random_state()
         else:
             self.validated = None
 
@@ -402,7 +402,7 @@ class Fit:
                 self.step.run_first_checks(batch, wrapped)
             set_random_state(drawn, self.stream.generators)
 
-    def _go_on_drawing(self) -> None:
+    def _restore_random_state(self) -> None:
         """Restore the random state, so that draws match those of the interrupted training."""
         assert self.resumed is not None
         state = self.resumed.of_rank(self.collectives.rank, "random")
@@ -516,7 +516,7 @@ class Fit:
         waits = self.held_out is not None and not self.arguments.validates_after(epoch)
         if waits and VALIDATION_NAME.match(watched):
             return
-        self._miss(plan, watched, logs)
+        self._report_missing(plan, watched, logs)
 
     def _step_plateau_at_update(self, plan: PlannedScheduler) -> None:
         """Every `frequency` updates, give a scheduler the last step's value over all ranks.
@@ -538,7 +538,7 @@ class Fit:
         if value is not None:
             plan.scheduler.step(value)
         else:
-            self._miss(plan, watched, self.step.logbook.results())
+            self._report_missing(plan, watched, self.step.logbook.results())
 
     def _logged_by_step(self, name: str) -> tuple[float | None, float]:
         """Return the last step's value of a name, and its weight in a mean over ranks.
@@ -556,7 +556,7 @@ class Fit:
         value = logbook.results().get(name)
         return None if value is None else float(value), samples
 
-    def _miss(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
+    def _report_missing(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
         """Raise because the logs lack what a scheduler watches; if it isn't strict, warn once."""
         there = ", ".join(logs)
         if plan.monitor is not None:
@@ -605,7 +605,7 @@ class Fit:
         """Return the weights in a checkpoint, as `contents` does."""
         return weights_of(self.model, spread=spread, trainable_only=trainable_only)
 
-    def _take_place(self, progress: Progress) -> None:
+    def _continue_from(self, progress: Progress) -> None:
         """Continue in the data where a training was interrupted."""
         rank = self.collectives.rank
         warn_of_other_ranks(progress, self.collectives.world_size)

@@ -106,7 +106,7 @@ def contents(
         Collective within a run.
     """
     run = model._fitkit.fit_state.run
-    give = _giving(model, spread=spread)
+    collect = _collector(model, spread=spread)
     progress = model._fitkit.fit_state.progress if run is None else run.progress()
     state = {
         "compiled": named_arguments(model),
@@ -115,7 +115,7 @@ def contents(
     }
     with model._fitkit.fit_state.evaluated() as train_weights:
         make = _state_dict_of(model, trainable_only)
-        found: tuple[dict[str, Any], dict[str, Any]] = give(
+        found: tuple[dict[str, Any], dict[str, Any]] = collect(
             lambda: (make(), {**state, "training": training_state(model, train_weights)})
         )
         return found if train_weights is None else _copied(found)
@@ -125,9 +125,9 @@ def weights_of(
     model: Module, *, spread: bool = False, trainable_only: bool = False
 ) -> dict[str, Any]:
     """The evaluation weights. Arguments and ranks are as for `contents`."""
-    give = _giving(model, spread=spread)
+    collect = _collector(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as train_weights:
-        found: dict[str, Any] = give(_state_dict_of(model, trainable_only))
+        found: dict[str, Any] = collect(_state_dict_of(model, trainable_only))
         return found if train_weights is None else _copied(found)
 
 
@@ -143,8 +143,15 @@ def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], dict[str
     return lambda: kept
 
 
-def _giving(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
-    """Make the ranks equal, and return a caller that gives a function tensors to save.
+def _collector(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
+    """Make the ranks equal, and return how to collect tensors to save.
+
+    Args:
+        spread: as for `contents`.
+
+    Returns:
+        A function that takes another one, such as `module.state_dict`, and calls it while the
+        engine holds the weights whole (or in parts, with `spread`). It returns the result.
 
     Ranks:
         Collective within a run.

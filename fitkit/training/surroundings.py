@@ -1,4 +1,8 @@
-"""Set up and clean up around a verb's call: torch's flags, the net, and the weights on errors."""
+"""What surrounds a verb's call on a rank.
+
+These are torch's flags, the form of the net, the rank's share of the data, fitkit's own callbacks,
+and what is restored or reported after an error.
+"""
 
 from __future__ import annotations
 
@@ -288,12 +292,12 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
     Raises:
         ConfigurationError: torch refuses the arguments.
     """
-    target = _target(model)
+    target = _module_to_compile(model)
     if options is False:
         target._compiled_call_impl = None
         return
     try:
-        compiled = torch.compile(_entry(target), **({} if options is True else options))
+        compiled = torch.compile(_call_of(target), **({} if options is True else options))
     except Exception as error:
         raise ConfigurationError(
             f"jit_compile={options!r} isn't what torch.compile takes: {error}"
@@ -318,7 +322,7 @@ def as_written(model: Module) -> Iterator[None]:
 
 def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
     """Compile the net if it came from another process; modules are sent uncompiled."""
-    if options is not False and _target(model)._compiled_call_impl is None:
+    if options is not False and _module_to_compile(model)._compiled_call_impl is None:
         _name_globals(model)
         compile_net(model, options)
 
@@ -337,11 +341,11 @@ def _name_globals(model: nn.Module) -> None:
                 main.update({name: value for name, value in used if not name.startswith("__")})
 
 
-def _target(model: Module) -> Any:
+def _module_to_compile(model: Module) -> Any:
     return model if model.net is None else model.net
 
 
-def _entry(module: nn.Module) -> Callable[..., Any]:
+def _call_of(module: nn.Module) -> Callable[..., Any]:
     """Wrap a module's call in a function of this file.
 
     Torch 2.13 doesn't compile frames in torch's files, and `Module.compile` enters through one.
@@ -442,7 +446,7 @@ def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) ->
     wrote.
     """
 
-    def place(callback: Callback) -> tuple[bool, bool]:
+    def order(callback: Callback) -> tuple[bool, bool]:
         last = callback.comes_last
         return last, last and bool(getattr(callback, "restores", False))
 
@@ -450,7 +454,7 @@ def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) ->
     if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
         added.append(ProgressBar(verbose=verbose))
     together = [*callbacks.callbacks, *added]
-    return CallbackList(sorted(together, key=place))
+    return CallbackList(sorted(together, key=order))
 
 
 def close_bars(callbacks: CallbackList) -> None:

@@ -9,9 +9,10 @@ Result = TypeVar("Result")
 
 
 class Launcher(Protocol):
-    """Makes one call on every rank of a run and returns rank 0's result."""
+    """Makes one call on every rank of a run."""
 
-    def launch(self, function: Callable[..., Result], *args: Any) -> Result: ...
+    def launch(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call `function(*args)` on every rank; return what this rank's call gave."""
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
         """Do something on rank 0 alone, outside of a call; where the others run the same program

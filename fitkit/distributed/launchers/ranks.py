@@ -98,6 +98,9 @@ class RankLauncher:
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` here, as all other ranks do.
 
+        The ranks meet, enter the process group, make the call, wait for each other, and leave.
+        A `Watch` looks after the other ranks meanwhile.
+
         Returns:
             What this rank's call gave.
 
@@ -214,7 +217,14 @@ class RankLauncher:
             self.strategy.leave()
 
     def _leave_after(self, error: BaseException, watch: Watch) -> WorkerError | None:
-        """Leave the call; the error of the rank that failed first, or None if that is this one."""
+        """Leave the process group after an error, and decide which error `launch` raises.
+
+        An error of this rank's own is reported to the others. An error that only shows a lost
+        connection is replaced by its cause, which another rank has reported.
+
+        Returns:
+            The error of the rank that failed first. None to raise this rank's own error.
+        """
         rank = self.strategy.world.rank
         if isinstance(error, WorkerError) or not (watch.broken_off or broke_off(error)):
             local = Failure.of(rank, error)
@@ -237,7 +247,7 @@ class RankLauncher:
         return WorkerError(f"{failure.what}\n{note}", failure.rank, failure.text)
 
     def _leave(self) -> None:
-        """Leave the process group although its threads may hang in an exchange."""
+        """Leave the process group within `LEAVE_S`; its threads may hang in an exchange."""
         world.hang_up()
         thread = threading.Thread(target=self.strategy.leave, name="fitkit-leave", daemon=True)
         thread.start()

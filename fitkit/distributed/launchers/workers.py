@@ -100,7 +100,7 @@ class WorkersLauncher(RankLauncher):
                 return super().launch(function, *arguments)
             except BaseException:
                 self._pool.end()
-                super()._leave()  # within a bound
+                super()._leave()  # takes `LEAVE_S` at most
                 raise
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
@@ -120,7 +120,8 @@ class WorkersLauncher(RankLauncher):
         return first_lost(self._pool.workers)
 
     def _leave(self) -> None:
-        """Release the ranks that wait for this one; leave the group once they have ended."""
+        """Only release the ranks that wait for this one. `launch` leaves the group itself, once it
+        has ended the workers."""
         world.hang_up()
 
     def _payload(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Payload:
@@ -333,10 +334,10 @@ def main(connection_file: int, files_file: int, folder: str, rank: int) -> None:
     meeting = MeetingFolder(Path(folder))
     meeting.store(0).set(f"ready/{rank}", "")
     while True:
-        _take_part(calls.get(), files, meeting, rank)
+        _run_call(calls.get(), files, meeting, rank)
 
 
-def _take_part(call: CallMessage, files: socket.socket, folder: MeetingFolder, rank: int) -> None:
+def _run_call(call: CallMessage, files: socket.socket, folder: MeetingFolder, rank: int) -> None:
     """Run one call and keep nothing of it; if it fails, end this process."""
     store = folder.store(call.number)
     try:
