@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fitkit.errors import ConfigurationError
 
@@ -75,10 +75,13 @@ class Registry(Generic[Entry]):
         self._spelling: dict[str, str] = {}
 
     def add(self, name: str, entry: Entry, *aliases: str) -> Entry:
-        """Register `entry` under `name` and `aliases`; returns it."""
+        """Register `entry` under `name` and `aliases`; returns it.
+
+        A class or function that is defined again, as by a notebook's cell, replaces the former.
+        """
         for spelling in (name, *aliases):
             form = normalise(spelling)
-            if form in self._entries:
+            if form in self._entries and _origin(self._entries[form]) != _origin(entry):
                 raise ValueError(f"{self.kind} {spelling!r} is registered twice")
             self._entries[form] = entry
             self._spelling[form] = spelling
@@ -125,3 +128,9 @@ class Registry(Generic[Entry]):
             return {}
         found = importlib.metadata.entry_points(group=self.group)
         return {normalise(point.name): point for point in found}
+
+
+def _origin(entry: Any) -> Any:
+    """Where a class or function is defined; for any other object, the object."""
+    name = getattr(entry, "__qualname__", None)
+    return entry if name is None else (entry.__module__, name)

@@ -429,12 +429,12 @@ def _fill(
     # Tied ones once.
     once = {id(tensor): name for name, tensor in targets.items()}
     try:
-        for name in once.values():
-            tensor = targets[name]
-            if tensor.dtype == dtypes[name] and takes_bytes(tensor):
-                source.read_into(name, tensor)
-            else:
-                with torch.no_grad():
+        with torch.no_grad():
+            for name in once.values():
+                tensor = targets[name]
+                if tensor.dtype == dtypes[name] and takes_bytes(tensor):
+                    source.read_into(name, tensor)
+                else:
                     tensor.copy_(source.read(name))
     except Exception as error:
         raise CheckpointError(

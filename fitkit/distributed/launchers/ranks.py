@@ -115,6 +115,7 @@ class RankLauncher:
         self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
         with self.during_call():
+            # The verb of run_fit is fit. Ranks that meet for another verb say so by its name.
             store = self._meet(getattr(function, "__name__", "a call").removeprefix("run_"))
             with Watch(store, rank, size, self.lost, world.abort, self.ends_process) as watch:
                 try:
@@ -229,7 +230,7 @@ class RankLauncher:
         if isinstance(error, WorkerError) or not (watch.broken_off or broke_off(error)):
             local = Failure.of(rank, error)
             first = watch.report(local)
-            self._leave()
+            self._release()
             # Where all ranks raise one error (a file that can't be written), it is rank 0's, and
             # so is what was asked and can't be, on any rank, and what the user does.
             is_same = first.what.partition(":")[2] == local.what.partition(":")[2]
@@ -237,7 +238,7 @@ class RankLauncher:
             if is_shown or not local.raised or not isinstance(error, Exception):
                 return None
             return None if isinstance(error, ConfigurationError) else first.as_error()
-        self._leave()  # First: ranks that wait for this one come out, too.
+        self._release()  # First: ranks that wait for this one come out, too.
         failure = watch.cause(error) or broken_exchange(rank, error, watch)
         # What this rank was doing explains nothing, and holds DataLoader workers and ports.
         traceback.clear_frames(error.__traceback__)
@@ -245,6 +246,10 @@ class RankLauncher:
             return failure.as_error()
         note = "That rank prints its traceback; remote_traceback has it, too."
         return WorkerError(f"{failure.what}\n{note}", failure.rank, failure.text)
+
+    def _release(self) -> None:
+        """Free the ranks that wait for this one in an exchange."""
+        self._leave()
 
     def _leave(self) -> None:
         """Leave the process group within `LEAVE_S`; its threads may hang in an exchange."""

@@ -100,7 +100,7 @@ class WorkersLauncher(RankLauncher):
                 return super().launch(function, *arguments)
             except BaseException:
                 self._pool.end()
-                super()._leave()  # takes `LEAVE_S` at most
+                self._leave()  # takes `LEAVE_S` at most
                 raise
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
@@ -119,9 +119,8 @@ class WorkersLauncher(RankLauncher):
     def lost(self) -> Failure | None:
         return first_lost(self._pool.workers)
 
-    def _leave(self) -> None:
-        """Only release the ranks that wait for this one. `launch` leaves the group itself, once it
-        has ended the workers."""
+    def _release(self) -> None:
+        """Only cut the connections. `launch` leaves the group once it has ended the workers."""
         world.hang_up()
 
     def _payload(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Payload:

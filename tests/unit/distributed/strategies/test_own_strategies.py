@@ -55,16 +55,21 @@ def test_an_entry_point_that_cant_be_imported_names_itself_and_harms_no_other(in
         model.compile(strategy="carefull_and_slow")
 
 
-def test_a_registered_class_is_known_and_a_name_is_taken_once():
-    @fitkit.strategies.register("test_only_strategy")
-    class Own(SingleDeviceStrategy):
-        name = "test_only_strategy"
+def test_a_registered_class_is_known_and_another_can_not_take_its_name():
+    def run_the_cell():
+        @fitkit.strategies.register("test_only_strategy")
+        class Own(SingleDeviceStrategy):
+            name = "test_only_strategy"
 
+        return Own
+
+    run_the_cell()
+    own = run_the_cell()  # again, as in a notebook: the new class replaces the former
     model = fitkit.Model(torch.nn.Linear(2, 1))
     model.compile(strategy="test-only-strategy")
-    assert isinstance(model._fitkit.compilation.strategy, Own)
+    assert type(model._fitkit.compilation.strategy) is own
     with pytest.raises(ValueError, match="registered twice"):
-        fitkit.strategies.register("ddp")(Own)
+        fitkit.strategies.register("ddp")(own)
 
 
 def test_an_engine_makes_gradients_and_updates_of_one_training_and_is_let_go_of(tmp_path):
