@@ -44,6 +44,7 @@ def only_known_arguments(function: Function) -> Function:
         item.name for item in parameters.values() if item.kind is item.POSITIONAL_OR_KEYWORD
     ]
     required = sum(item.default is item.empty for item in parameters.values())
+    most = len(by_place)
     makes = function.__name__ == "__init__"
 
     @functools.wraps(function)
@@ -54,7 +55,9 @@ def only_known_arguments(function: Function) -> Function:
                 raise _unknown_argument(call, name, accepted)
         # Binding takes longer than these, which see that nothing is missing, nor given twice.
         count = len(args)
-        if not required <= count <= len(by_place) or not kwargs.keys().isdisjoint(by_place[:count]):
+        if not required <= count <= most or (
+            kwargs and not kwargs.keys().isdisjoint(by_place[:count])
+        ):
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import operator
 from collections.abc import Iterable
 
 from fitkit.callbacks.base import HOOKS, Callback
@@ -35,6 +36,12 @@ STEP_HOOKS = {
 }
 """The hooks of each stage's steps, and what they are where nobody overrides them."""
 
+_STEPS = {
+    stage: (operator.attrgetter(*hooks), tuple(hooks.values()))
+    for stage, hooks in STEP_HOOKS.items()
+}
+"""What reads the hooks of each stage from a class, all at once, and what it gives for `Module`."""
+
 MODEL_HOOKS = (
     *(hook for hooks in STEP_HOOKS.values() for hook in hooks),
     "configure_optimizers",
@@ -54,16 +61,19 @@ def overridden(model: Module, hook: str) -> bool:
 
 def has_own_steps(model: Module, stage: str) -> bool:
     """Whether a stage isn't wholly what `compile` describes."""
-    kind, own = type(model), vars(model)
-    for hook, plain in STEP_HOOKS[stage].items():
-        if (own.get(hook) or getattr(kind, hook)) is not plain:
-            return True
-    return False
+    read, plain = _STEPS[stage]
+    if read(type(model)) != plain:
+        return True
+    return not model.__dict__.keys().isdisjoint(STEP_HOOKS[stage]) and any(
+        overridden(model, hook) for hook in STEP_HOOKS[stage]
+    )
 
 
 def evaluation_stage(model: Module) -> str | None:
     """Whose steps `evaluate` calls: the test's, else the validation's; None where it has none."""
-    return next((stage for stage in ("test", "validation") if has_own_steps(model, stage)), None)
+    if has_own_steps(model, "test"):
+        return "test"
+    return "validation" if has_own_steps(model, "validation") else None
 
 
 def check_steps(model: Module) -> None:

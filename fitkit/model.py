@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -22,10 +22,10 @@ from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError
-from fitkit.hooks import STAGES, check_callbacks, check_steps, evaluation_stage, overridden
+from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
 from fitkit.modes import in_use
-from fitkit.module import Module, is_metric
+from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.html import Results
 from fitkit.training.evaluate import run_evaluate, run_predict
@@ -37,7 +37,7 @@ from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
 from fitkit.training.settings import Compilation, EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
-from fitkit.training.surroundings import compile_net, surroundings
+from fitkit.training.surroundings import compile_net, computing
 from fitkit.typing import (
     UNSET,
     AcceleratorName,
@@ -486,7 +486,7 @@ class Model(Module):
         """
         check_flag("return_dict", return_dict)
         arguments = EvaluateArguments(**_given(locals(), leave_out="return_dict"))
-        with self._computing("evaluate"):
+        with computing(self, "evaluate"):
             self._prepare(arguments)
             values = self._launcher().launch(run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
@@ -557,22 +557,10 @@ class Model(Module):
         """
         check_flag("as_numpy", as_numpy)
         arguments = EvaluateArguments(**_given(locals(), leave_out="as_numpy"))
-        with self._computing("predict"):
+        with computing(self, "predict"):
             self._prepare(arguments)
             outputs = self._launcher().launch(run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
-
-    def _computing(self, verb: str) -> AbstractContextManager[None]:
-        """Surround a call that computes and changes nothing, so that threads can run several.
-
-        Only one such call runs at a time if several processes or replicas take part in it. The same
-        is true if the model's own steps update metrics that are part of the model.
-        """
-        strategy = self._fitkit.compilation.strategy
-        alone = strategy.world.size > 1 or strategy.replicas > 1
-        if not alone and verb in ("evaluate", "test_on_batch") and evaluation_stage(self):
-            alone = any(map(is_metric, self.modules()))
-        return in_use(self, verb, alone=alone)
 
     def _prepare(self, arguments: FitArguments | EvaluateArguments) -> None:
         """Check that the model can run the call, and build its data sources, once per call."""
@@ -648,8 +636,7 @@ class Model(Module):
         """
         weights = None if class_weight is None else ClassWeights(class_weight)
         check_flag("return_dict", return_dict)
-        with in_use(self, "train_on_batch", alone=True), surroundings(self, "train_on_batch"):
-            values = fit_batch(self, (x, y, sample_weight), weights)
+        values = fit_batch(self, (x, y, sample_weight), weights)
         return _as_asked(values, return_dict)
 
     @overload
@@ -689,8 +676,7 @@ class Model(Module):
             ['loss']
         """
         check_flag("return_dict", return_dict)
-        with self._computing("test_on_batch"), surroundings(self, "test_on_batch"):
-            values = evaluate_batch(self, (x, y, sample_weight))
+        values = evaluate_batch(self, (x, y, sample_weight))
         return _as_asked(values, return_dict)
 
     @only_known_arguments
@@ -704,8 +690,7 @@ class Model(Module):
             >>> model.predict_on_batch(torch.ones(8, 4)).shape
             (8, 1)
         """
-        with self._computing("predict_on_batch"), surroundings(self, "predict_on_batch"):
-            return trees.to_numpy(predict_batch(self, x))
+        return predict_batch(self, x)
 
     # ------------------------------------------------------------------ what a run left
 

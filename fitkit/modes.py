@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -14,21 +13,58 @@ from torch import nn
 from fitkit.errors import ConfigurationError
 
 
-@dataclasses.dataclass(eq=False)
-class Call:
-    """Describes a call that uses a module.
+class Call(contextlib.AbstractContextManager[Collection[nn.Module]]):
+    """A call that uses a module, as a context manager. It is made by `in_use`.
 
     Attributes:
         verb: the name of what was called.
-        thread: the id of the thread that called it.
         is_alone: whether no other thread may use the module during the call.
+        thread: the id of the thread that called it.
         modes: for each submodule, the training flag to restore.
     """
 
-    verb: str
-    thread: int
-    is_alone: bool
-    modes: dict[nn.Module, bool]
+    __slots__ = ("_module", "_modules", "is_alone", "modes", "thread", "verb")
+
+    def __init__(
+        self, module: nn.Module, verb: str, is_alone: bool, modules: Collection[nn.Module] | None
+    ) -> None:
+        self._module, self.verb, self.is_alone, self._modules = module, verb, is_alone, modules
+
+    def __enter__(self) -> Collection[nn.Module]:
+        own, alone, verb = threading.get_ident(), self.is_alone, self.verb
+        self.thread = own
+        with _lock:
+            modules = modules_of(self._module) if self._modules is None else self._modules
+            modes = self.modes = {child: child.training for child in modules}
+            others: list[Call] = []
+            if _calls:
+                others = [other for other in _calls if not other.modes.keys().isdisjoint(modes)]
+            for other in others:
+                if other.thread != own and (alone or other.is_alone):
+                    raise ConfigurationError(
+                        f"{verb} can't begin: another thread is in {other.verb} of this model (or "
+                        f"of one with the same layers), and {verb if alone else other.verb} needs "
+                        "it alone. Wait until that has ended, or give each thread a model of its "
+                        "own."
+                    )
+            for child in modes if others else ():
+                holders = [other for other in others if child in other.modes]
+                # Within a call in this thread, restore the current flag. Otherwise restore what the
+                # first overlapping call found.
+                if holders and all(other.thread != own for other in holders):
+                    modes[child] = holders[0].modes[child]
+            _calls.append(self)
+        return modes
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            _calls.remove(self)
+            wrong = [(part, flag) for part, flag in self.modes.items() if part.training != flag]
+            if wrong and _calls:
+                others = [other.modes for other in _calls if other.thread != self.thread]
+                wrong = [pair for pair in wrong if not any(pair[0] in modes for modes in others)]
+            if wrong:
+                set_flags(wrong)
 
 
 _calls: list[Call] = []
@@ -36,8 +72,9 @@ _calls: list[Call] = []
 _lock = threading.RLock()  # reentrant, because a signal handler may also call a verb
 
 
-@contextlib.contextmanager
-def in_use(module: nn.Module, verb: str, *, alone: bool) -> Iterator[None]:
+def in_use(
+    module: nn.Module, verb: str, *, alone: bool, modules: Collection[nn.Module] | None = None
+) -> contextlib.AbstractContextManager[Collection[nn.Module]]:
     """Use a module for the length of a call, and restore its training flags at the end.
 
     The flags belong to the module, not to the call. If calls in several threads overlap, the last
@@ -47,46 +84,15 @@ def in_use(module: nn.Module, verb: str, *, alone: bool) -> Iterator[None]:
         module: the module, with all its submodules; models may share some of them.
         verb: the name of what was called, for messages.
         alone: whether the call changes the module; calls in other threads can't overlap with it.
+        modules: the module and its submodules, if they are known.
+
+    Returns:
+        A context manager. It gives the module and its submodules, as `modules_of` orders them.
 
     Raises:
         ConfigurationError: another thread uses the module, and one of the two calls needs it alone.
     """
-    call = _begun(module, verb, alone)
-    try:
-        yield
-    finally:
-        _end(call)
-
-
-def _begun(module: nn.Module, verb: str, alone: bool) -> Call:
-    own = threading.get_ident()
-    with _lock:
-        call = Call(verb, own, alone, {child: child.training for child in modules_of(module)})
-        others = [other for other in _calls if not other.modes.keys().isdisjoint(call.modes)]
-        for other in others:
-            if other.thread != own and (alone or other.is_alone):
-                raise ConfigurationError(
-                    f"{verb} can't begin: another thread is in {other.verb} of this model (or of "
-                    f"one with the same layers), and {verb if alone else other.verb} needs it "
-                    "alone. Wait until that has ended, or give each thread a model of its own."
-                )
-        for child in call.modes if others else ():
-            holders = [other for other in others if child in other.modes]
-            # Within a call in this thread, restore the current flag. Otherwise restore what the
-            # first overlapping call found.
-            if holders and all(other.thread != own for other in holders):
-                call.modes[child] = holders[0].modes[child]
-        _calls.append(call)
-    return call
-
-
-def _end(call: Call) -> None:
-    with _lock:
-        _calls.remove(call)
-        others = [other for other in _calls if other.thread != call.thread]
-        for child, training in call.modes.items():
-            if child.training != training and not any(child in other.modes for other in others):
-                _set_flag(child, training)
+    return Call(module, verb, alone, modules)
 
 
 def _in_child() -> None:
@@ -107,9 +113,7 @@ def modes_restored(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for child, training in flags:
-            if child.training != training:
-                _set_flag(child, training)
+        set_flags([(child, flag) for child, flag in flags if child.training != flag])
 
 
 def kept_in_evaluation(net: nn.Module) -> list[nn.Module]:
@@ -138,33 +142,42 @@ def to_training(module: nn.Module, kept: list[nn.Module]) -> list[nn.Module]:
     return still
 
 
-def set_mode(module: nn.Module, *, training: bool) -> None:
-    """Do the same as `module.train(training)`, but write only the flags that are wrong."""
-    modules = modules_of(module)
+def set_mode(
+    module: nn.Module, *, training: bool, modules: Collection[nn.Module] | None = None
+) -> None:
+    """Do the same as `module.train(training)`, but write only the flags that are wrong.
+
+    Args:
+        modules: the module and its submodules, if they are known.
+    """
+    modules = modules_of(module) if modules is None else modules
     if not has_plain_modes(modules):
         module.train() if training else module.eval()
         return
-    for part in modules:
-        if part.training != training:
-            _set_flag(part, training)
+    set_flags([(part, training) for part in modules if part.training != training])
 
 
-def has_plain_modes(modules: list[nn.Module]) -> bool:
+def has_plain_modes(modules: Collection[nn.Module]) -> bool:
     """Return whether no module overrides `train` or `eval`."""
-    return all(
-        type(part).train is nn.Module.train
-        and type(part).eval is nn.Module.eval
-        and part.__dict__.keys().isdisjoint(("train", "eval"))
-        for part in modules
-    )
+    kinds: set[type[nn.Module]] = {*map(type, modules)}
+    for kind in kinds:
+        if kind.train is not nn.Module.train or kind.eval is not nn.Module.eval:
+            return False
+    return not [part for part in modules if "train" in part.__dict__ or "eval" in part.__dict__]
 
 
-def _set_flag(module: nn.Module, training: bool) -> None:
-    own = vars(module)
-    if "training" in own and type(module).__setattr__ is nn.Module.__setattr__:
-        own["training"] = training  # torch's setter first checks for a module
-    else:
-        module.training = training
+PLAIN_SETTERS = (nn.Module.__setattr__.__module__, "fitkit.model")
+"""The modules whose `__setattr__` only stores a flag."""
+
+
+def set_flags(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Set training flags, past setters that do nothing else for them."""
+    for module, training in flags:
+        own = module.__dict__
+        if "training" in own and type(module).__setattr__.__module__ in PLAIN_SETTERS:
+            own["training"] = training  # the setters look for modules and parameters first
+        else:
+            module.training = training
 
 
 def modules_of(*modules: nn.Module) -> list[nn.Module]:

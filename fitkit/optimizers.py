@@ -610,7 +610,8 @@ def is_schedule_free(optimizer: Optimizer) -> bool:
     Schedule-Free's optimizers do, and switch with `train()` and `eval()` (Defazio et al., The Road
     Less Scheduled, 2024, arXiv:2405.15682).
     """
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
+    return callable(train) and callable(evaluate)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

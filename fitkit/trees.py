@@ -30,6 +30,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
     A mapping whose type can't be built from pairs becomes a dict.
     """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
     if isinstance(tree, Mapping):
         items = [(key, map_leaves(function, value)) for key, value in tree.items()]
         try:

@@ -410,7 +410,8 @@ def share_buffers(model: Module) -> None:
     strategy = model._fitkit.compilation.strategy
     if strategy.engine is not None:
         strategy.engine.average_ranks()
-    strategy.collectives.broadcast_tensors(list(model.buffers()))
+    if strategy.collectives.world_size > 1:
+        strategy.collectives.broadcast_tensors(list(model.buffers()))
 
 
 def print_on_rank_zero(model: Module, text: str) -> None:

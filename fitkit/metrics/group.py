@@ -32,6 +32,8 @@ GROWTH = 8
 LARGE = 2**15
 """Batches with more numbers don't wait: copying them takes longer than joining saves."""
 
+NOTHING = contextlib.nullcontext()
+
 
 @dataclasses.dataclass(frozen=True)
 class MetricSpec:
@@ -70,6 +72,11 @@ class OutputGroup:
             share_states(of_torchmetrics)
         self._each = {name: one for name, one in self.sums.items() if not one.joins}
         self._joined = {name: one for name, one in self.sums.items() if one.joins}
+        self._has_means_only = all(isinstance(one, Mean) for one in self.sums.values())
+        # By name, if each of them can also compute the value of a batch alone.
+        self._sums_alone = {name: one for name, one in self.sums.items() if type(one) is Mean}
+        if len(self._sums_alone) < len(self.sums):
+            self._sums_alone = {}
         self.sees_each: bool = bool(self._each)
         self._loss: Mean | None = None
         self._needs_weight = any(one.weighted for one in self._joined.values())
@@ -94,15 +101,32 @@ class OutputGroup:
             self.flush()  # so that an error is raised here, with the metric's name
             self._is_first = False
 
+    def of_batch(self, prediction: Tensor, target: Tensor) -> dict[str, Any]:
+        """Return each metric's value of a single batch without gradients, and forget all samples.
+
+        The values are those that `results` gives after one `update`.
+        """
+        if not self._sums_alone:
+            self.reset()
+            self.update(prediction, target, None)
+            return dict(self.results())
+        batch = Batch(prediction, target)
+        return {name: one.of_batch(batch) for name, one in self._sums_alone.items()}
+
     def flush(self) -> None:
         """Count the waiting batches."""
         for batch in self._buffer.take():
             self._count(self._joined, batch)
 
     def _count(self, sums: Mapping[str, Mean | TorchMetric], batch: Batch) -> None:
-        for name, one in sums.items():
-            with _naming(name) if self._is_first else contextlib.nullcontext():
+        if self._has_means_only and not self._is_first:
+            for one in sums.values():
                 one.update(batch)
+            return
+        with changeable():
+            for name, one in sums.items():
+                with _naming(name) if self._is_first else NOTHING:
+                    one.update(batch)
 
     def join_loss(self, values: Values, device: torch.device) -> None:
         """Compute the losses of later batches together with the metrics, many at once.
@@ -140,7 +164,7 @@ class OutputGroup:
             if not all(one.is_exact for one in self._joined.values()):
                 return self._counting_what_waits()
             self.flush()
-        return contextlib.nullcontext()
+        return NOTHING
 
     @contextlib.contextmanager
     def _counting_what_waits(self) -> Iterator[None]:
@@ -156,10 +180,13 @@ class OutputGroup:
 
     def results(self) -> Iterator[tuple[str, Any]]:
         """Each metric's value over all samples so far, as it is logged."""
-        with self.up_to_date(), changeable():
+        with self.up_to_date(), NOTHING if self._has_means_only else changeable():
             values = [(name, one.result()) for name, one in self.sums.items() if one.updated]
         for name, value in values:
-            yield from _logged(name, value)
+            if type(value) is float:
+                yield name, value
+            else:
+                yield from _logged(name, value)
 
     def states(self) -> dict[str, State]:
         """The sums of each metric, as plain data."""
@@ -174,7 +201,8 @@ class OutputGroup:
 
     def reset(self) -> None:
         """Forget all samples."""
-        self._buffer.clear()
+        if self._buffer:
+            self._buffer.clear()
         if self._loss is not None:
             del self._joined["loss"]
             self._loss = None

@@ -47,8 +47,12 @@ class Batch:
         self.prediction = prediction
         self.target = target
         self.weight = weight
-        self.samples: int = sample_count(prediction)
         self._converted: dict[Conversion, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return sample_count(self.prediction)
 
     def converted(self, conversion: Conversion) -> tuple[Tensor, Tensor]:
         """The pair as this conversion gives it."""
@@ -93,6 +97,7 @@ class Mean:
         self.updated: bool = False
         self.totals: Tensor = torch.zeros(2, dtype=torch.float64)
         self._last: list[tuple[Tensor | float, Tensor | float]] = []
+        self._is_zero = True  # whether the totals are
         self._values = values
         self._skip_ignored = skip_ignored
         self._finish = finish
@@ -104,23 +109,32 @@ class Mean:
         return self._counts and not self.weighted
 
     def update(self, batch: Batch) -> None:
-        """Add a batch."""
-        with changeable():
-            prediction, target = batch.converted(self.conversion)
-            values = self._values(prediction, target)
-            skips = self._skip_ignored and target.shape == values.shape
-            self._add_values(values, batch.weight, target != IGNORED if skips else None)
+        """Add a batch, whose tensors have no gradients."""
+        self._add(*self._summed(batch))
 
-    def _add_values(self, values: Tensor, weight: Tensor | None, counted: Tensor | None) -> None:
+    def of_batch(self, batch: Batch) -> float:
+        """The metric of a single batch, whose tensors have no gradients; the sums stay."""
+        value, weight = self._summed(batch)
+        return self._finished(float(value), float(weight))
+
+    def _summed(self, batch: Batch) -> tuple[Tensor | float, Tensor | float]:
+        """The weighted sum of a batch's values (without dimensions) and the weights' sum."""
+        prediction, target = batch.converted(self.conversion)
+        values = self._values(prediction, target)
+        skips = self._skip_ignored and target.shape == values.shape
+        return self._sums_of(values, batch.weight, target != IGNORED if skips else None)
+
+    def _sums_of(
+        self, values: Tensor, weight: Tensor | None, counted: Tensor | None
+    ) -> tuple[Tensor | float, Tensor | float]:
         dtype, has_fractions = self.totals.dtype, values.is_floating_point()
         self._counts = not has_fractions
         if weight is None or not self.weighted:
             total = values.sum(dtype=dtype if has_fractions else None)
-            self._add(total, values.numel() if counted is None else counted.sum())
-            return
+            return total, values.numel() if counted is None else counted.sum()
         weight = weights_of(values, weight, dtype)
         weight = weight if counted is None else weight * counted
-        self._add((values * weight).sum(), weight.sum())
+        return (values * weight).sum(), weight.sum()
 
     def _add(self, value: Tensor | float, weight: Tensor | float) -> None:
         """Add a weighted sum of values (without dimensions) and the weights' sum."""
@@ -130,8 +144,10 @@ class Mean:
             self._fold()
 
     def _fold(self) -> None:
-        self.totals = self.summed()
+        with changeable():
+            self.totals = self.summed()
         self._last.clear()
+        self._is_zero = False
 
     def summed(self) -> Tensor:
         """The sums of values and of weights so far (2,), in memory of their own."""
@@ -145,19 +161,23 @@ class Mean:
     def result(self) -> float:
         """The metric over all samples so far; 0.0 where all weights are 0, as in Keras."""
         if len(self._last) == 1 and self.totals.is_cpu:  # the same without small operations
-            (value, weight), (more, counted) = self.totals.tolist(), self._last[0]
+            value, weight = (0.0, 0.0) if self._is_zero else self.totals.tolist()
+            more, counted = self._last[0]
             value, weight = value + float(more), weight + float(counted)
         else:
             value, weight = self.summed().tolist()
+        return self._finished(value, weight)
+
+    def _finished(self, value: float, weight: float) -> float:
         mean = value / weight if weight else 0.0
         return mean if self._finish is None else self._finish(mean)
 
     def snapshot(self) -> Callable[[], None]:
         """Give what makes the sums again what they are now."""
-        kept = self.totals.clone(), list(self._last), self.updated
+        kept = self.totals.clone(), list(self._last), self.updated, self._is_zero
 
         def restore() -> None:
-            self.totals, self._last, self.updated = kept
+            self.totals, self._last, self.updated, self._is_zero = kept
 
         return restore
 
@@ -170,13 +190,16 @@ class Mean:
         totals = torch.tensor([state["totals"] for state in states], dtype=torch.float64)
         self.reset()
         self.totals.copy_(totals.sum(0))
+        self._is_zero = False
         self.updated = any(state["updated"] for state in states)
 
     def reset(self) -> None:
         """Forget all samples."""
         self._last.clear()
-        with changeable():
-            self.totals.zero_()
+        if not self._is_zero:
+            with changeable():
+                self.totals.zero_()
+            self._is_zero = True
         self.updated = False
 
     def to(self, device: torch.device) -> None:
@@ -215,7 +238,7 @@ class CallableMean(Mean):
             )
         with changeable():
             if each:
-                self._add_values(value, batch.weight, None)
+                self._add(*self._sums_of(value, batch.weight, None))
             else:
                 self._add(value.reshape(()) * samples, samples)
 

@@ -79,6 +79,8 @@ def evaluate_source(
     strategy: Strategy = model._fitkit.compilation.strategy
     data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     logbook = step.logbook
+    if source.steps == 1:
+        logbook.meters.waits = False  # no later batch is measured with it
     step.begin()
     model.stop_evaluating = False
     with evaluating(model, context):
@@ -359,7 +361,8 @@ class EvaluationPlan:
         self._model = model
         self._step = step
         self._sees_only_torchs = partial(sees_only_torchs, model, step, callbacks, stage)
-        self._may_infer = self._sees_only_torchs()
+        # A single batch is computed by the first step, which doesn't ask.
+        self._may_infer = source.steps != 1 and self._sees_only_torchs()
         shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
         self._compiled = compiled_pass(model, step, take, is_announced=shows)
         self.first_step: Callable[..., Any] = step
@@ -454,7 +457,7 @@ class EvaluationPlan:
             self._mode = None
 
 
-def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList, stage: str) -> bool:
+def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList | None, stage: str) -> bool:
     """Return whether only torch's layers and fitkit's code see the tensors that steps make.
 
     This is false if the model defines its own steps, if callbacks act at each batch, or if there
@@ -465,7 +468,7 @@ def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList, stage: s
         return False
     if not is_plain_wrapper(model) or overridden(model, "transfer_batch_to_device"):
         return False
-    if users_look(callbacks, stage):
+    if callbacks is not None and users_look(callbacks, stage):
         return False
     layers = (module for module in model.modules() if module is not model)
     has_hooks = bool(model._forward_hooks or model._forward_pre_hooks or _has_any_global_hook())

@@ -76,8 +76,6 @@ class RunningMean:
             self._count += count
 
     def _fold(self) -> None:
-        if not self._values:
-            return
         device = self._values[0].device
         values = torch.stack([value.to(device) for value in self._values]).double()
         if any(isinstance(count, torch.Tensor) for count in self._counts):
@@ -94,7 +92,8 @@ class RunningMean:
 
     def sums(self) -> tuple[float, float]:
         """The sum over what counted so far, read from the device, and its count."""
-        self._fold()
+        if self._values:
+            self._fold()
         total = self._read + (0.0 if self._sum is None else self._sum.item())
         counted = self._counted
         return total, self._count + (
@@ -201,8 +200,9 @@ class Logged:
 
     def reset(self) -> None:
         """Begin a new pass."""
-        self.finish()
-        self.entries.clear()
+        if self.entries:
+            self.finish()
+            self.entries.clear()
         self._pending.clear()
 
     def add(self, name: str, value: Any, options: LogOptions, samples: int) -> None:
@@ -426,15 +426,18 @@ class Logbook:
     def results(self) -> dict[str, Any]:
         """All running values as Python floats: the loss, its parts, the metrics, the logged."""
         with self.meters.up_to_date():
-            parts = {name: part.result() for name, part in self.parts.items()}
             total, count = self._loss_sums()
-            loss = whole_loss(parts, self.scales, total / count if count else None)
-            found = {"loss": loss, **of_outputs(parts)}
-            return {
-                **{name: value for name, value in found.items() if value is not None},
-                **self.meters.results(),
-                **self.logged.results(),
-            }
+            found: dict[str, Any] = {"loss": total / count if count else None}
+            if self.parts:
+                parts = {name: part.result() for name, part in self.parts.items()}
+                found["loss"] = whole_loss(parts, self.scales, found["loss"])
+                found.update(of_outputs(parts))
+            found = {name: value for name, value in found.items() if value is not None}
+            if self.meters:
+                found.update(self.meters.results())
+            if self.logged.entries:
+                found.update(self.logged.results())
+            return found
 
 
 def whole_loss(

@@ -3,24 +3,70 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
+from operator import attrgetter, is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
 from fitkit.data.arrays import made_dense
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
-from fitkit.hooks import evaluation_stage, has_own_steps, overridden
-from fitkit.modes import has_plain_modes, kept_in_evaluation, modules_of, to_training
+from fitkit.hooks import STEP_HOOKS, evaluation_stage
+from fitkit.modes import (
+    has_plain_modes,
+    in_use,
+    kept_in_evaluation,
+    modules_of,
+    set_flags,
+    to_training,
+)
 from fitkit.module import Module
-from fitkit.optimizers import members_of
-from fitkit.training.evaluate import joined, on_host
+from fitkit.optimizers import is_schedule_free, members_of, needs_closure
+from fitkit.training.evaluate import joined, on_host, sees_only_torchs
+from fitkit.training.explain import raise_explained
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
-from fitkit.training.step import CompiledStep, PredictStep, forward_of
-from fitkit.training.surroundings import evaluating, place, unchanged_on_error
-from fitkit.training.update import updates_for
+from fitkit.training.step import CompiledStep, PredictStep, forward_of, is_plain_wrapper
+from fitkit.training.surroundings import (
+    computing,
+    evaluating,
+    place,
+    raise_out_of_memory,
+    surroundings,
+    unchanged_on_error,
+)
+from fitkit.training.update import Update, updates_for
+
+OF_ALL = ("transfer_batch_to_device", "forward")
+
+CODE = {
+    stage: (attrgetter(*names), names)
+    for stage, names in (
+        ("training", (*STEP_HOOKS["training"], *OF_ALL, "configure_optimizers")),
+        ("test", (*STEP_HOOKS["test"], *STEP_HOOKS["validation"], *OF_ALL)),
+        ("predict", (*STEP_HOOKS["predict"], *OF_ALL)),
+    )
+}
+"""By stage, what reads a class's code for the hooks that decide how a step is built; and their
+names."""
+
+ROLE = attrgetter("requires_grad", "dtype", "device")
+"""What a step depends on of a parameter."""
+
+SHAPE = attrgetter("shape")
+
+FLAGS = ("benchmark", "deterministic", "matmul_precision")
+"""The arguments of `compile` by which `surroundings` sets a flag of torch."""
+
+AS_IN_NUMPY = {
+    torch.from_numpy(np.zeros(1, name)).dtype: np.dtype(name)
+    for name in ("float32", "float64", "int64", "uint8", "bool")
+}
+"""NumPy's dtypes of arrays that torch takes as they are."""
 
 
 @dataclasses.dataclass
@@ -31,33 +77,162 @@ class KeptStep:
         context: the stage's context.
         step: the stage's step.
         update: makes updates; None if the stage doesn't train.
-        modules: the modules in the model and its losses.
-        facts: what the step was built for, as `_facts` returns it.
+        is_kept: whether the next call may use the step.
+        is_short: whether that call may leave out all that can't change from batch to batch.
+        layers: the modules in the model and its losses, but not the model.
+        kinds: the classes of all modules.
+        held: what decides how the step is built, as `_objects_of` returns it.
+        roles: which parameters learn, with their dtypes and devices.
+        fused: the tensors of optimizers' states that fused kernels read, and their shapes.
         batch_facts: which batches the step was built for, as `_batch_facts` returns it.
-        held: the objects whose ids are among the facts; no new object can then get such an id.
+        plain: what `_plain_parts` returns for the first batch.
+        may_count: whether the loss may be a mean over something other than samples.
+        infers: whether only torch's and fitkit's code sees the tensors of an evaluation.
+        mode: surrounds evaluations, which compute no gradients.
     """
 
     context: StepContext
     step: Any
     update: Any = None
-    modules: list[nn.Module] = dataclasses.field(default_factory=list)
-    facts: list[Any] = dataclasses.field(default_factory=list)
-    batch_facts: list[Any] = dataclasses.field(default_factory=list)
+    is_kept: bool = False
+    is_short: bool = False
+    layers: list[nn.Module] = dataclasses.field(default_factory=list)
+    kinds: list[type[nn.Module]] = dataclasses.field(default_factory=list)
     held: list[Any] = dataclasses.field(default_factory=list)
+    parameters: list[nn.Parameter] = dataclasses.field(default_factory=list)
+    roles: list[Any] = dataclasses.field(default_factory=list)
+    fused: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    shapes: list[torch.Size] = dataclasses.field(default_factory=list)
+    batch_facts: list[Any] = dataclasses.field(default_factory=list)
+    plain: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    may_count: bool = False
+    infers: bool = False
+    mode: AbstractContextManager[Any] = dataclasses.field(default_factory=torch.no_grad)
 
     def __post_init__(self) -> None:
         if isinstance(self.step, CompiledStep):
             self.step.logbook.meters.waits = False  # no later batch is measured with it
+
+    def keep(self, model: Module, batch: tuple[Any, ...]) -> None:
+        """Note what a step that has made its first batch was built for, if it can be kept."""
+        step, losses = self.step, model._fitkit.compilation.loss_modules
+        if not _can_be_kept(model, self.context.name, step):
+            return
+        self.is_kept = True
+        _, *self.layers = everything = modules_of(model, *losses)
+        self.parameters = [
+            p for part in everything for p in part._parameters.values() if p is not None
+        ]
+        self.kinds = [*dict.fromkeys(map(type, everything))]
+        self.held = self._objects_of(model)
+        self.roles = [*map(ROLE, self.parameters)]
+        if self.update is not None:
+            states = _fused_states(model)
+            self.fused = [one for one in states if isinstance(one, torch.Tensor)]
+            self.shapes = [*map(SHAPE, self.fused)]
+        self.batch_facts = _batch_facts(batch)
+        if isinstance(step, CompiledStep) and not step.loss.has_several:
+            # The mean over one batch is the same whatever it is taken over.
+            self.may_count, step.may_count, step.count = step.may_count, False, None
+        if step.mover.leaves(batch):  # which also says that the net doesn't write into it
+            self.plain = _plain_parts(batch)
+        self.is_short = bool(self.plain) and _needs_little(model, self, len(batch))
+        if self.update is None and sees_only_torchs(model, step, None, "test"):
+            users = isinstance(step, CompiledStep) and (
+                step.loss.has_user_code or (step.meters or step.loss).has_user_code
+            )
+            self.infers = not users
+            self.mode = torch.no_grad() if users else torch.inference_mode()
+
+    def holds(self, model: Module) -> bool:
+        """Return whether nothing has changed that decides how the step is built."""
+        objects = self._objects_of(model)
+        return (
+            len(objects) == len(self.held)
+            and all(map(is_, objects, self.held))
+            and self.roles == [*map(ROLE, self.parameters)]
+            and self.shapes == [*map(SHAPE, self.fused)]
+        )
+
+    def _objects_of(self, model: Module) -> list[Any]:
+        """Return the objects that decide how the step is built, or may act in it.
+
+        True and False stand for whether there are hooks.
+        """
+        read, names = CODE[self.context.name]
+        objects: list[Any] = [
+            model._fitkit.compilation,
+            *read(type(model)),
+            model.__dict__.keys().isdisjoint(names),
+            not (model._backward_hooks or model._backward_pre_hooks),
+            _has_any_global_hook(),
+        ]
+        for kind in self.kinds:
+            objects += (kind.train, kind.eval)
+        for module in (model, *self.layers):
+            own = module.__dict__
+            if module._modules:
+                objects += module._modules.values()
+            if module._parameters:
+                objects += module._parameters.values()
+            objects += (
+                type(module),
+                own.get("forward"),
+                "train" in own or "eval" in own,
+                module._compiled_call_impl,
+                not (module._forward_hooks or module._forward_pre_hooks),
+            )
+        if self.update is not None:
+            for listed in model._fitkit.fit_state.optimizers:
+                for optimizer in members_of(listed):
+                    objects += (optimizer, optimizer.state, optimizer.param_groups)
+                    for group in optimizer.param_groups:
+                        objects += group["params"]
+                        objects.append(group.get("fused"))
+            objects += _fused_states(model)
+        return objects
+
+    def tensors_of(self, arrays: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Return a batch as tensors if nothing needs to be converted or checked; else None.
+
+        The tensors are those that `array_batch` makes of arrays like the first batch's.
+        """
+        plain = self.plain
+        for array in arrays[len(plain) :]:
+            if array is not None:
+                return None
+        found = []
+        for array, (kind, dtype, ndim, rows) in zip(arrays, plain, strict=False):
+            shape = array.shape if type(array) is np.ndarray else None
+            if shape is not None:
+                if array.dtype != kind or not array.flags.carray:
+                    return None
+                array = torch.from_numpy(array)
+            elif (
+                type(array) is not torch.Tensor
+                or array.dtype is not dtype
+                or not array.is_cpu
+                or array.layout is not torch.strided
+                or array.requires_grad
+            ):
+                return None
+            else:
+                shape = array.shape
+            if len(shape) != ndim or (rows is not None and shape[1:] != rows):
+                return None
+            found.append(array)
+        samples = found[0].shape[0]
+        return tuple(found) if samples and samples == found[-1].shape[0] else None
 
 
 class KeptSteps:
     """Keeps a model's steps for single batches, by stage, from one call to the next.
 
     A step stays valid until something changes that its construction depends on. These are the
-    arguments of `compile`, the net, its parameters, the optimizers, and the batches' dtypes and
-    shapes. Of the parameters, it depends on which ones learn, their dtypes and their devices. Modes
-    and hooks are checked in each call. A step is rebuilt in each call if the model defines its own
-    steps, with several ranks or replicas, and with an engine.
+    arguments of `compile`, the net, its parameters, the optimizers, hooks, and the batches' dtypes,
+    devices and shapes. Of the parameters, it depends on which ones learn, their dtypes and their
+    devices. Modes are checked in each call. A step is rebuilt in each call if the model defines its
+    own steps, with several ranks or replicas, and with an engine.
 
     Between calls a step doesn't refer to the model. Otherwise the model would stay in memory until
     the garbage collector runs. A copy of a model starts without steps. A call takes its step out,
@@ -74,104 +249,149 @@ class KeptSteps:
         """Drop all steps, so that the next calls rebuild them."""
         self._by_stage.clear()
 
-    def take(
-        self, model: Module, stage: str, arrays: tuple[Any, ...]
-    ) -> tuple[KeptStep | None, tuple[Any, ...]]:
-        """Return the stage's step, or None if it is no longer valid, and the batch as tensors.
+    def take(self, stage: str) -> KeptStep | None:
+        """Return the stage's step, if there is one. It may no longer be valid."""
+        return self._by_stage.pop(stage, None)
 
-        Args:
-            arrays: the batch's inputs, targets and weights, as the user gave them.
-        """
-        check_data_type(arrays[0])
-        strategy = model._fitkit.compilation.strategy
-        kept = self._by_stage.pop(stage, None)
-        if kept is not None and kept.facts == _facts(model, stage, kept):
-            batch = as_batch(arrays, kept.step.mover.transfer.float_dtype)
-            if kept.batch_facts == _batch_facts(batch):
-                wrapped = strategy.wrap_for_evaluation(model)
-                kept.step.wrapped, kept.step.forward = wrapped, forward_of(wrapped)
-                if stage != "predict":
-                    kept.step.begin()
-                return kept, batch
-        return None, as_batch(arrays, strategy.precision.input_dtype(model))
-
-    def give(self, model: Module, stage: str, batch: Any, kept: KeptStep) -> None:
+    def give(self, model: Module, batch: tuple[Any, ...], kept: KeptStep) -> None:
         """Keep a step whose call has succeeded, if a step of its type can be kept."""
-        if not kept.facts:
-            if type(kept.step) not in (CompiledStep, PredictStep) or not kept.step.wrapped.is_bare:
-                return
-            kept.facts = _facts(model, stage, kept)
-            kept.batch_facts = _batch_facts(batch)
-        if kept.facts:
-            kept.step.wrapped = kept.step.forward = None
-            self._by_stage[stage] = kept
+        if not kept.is_kept:
+            kept.keep(model, batch)
+        if kept.is_kept:
+            kept.step.wrapped.net = kept.step.forward = None
+            self._by_stage[kept.context.name] = kept
+
+
+def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
+    """Return whether a step can serve several calls."""
+    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
+    strategy = compilation.strategy
+    return (
+        type(step) in (CompiledStep, PredictStep)
+        and step.wrapped.is_bare
+        and step.mover.is_ours
+        and strategy.world.size == 1
+        and strategy.replicas == 1
+        and not strategy.has_engine
+        and compilation.memory_format is None
+        and compilation.loss.own is None
+        and not (stage == "training" and state.scalings)
+    )
+
+
+def _needs_little(model: Module, kept: KeptStep, count: int) -> bool:
+    """Return whether a call of a kept step needs nothing around it, but a mode and a context.
+
+    Then the net can be called directly, and nothing is set that `surroundings` sets.
+
+    Args:
+        count: the number of a batch's parts.
+    """
+    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
+    step, update = kept.step, kept.update
+    if update is not None and (
+        type(update) is not Update or any(map(needs_closure, state.optimizers))
+    ):
+        return False
+    is_simple = isinstance(step, PredictStep) or (
+        count == 2
+        and step.loss.direct is not None
+        and (step.meters is None or step.meters.only is not None)
+    )
+    return (
+        is_simple
+        and has_plain_modes(modules_of(model))
+        and is_plain_wrapper(model)
+        and not (model._forward_hooks or model._forward_pre_hooks)
+        and not (model._backward_hooks or model._backward_pre_hooks or _has_any_global_hook())
+        and compilation.strategy.precision.is_plain
+        and compilation.jit_compile is False
+        and not any(compilation.given[name] is not None for name in FLAGS)
+        and not compilation.loss_modules
+        and not any(map(is_schedule_free, state.optimizers))
+    )
+
+
+def _fused_states(model: Module) -> list[Any]:
+    """Return the values in the states of optimizers with fused kernels.
+
+    These kernels assume the parameters' shapes. A new step checks that.
+    """
+    found: list[Any] = []
+    for listed in model._fitkit.fit_state.optimizers:
+        for optimizer in members_of(listed):
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    for state in optimizer.state.values():
+                        found += state.values()
+                    break
+    return found
 
 
 def as_batch(arrays: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """Convert one batch's arrays to tensors."""
+    check_data_type(arrays[0])
     batch: tuple[Any, ...] = array_batch(*arrays, float_dtype=dtype)
     return batch if type(batch[0]) is torch.Tensor else made_dense(batch)
 
 
-def _facts(model: Module, stage: str, kept: KeptStep) -> list[Any]:
-    """Return all that decides how a step is built; an empty list if the step can't be kept.
-
-    Args:
-        kept: receives the objects whose ids are among the facts, if it holds none yet.
-    """
-    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
-    strategy, net = compilation.strategy, model.net
-    if (
-        strategy.world.size > 1
-        or strategy.replicas > 1
-        or strategy.has_engine
-        or compilation.memory_format is not None
-        or (stage == "training" and state.scalings)
-        or compilation.loss.own is not None
-        or has_own_steps(model, stage)
-        or overridden(model, "transfer_batch_to_device")
-    ):
-        return []
-    _, *modules = everything = modules_of(model, *compilation.loss_modules)
-    parameters = [p for part in everything for p in part._parameters.values() if p is not None]
-    held: list[Any] = [compilation, *modules, *parameters]
-    facts: list[Any] = [type(model), type(net), "forward" in vars(model)]
-    facts += [(p.requires_grad, p.dtype, p.device) for p in parameters]
-    if stage == "training":
-        for optimizer in (one for listed in state.optimizers for one in members_of(listed)):
-            held += (optimizer, optimizer.state, optimizer.param_groups)
-            for group in optimizer.param_groups:
-                facts.append(len(group["params"]))
-                if group.get("fused"):
-                    # Fused kernels assume the parameter's shape here. A new step checks that.
-                    for state_of_one in map(optimizer.state.get, group["params"]):
-                        values = list((state_of_one or {}).values())
-                        held += values
-                        facts += [getattr(value, "shape", None) for value in values]
-    facts.append([*map(id, held)])
-    if not kept.held:
-        kept.held, kept.modules = held, modules
-    return facts
-
-
 def _batch_facts(batch: tuple[Any, ...]) -> list[Any]:
-    """Return the dtypes and shapes of a batch, which decide how a step is built."""
+    """Return the dtypes, devices and shapes of a batch, which decide how a step is built."""
     facts: list[Any] = []
     for number, part in enumerate(batch):
         plain = isinstance(part, torch.Tensor)
         for path, leaf in [("", part)] if plain else trees.leaves_with_paths(part):
             facts.append(path)
             if isinstance(leaf, torch.Tensor):  # inputs, such as texts, may vary in length
-                facts += (leaf.dtype, leaf.shape[1:] if number else leaf.ndim)
+                facts += (leaf.dtype, leaf.device, leaf.shape[1:] if number else leaf.ndim)
     return facts
 
 
-def _values_of(step: Any) -> dict[str, Any]:
+def _plain_parts(batch: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return each tensor's dtype in NumPy and in torch, its dimensions, and a target's row shape.
+
+    The list is empty if some part isn't a tensor in main memory, or if there are weights. Weights
+    are checked in each call.
+    """
+    if len(batch) > 2 or not all(type(part) is torch.Tensor and part.is_cpu for part in batch):
+        return []
+    return [
+        (AS_IN_NUMPY.get(part.dtype), part.dtype, part.ndim, part.shape[1:] if number else None)
+        for number, part in enumerate(batch)
+    ]
+
+
+def _ready(
+    model: Module, kept: KeptStep | None, arrays: tuple[Any, ...]
+) -> tuple[KeptStep | None, tuple[Any, ...]]:
+    """Return a kept step with its model, or None if it is no longer valid; and the batch's tensors.
+
+    Args:
+        arrays: the batch's inputs, targets and weights, as the user gave them.
+    """
+    if kept is None or not kept.holds(model):
+        dtype = model._fitkit.compilation.strategy.precision.input_dtype(model)
+        return None, as_batch(arrays, dtype)
+    step = kept.step
+    batch = as_batch(arrays, step.mover.transfer.float_dtype)
+    if kept.batch_facts != _batch_facts(batch):
+        return None, batch
+    step.wrapped.net = model
+    step.forward = forward_of(step.wrapped)
+    if isinstance(step, CompiledStep):
+        step.begin()
+    return kept, batch
+
+
+def _values_of(kept: KeptStep, batch: tuple[Any, ...]) -> dict[str, Any]:
     """Return the values of the one batch that a step has computed."""
-    step.undo_writes()
-    if step.logbook.meters:
-        step.logbook.meters.flush()  # no more batches come
+    step = kept.step
+    if not kept.is_kept:
+        step.undo_writes()
     values: dict[str, Any] = step.logbook.results()
+    loss = values.get("loss")
+    if loss != loss and kept.may_count and not any(step.counts_of(batch)):  # NaN, of no labels
+        del values["loss"]
     return values
 
 
@@ -180,62 +400,183 @@ def fit_batch(
 ) -> dict[str, Any]:
     """Make one update on one batch in this process; return the loss and metrics before it."""
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
-    kept, batch = steps.take(model, "training", arrays)
-    if class_weights is not None:
-        kept = None
-    modules = None if kept is None else [model, *kept.modules]
-    with unchanged_on_error(model, modules):
-        if kept is None:
-            model._fitkit.compilation.strategy.place(model)
-            state.optimizers_for(model)  # their number decides which step is built
-        trains = modules is not None and all(module.training for module in modules)
-        if modules is None or not (trains and has_plain_modes(modules)):
-            to_training(model, kept_in_evaluation(model._weights_module()))
-        if kept is None:
-            kept = KeptStep(*step_for(model, "training", class_weights=class_weights))
-        context, step = kept.context, kept.step
-        with running(model, context), state.training():
-            try:
-                if kept.update is None:
-                    # Compiling a step costs more than it saves on one batch.
-                    kept.update = updates_for(model, context, step, accumulate=1, compiles=False)
-                state.accumulate = 1
-                kept.update(batch, 0)
-                values = _values_of(step)
-            finally:
-                step.logbook.logged.finish()
+    kept = steps.take("training") if class_weights is None else None
+    if kept is not None and kept.is_short:
+        found = _fit_shortly(model, kept, arrays)
+        if found is not None:
+            return found
+    losses = model._fitkit.compilation.loss_modules
+    with in_use(model, "train_on_batch", alone=True), surroundings(model, "train_on_batch"):
+        kept, batch = _ready(model, kept, arrays)
+        modules = None if kept is None else modules_of(model, *losses)
+        with unchanged_on_error(model, modules):
+            if kept is None:
+                model._fitkit.compilation.strategy.place(model)
+                state.optimizers_for(model)  # their number decides which step is built
+            trains = modules is not None and all(module.training for module in modules)
+            if modules is None or not (trains and has_plain_modes(modules)):
+                to_training(model, kept_in_evaluation(model._weights_module()))
+            if kept is None:
+                kept = KeptStep(*step_for(model, "training", class_weights=class_weights))
+            context, step = kept.context, kept.step
+            with running(model, context), state.training():
+                try:
+                    if kept.update is None:
+                        # Compiling a step costs more than it saves on one batch.
+                        kept.update = updates_for(
+                            model, context, step, accumulate=1, compiles=False
+                        )
+                    state.accumulate = 1
+                    kept.update(batch, 0)
+                    values = _values_of(kept, batch)
+                finally:
+                    step.logbook.logged.finish()
     model._fitkit.log_names = list(values)
     if class_weights is None:
-        steps.give(model, "training", batch, kept)
+        steps.give(model, batch, kept)
+    return values
+
+
+def _fit_shortly(model: Module, kept: KeptStep, arrays: tuple[Any, ...]) -> dict[str, Any] | None:
+    """Do what `fit_batch` does with a kept step; return None if something else is needed."""
+    modules = [model, *kept.layers]
+    with in_use(model, "train_on_batch", alone=True, modules=modules):
+        if torch.is_inference_mode_enabled():
+            return None
+        if not kept.holds(model) or (batch := kept.tensors_of(arrays)) is None:
+            return None
+        if [module for module in modules if not module.training]:
+            return None
+        for parameter in kept.parameters:
+            parameter.grad = None
+        try:
+            with unchanged_on_error(model, modules), running(model, kept.context):
+                prediction, loss = _loss_of(model, kept, *batch)
+                values = _logs_of(kept, prediction, loss, *batch)
+                kept.update.learn_alone(loss)
+        except Exception as error:
+            raise_out_of_memory(error, model, "train_on_batch")
+            raise
+    model._fitkit.log_names = [*values]
+    model._fitkit.kept_steps.give(model, batch, kept)
     return values
 
 
 def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """Compute one batch's loss and metrics in this process."""
-    steps, stage = model._fitkit.kept_steps, evaluation_stage(model) or "test"
-    kept, batch = steps.take(model, stage, arrays)
-    if kept is None:
-        place(model)
-        kept = KeptStep(*step_for(model, stage))
-    step = kept.step
-    with evaluating(model, kept.context), torch.no_grad():
-        try:
-            step(batch, 0)
-            values = _values_of(step)
-        finally:
-            step.logbook.logged.finish()
-    steps.give(model, stage, batch, kept)
+    steps = model._fitkit.kept_steps
+    kept = steps.take("test")
+    if kept is not None and kept.is_short:
+        found = _evaluate_shortly(model, "test_on_batch", kept, arrays)
+        if found is not None:
+            return found
+    with computing(model, "test_on_batch") as modules, surroundings(model, "test_on_batch"):
+        kept, batch = _ready(model, kept, arrays)
+        if kept is None:
+            place(model)
+            kept = KeptStep(*step_for(model, evaluation_stage(model) or "test"))
+        step = kept.step
+        with evaluating(model, kept.context, modules), kept.mode:
+            try:
+                step(batch, 0)
+                values = _values_of(kept, batch)
+            finally:
+                step.logbook.logged.finish()
+    steps.give(model, batch, kept)
     return values
 
 
 def predict_batch(model: Module, x: Any) -> Any:
-    """Compute the net's outputs for one batch; return them on the CPU."""
-    steps = model._fitkit.kept_steps
-    kept, batch = steps.take(model, "predict", (x, None, None))
-    if kept is None:
-        place(model)
-        kept = KeptStep(*predict_step_for(model))
-    with evaluating(model, kept.context), torch.no_grad():
-        outputs = joined([on_host(kept.step(batch, 0))])
-    steps.give(model, "predict", batch, kept)
+    """Compute the net's outputs for one batch; return them as NumPy arrays."""
+    steps, arrays = model._fitkit.kept_steps, (x, None, None)
+    kept = steps.take("predict")
+    if kept is not None and kept.is_short:
+        found = _evaluate_shortly(model, "predict_on_batch", kept, arrays)
+        if found is not None:
+            return found
+    with computing(model, "predict_on_batch") as modules, surroundings(model, "predict_on_batch"):
+        kept, batch = _ready(model, kept, arrays)
+        if kept is None:
+            place(model)
+            kept = KeptStep(*predict_step_for(model))
+        with evaluating(model, kept.context, modules), kept.mode:
+            outputs = trees.to_numpy(joined([on_host(kept.step(batch, 0))]))
+    steps.give(model, batch, kept)
     return outputs
+
+
+def _evaluate_shortly(model: Module, verb: str, kept: KeptStep, arrays: tuple[Any, ...]) -> Any:
+    """Return a batch's values or outputs by a kept step; None if something else is needed."""
+    modules = [model, *kept.layers]
+    with in_use(model, verb, alone=False, modules=modules):
+        if not kept.holds(model) or (batch := kept.tensors_of(arrays)) is None:
+            return None
+        if model._fitkit.fit_state.trains:
+            return None
+        set_flags([(module, False) for module in modules if module.training])
+        try:
+            compute = _outputs if verb == "predict_on_batch" else _values
+            with kept.mode:
+                if kept.infers:  # no code of the user's that could log
+                    found = compute(model, kept, *batch)
+                else:
+                    with running(model, kept.context):
+                        found = compute(model, kept, *batch)
+        except Exception as error:
+            raise_out_of_memory(error, model, verb)
+            raise
+    model._fitkit.kept_steps.give(model, batch, kept)
+    return found
+
+
+def _outputs(model: Module, kept: KeptStep, x: torch.Tensor) -> Any:
+    """Return the net's outputs for a batch as NumPy arrays."""
+    net: Any = model._modules["net"]
+    try:
+        output = net(x)
+    except Exception as error:
+        raise_explained(error, model, x, None)
+        raise
+    if type(output) is torch.Tensor and output.dtype in AS_IN_NUMPY and output.ndim:
+        return torch.cat((output,)).numpy()  # a copy: a net may return its input
+    return trees.to_numpy(joined([on_host(output)]))
+
+
+def _values(model: Module, kept: KeptStep, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+    """Return a batch's loss and metrics."""
+    prediction, loss = _loss_of(model, kept, x, y)
+    return _logs_of(kept, prediction, loss, x, y)
+
+
+def _loss_of(
+    model: Module, kept: KeptStep, x: torch.Tensor, y: torch.Tensor
+) -> tuple[Any, torch.Tensor]:
+    """Return the net's prediction for a batch, and its loss."""
+    net, step = model._modules["net"], kept.step
+    loss = step.loss.direct
+    step.samples = x.shape[0]  # by which values that the net's code logs are weighed
+    try:
+        prediction = net(x)  # type: ignore[misc]
+        return prediction, loss(prediction, y)
+    except Exception as error:
+        step.wrapped.net = model
+        step.explain(error, x, y)
+        raise
+
+
+def _logs_of(
+    kept: KeptStep, prediction: Any, loss: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> dict[str, Any]:
+    """Return a batch's loss and metrics, and what the net's code has logged."""
+    step: CompiledStep = kept.step
+    meters, logged, value = step.meters, step.logbook.logged, loss.item()
+    # NaN may be the mean over no labels, which isn't a value.
+    has_loss = value == value or not kept.may_count or any(step.counts_of((x, y)))
+    found: dict[str, Any] = {"loss": value} if has_loss else {}
+    if meters is not None:
+        prediction = prediction.detach() if prediction.requires_grad else prediction
+        found.update(meters.only.of_batch(prediction, y))
+    if logged.entries:
+        found.update(logged.results())
+        logged.reset()
+    return found

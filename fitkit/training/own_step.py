@@ -184,19 +184,27 @@ class StepContexts:
         return found
 
 
-@contextlib.contextmanager
-def running(model: Module, context: StepContext) -> Iterator[StepContext]:
+class running(contextlib.AbstractContextManager[StepContext]):  # noqa: N801
     """Make a context the model's current one in this thread. Calls may nest."""
-    contexts, thread = model._fitkit.contexts.by_thread, threading.get_ident()
-    before = contexts.get(thread)
-    contexts[thread] = context
-    try:
-        yield context
-    finally:
-        if before is None:
-            del contexts[thread]
+
+    __slots__ = ("_before", "_context", "_contexts")
+
+    def __init__(self, model: Module, context: StepContext) -> None:
+        self._contexts: dict[int, StepContext] = model._fitkit.contexts.by_thread
+        self._context = context
+
+    def __enter__(self) -> StepContext:
+        thread = threading.get_ident()
+        self._before = self._contexts.get(thread)
+        self._contexts[thread] = self._context
+        return self._context
+
+    def __exit__(self, *error: object) -> None:
+        thread = threading.get_ident()
+        if self._before is None:
+            del self._contexts[thread]
         else:
-            contexts[thread] = before
+            self._contexts[thread] = self._before
 
 
 class OwnStep:

@@ -407,9 +407,10 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
     Args:
         name: the data's name for messages; None if the targets may be missing.
     """
-    target, caller = model._fitkit.compilation.target, caller_of(model)
+    target = model._fitkit.compilation.target
     if target is None:
         return unpack
+    caller = caller_of(model)
     keys = set(trees.leaves(target))
 
     def taken_apart(batch: Any) -> tuple[Any, Any, Any]:

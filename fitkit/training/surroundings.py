@@ -11,7 +11,8 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory, warn
+from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use, modules_of, set_mode
-from fitkit.module import Module
+from fitkit.module import Module, is_metric
 from fitkit.training.explain import explanation
 from fitkit.training.own_step import StepContext, running
 from fitkit.training.programs import traces_gradients
@@ -48,33 +50,56 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         OutOfMemoryError: there was too little memory; torch's error is its cause.
     """
     compilation = model._fitkit.compilation
+    given = compilation.given
     with contextlib.ExitStack() as stack:
         if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))
         try:
             for flag, value in (
-                (BENCHMARK, compilation.benchmark),
-                (DETERMINISTIC, compilation.deterministic),
-                (MATMUL_PRECISION, compilation.matmul_precision),
+                (BENCHMARK, given["benchmark"]),
+                (DETERMINISTIC, given["deterministic"]),
+                (MATMUL_PRECISION, given["matmul_precision"]),
             ):
                 if value is not None:
                     stack.enter_context(flag.held(value))
-            compiles = compilation.jit_compile is not False
+            compiles = given["jit_compile"] is not False
             if compiles and verb in LEARNING and traces_gradients():
                 stack.enter_context(TRACED_GRADIENTS.held(True))
             if verb in ("evaluate", "predict"):  # the others do it where they build their steps
                 place(model)
-            if compiles or compilation.memory_format is not None:
+            if compiles or given["memory_format"] is not None:
                 stack.enter_context(net_prepared(model))
             yield
         except Exception as error:
-            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
-                raise
-            # Free what the failed step held, so that the next call has the memory. The frames of
-            # the error's traceback hold its activations.
-            message = explanation(model, verb, batch_size, str(error).splitlines()[0])
-            let_go(error, compilation.strategy.device)
-            raise OutOfMemoryError(message) from error
+            raise_out_of_memory(error, model, verb, batch_size)
+            raise
+
+
+def raise_out_of_memory(
+    error: Exception, model: Module, verb: str, batch_size: int | None = None
+) -> None:
+    """Say what took the memory, if that is why a call failed, and free what the failed step held.
+
+    So the next call has the memory. The frames of the error's traceback hold its activations.
+    """
+    if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+        return
+    message = explanation(model, verb, batch_size, str(error).splitlines()[0])
+    let_go(error, model._fitkit.compilation.strategy.device)
+    raise OutOfMemoryError(message) from error
+
+
+def computing(model: Module, verb: str) -> AbstractContextManager[Collection[nn.Module]]:
+    """Surround a call that computes and changes nothing, so that threads can run several.
+
+    Only one such call runs at a time if several processes or replicas take part in it. The same
+    is true if the model's own steps update metrics that are part of the model.
+    """
+    strategy = model._fitkit.compilation.strategy
+    alone = strategy.world.size > 1 or strategy.replicas > 1
+    if not alone and verb in ("evaluate", "test_on_batch") and evaluation_stage(model):
+        alone = any(map(is_metric, model.modules()))
+    return in_use(model, verb, alone=alone)
 
 
 def place(model: Module) -> None:
@@ -94,19 +119,27 @@ def let_go(error: BaseException, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def evaluating(model: Module, context: StepContext) -> Iterator[None]:
+def evaluating(
+    model: Module, context: StepContext, modules: Collection[nn.Module] | None = None
+) -> Iterator[None]:
     """Put a model and its losses into evaluation mode, with the weights for evaluation.
 
     The caller restores the model's mode. This restores the rest.
+
+    Args:
+        modules: the model and its submodules, if they are known.
     """
-    with running(model, context), model._fitkit.fit_state.evaluated():
-        set_mode(model, training=False)
-        losses = model._fitkit.compilation.loss_modules
-        if context.name == "predict" or not losses:
+    losses = model._fitkit.compilation.loss_modules
+    evaluates_losses = losses and context.name != "predict"
+    with running(model, context):
+        if not model._fitkit.fit_state.trains and not evaluates_losses:
+            set_mode(model, training=False, modules=modules)
             yield
             return
         with contextlib.ExitStack() as stack:
-            for loss in losses:
+            stack.enter_context(model._fitkit.fit_state.evaluated())
+            set_mode(model, training=False, modules=modules)
+            for loss in losses if evaluates_losses else ():
                 stack.enter_context(in_use(loss, "evaluate", alone=False))
                 loss.eval()
             yield
@@ -141,7 +174,7 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
             scheduler takes part; otherwise None.
     """
     losses = model._fitkit.compilation.loss_modules
-    has_buffers = any(module._buffers for module in modules or modules_of(model))
+    has_buffers = [module for module in modules or modules_of(model) if module._buffers]
     named = model.named_buffers() if has_buffers else ()
     buffers = {name: buffer.detach().clone() for name, buffer in named}
     state, history = model._fitkit.fit_state, model.history

@@ -343,3 +343,227 @@ def test_a_step_of_the_models_own_that_comes_later_is_called():
     model.training_step = training_step
     model.train_on_batch(X, LABELS)
     assert called == [0]
+
+
+class Net(nn.Module):
+    """A net of the user's own, whose code isn't torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def doubled(*arguments):
+    return arguments[-1] * 2
+
+
+def layers_hook(model):
+    model.net.get_submodule(
+        "layers.0" if isinstance(model.net, Net) else "0"
+    ).register_forward_hook(doubled)
+
+
+def forward_of_a_layer(model):
+    last = model.net.layers[3] if isinstance(model.net, Net) else model.net[3]
+    last.forward = lambda x: F.linear(x, last.weight)
+
+
+def forward_of_the_model(model):
+    inside = model.net
+    model.forward = lambda x: inside(x) * 3
+
+
+def hook_everywhere(model):
+    return nn.modules.module.register_module_forward_hook(doubled)
+
+
+@pytest.mark.parametrize("kind", [net, Net])
+@pytest.mark.parametrize(
+    "change", [layers_hook, forward_of_a_layer, forward_of_the_model, hook_everywhere]
+)
+def test_what_comes_to_act_in_a_forward_acts_in_the_next_call(kind, change):
+    model = compiled(kind())
+    for _ in range(3):
+        model.test_on_batch(X, LABELS)
+        before = model.predict_on_batch(X)
+        model.train_on_batch(X, LABELS)
+    handle = change(model)
+    try:
+        model.eval()
+        with torch.no_grad():
+            expected = model(X)
+        model.train()
+        assert not np.allclose(before, expected, atol=1e-3)
+        np.testing.assert_allclose(model.predict_on_batch(X), expected, rtol=1e-5, atol=1e-6)
+        loss = F.cross_entropy(expected, LABELS).item()
+        assert model.test_on_batch(X, LABELS)[0] == pytest.approx(loss, rel=1e-5)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_what_a_module_does_in_train_and_eval_is_done_in_each_call():
+    model, called = compiled(), []
+    for _ in range(3):
+        model.predict_on_batch(X)
+        model.train_on_batch(X, LABELS)
+
+    def train(mode=True, own=model.net[1]):
+        called.append(mode)
+        return nn.Module.train(own, False)  # its statistics stay
+
+    model.net[1].train = train
+    before = model.net[1].running_mean.clone()
+    model.train_on_batch(X, LABELS)
+    assert called == [True] and torch.equal(model.net[1].running_mean, before)
+    model.predict_on_batch(X)
+    model.test_on_batch(X, LABELS)
+    assert called == [True, False, False]
+
+
+def test_a_step_that_its_class_gets_later_is_called():
+    class Own(fitkit.Model):
+        pass
+
+    model = Own(net())
+    model.compile("sgd", "cross_entropy", learning_rate=0.1, accelerator="cpu")
+    for _ in range(2):
+        model.train_on_batch(X, LABELS)
+        model.test_on_batch(X, LABELS)
+        model.predict_on_batch(X)
+    Own.training_step = lambda self, batch, index: F.cross_entropy(self(batch[0]), batch[1]) * 2
+    Own.validation_step = lambda self, batch, index: torch.tensor(7.0)
+    Own.predict_step = lambda self, batch, index: torch.full((8, 1), 5.0)
+    model.eval()
+    assert model.test_on_batch(X, LABELS) == 7.0
+    assert (model.predict_on_batch(X) == 5.0).all()
+    model.train()
+    expected = 2 * F.cross_entropy(copy.deepcopy(model.net)(X), LABELS).item()
+    assert model.train_on_batch(X, LABELS) == pytest.approx(expected, rel=1e-5)
+
+
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+LIKE = {
+    "float64": lambda x, y: (x.astype("float64"), y),
+    "int32 labels": lambda x, y: (x, y.astype("int32")),
+    "read-only": lambda x, y: (read_only(x), read_only(y)),
+    "every other row": lambda x, y: (np.repeat(x, 2, 0)[::2], np.repeat(y, 2)[::2]),
+    "backwards": lambda x, y: (x[::-1].copy()[::-1], y[::-1].copy()[::-1]),
+    "another byte order": lambda x, y: (x.astype(">f4"), y.astype(">i8")),
+    "tensors": lambda x, y: (torch.from_numpy(x), torch.from_numpy(y)),
+    "a tensor with a gradient": lambda x, y: (torch.from_numpy(x).requires_grad_(), y),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_arrays_of_another_form_give_the_same(name):
+    model = compiled()
+    x, y = X.numpy().copy(), LABELS.numpy().copy()
+    for _ in range(2):
+        expected = model.test_on_batch(x, y)
+        outputs = model.predict_on_batch(x)
+    given = LIKE[name](x, y)
+    for _ in range(2):
+        assert model.test_on_batch(*given) == pytest.approx(expected, rel=1e-6)
+        np.testing.assert_allclose(model.predict_on_batch(given[0]), outputs, rtol=1e-6)
+        assert model.test_on_batch(x, y) == expected
+
+
+def test_shapes_that_dont_fit_are_refused_in_later_calls_too():
+    model = compiled()
+    for _ in range(2):
+        model.train_on_batch(X, LABELS)
+        model.test_on_batch(X, LABELS)
+    for call in (model.train_on_batch, model.test_on_batch):
+        with pytest.raises(ConfigurationError):
+            call(X, LABELS[:5])
+        with pytest.raises(ConfigurationError):
+            call(X[:0], LABELS[:0])
+        with pytest.raises(ConfigurationError):
+            call(X[:, :2], LABELS)
+        call(X, LABELS)
+
+
+@pytest.mark.parametrize("name", ["train_on_batch", "test_on_batch"])
+def test_labels_that_dont_count_dont_count_in_later_calls_either(name):
+    model = compiled()
+    verb = getattr(model, name)
+    for _ in range(2):
+        verb(X, LABELS)
+    labels = LABELS.clone()
+    labels[:5] = -100
+    module = copy.deepcopy(model.net).train(name == "train_on_batch")
+    with torch.no_grad():
+        output = module(X)
+    loss = F.cross_entropy(output[5:], LABELS[5:]).item()
+    right = (output[5:].argmax(1) == LABELS[5:]).float().mean().item()
+    assert verb(X, labels) == pytest.approx([loss, right], rel=1e-5)
+    assert "loss" not in verb(X, torch.full((8,), -100), return_dict=True)
+
+
+def test_outputs_are_the_callers():
+    model = fitkit.Model(nn.Identity())
+    model.compile("sgd", "mse", accelerator="cpu")
+    x = X.numpy().copy()
+    for _ in range(3):
+        outputs = model.predict_on_batch(x)
+        outputs += 1
+        assert np.array_equal(x, X.numpy())
+
+
+def test_values_that_a_net_logs_are_among_a_later_calls():
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.log = nn.Linear(4, 3), None
+
+        def forward(self, x):
+            if self.log is not None:
+                self.log("size", x.abs().mean())
+            return self.layer(x)
+
+    inside = Logs()
+    model = compiled(inside)
+    for verb in (model.train_on_batch, model.test_on_batch):
+        inside.log = None
+        for _ in range(2):
+            verb(X, LABELS)
+        inside.log = lambda *given: model.log(*given)
+        for factor in (1, 3):
+            found = verb(X * factor, LABELS, return_dict=True)
+            assert found["size"] == pytest.approx(X.abs().mean().item() * factor, rel=1e-5)
+
+
+def test_several_outputs_and_weights_go_the_long_way():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return {"a": self.a(x), "b": self.b(x)}
+
+    model, y = fitkit.Model(Two()), torch.ones(8, 1)
+    model.compile("sgd", {"a": "mse", "b": "mae"}, accelerator="cpu")
+    for _ in range(3):
+        with torch.no_grad():
+            a, b = model.net(X).values()
+        expected = ((a - y) ** 2).mean().item() + (b - y).abs().mean().item()
+        found = model.train_on_batch(X, {"a": y, "b": y}, return_dict=True)
+        assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    single, weights = fitkit.Model(nn.Linear(4, 1)), torch.arange(8.0)
+    single.compile("sgd", "mse", accelerator="cpu")
+    for given in (None, weights, None, weights):
+        with torch.no_grad():
+            errors = (single.net(X) - y).square().flatten()
+        expected = (errors if given is None else errors * given).mean().item()
+        assert single.test_on_batch(X, y, given) == pytest.approx(expected, rel=1e-5)
+        assert single.train_on_batch(X, y, given) == pytest.approx(expected, rel=1e-5)
