@@ -82,7 +82,7 @@ class Group:
         if all(buffer is not None for buffer in buffers):
             return
         if group.get("dampening"):
-            raise UncompiledError("SGD's dampening begins with its second update only")
+            raise UncompiledError("SGD applies dampening only from its second update on")
         for place, (parameter, buffer) in enumerate(zip(self.parameters, buffers, strict=True)):
             if buffer is None:
                 buffers[place] = torch.zeros_like(parameter, requires_grad=False)

@@ -389,9 +389,9 @@ class CompiledUpdate:
         step = self._step
         own = step.loss.own if isinstance(step, CompiledStep) else None
         if own is not None and not own.is_decided:
-            raise UncompiledError("what the net's own loss is the mean over isn't known")
+            raise UncompiledError("fitkit can't know what the net's own loss averages over")
         if self._is_part and step.terms is not None:
-            raise UncompiledError("the losses of several outputs are means over different counts")
+            raise UncompiledError("the losses of several outputs average over different counts")
         self._may_learn, self._learns = may_learn, [g is not None for g in gradients]
         self._learning = list(itertools.compress(may_learn, self._learns))
         self._requires_grad = [p.requires_grad for p in self._parameters]

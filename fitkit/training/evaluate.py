@@ -124,12 +124,12 @@ def evaluate_source(
         count, logbook.steps = index + 1, index + 1 - empty
         wanted = None if model.stop_evaluating else steps
         if wanted is not None and count and data_ranks.world_size == 1 and count < wanted:
-            warn(f"{name} ended after {count} batches of the {wanted} that were asked for.")
+            warn(f"{name} ended after {count} of {wanted} batches.")
         with torch.no_grad():
             step.finish()
         values, everyones = reduced(logbook, strategy.log_ranks)
         if not everyones:
-            raise ConfigurationError(f"{name} is empty: it gave no batches with rows.")
+            raise ConfigurationError(f"{name} is empty: it gave no samples.")
         model._fitkit.log_names = list(values)
         context.call_at_end(callbacks.hooks("on_test_end"), values, data_ranks, values)
     return values
@@ -198,7 +198,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
     whole = [output for output in dealt if output is not NoRows]
     if not whole:
-        raise ConfigurationError("x is empty: it gave no batches with rows.")
+        raise ConfigurationError("x is empty: it gave no samples.")
     return joined(whole)
 
 
@@ -247,7 +247,7 @@ def joined(outputs: list[Any]) -> Any:
         return trees.concatenate(outputs)
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            "The batches' outputs can't be joined, because their shapes differ beyond the first "
+            "The outputs of the batches can't be joined: their shapes differ beyond the first "
             f"dimension ({error}). Use predict_on_batch for each batch."
         ) from error
 

@@ -355,8 +355,8 @@ class CompiledStep:
         """Replace an error that a batch caused by a clearer one, if there is one."""
         if y is None and self._had_target:
             raise ConfigurationError(
-                f"A batch of {self.name} has inputs alone ({shapes_of(x, 'x')}), but the first "
-                "batch had targets, too. Give (x, y) in each batch."
+                f"A batch of {self.name} has only inputs ({shapes_of(x, 'x')}), but the first "
+                "batch had targets too. Give (x, y) in each batch."
             ) from error
         if y is None and isinstance(x, Mapping) and self.loss.own is None and len(x) > 1:
             raise ConfigurationError(
@@ -443,8 +443,8 @@ def check_batch(x: Any, weight: Any, name: str) -> None:
         plain = (int, float, str, bytes, type(None), np.ndarray)
         if all(isinstance(leaf, plain) for leaf in trees.leaves(x)):
             raise ConfigurationError(
-                f"A batch of {name} holds no tensor: {shapes_of(x, 'its input')}. A batch is "
-                "(x, y) or (x, y, sample_weight) of tensors or NumPy arrays."
+                f"A batch of {name} has no tensor: {shapes_of(x, 'its input')}. A batch is (x, y) "
+                "or (x, y, sample_weight) of tensors or NumPy arrays."
             )
     wrong = [leaf for leaf in trees.leaves(weight) if not isinstance(leaf, torch.Tensor)]
     if any(leaf is not None for leaf in wrong):

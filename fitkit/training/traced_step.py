@@ -279,7 +279,7 @@ class TracedOwnStep:
         step.context.logged.exchange(step.ranks)
 
 
-NO_LOSS = "training_step returns no loss of one number for some batch"
+NO_LOSS = "training_step doesn't return a loss with one number for every batch"
 
 
 def _detached(leaf: Any) -> Any:

@@ -139,7 +139,7 @@ def test_a_collate_that_keeps_nothing_gives_one():
     ids=["fit", "steps", "validation", "evaluate", "predict"],
 )
 def test_nothing_but_empty_batches_is_refused(call):
-    with pytest.raises(ConfigurationError, match="empty: .*rows"):
+    with pytest.raises(ConfigurationError, match="empty: .*samples"):
         call(compiled())
 
 

@@ -128,7 +128,7 @@ def test_several_steps_in_one_call_give_what_single_ones_give(name, optimizer):
     ("case", "why"),
     [
         ({"optimizer": partial(optim.Rprop), **COUNTED}, "can be traced"),
-        ({"optimizer": partial(optim.SGD, momentum=0.9, dampening=0.5)}, "second update only"),
+        ({"optimizer": partial(optim.SGD, momentum=0.9, dampening=0.5)}, "second update"),
         ({"optimizer": partial(optim.Rprop)}, "can be traced"),
         ({"optimizer": partial(optim.RAdam)}, "branching"),
         ({"lr_scheduler": {"scheduler": ONE_CYCLE, "interval": "step"}}, "change from step"),
