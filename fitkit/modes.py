@@ -42,10 +42,10 @@ class Call(contextlib.AbstractContextManager[Collection[nn.Module]]):
             for other in others:
                 if other.thread != own and (alone or other.is_alone):
                     raise ConfigurationError(
-                        f"{verb} can't begin: another thread is in {other.verb} of this model (or "
-                        f"of one with the same layers), and {verb if alone else other.verb} needs "
-                        "it alone. Wait until that has ended, or give each thread a model of its "
-                        "own."
+                        f"{verb} can't start: another thread runs {other.verb} on this model (or "
+                        f"on one that shares its layers), and {verb if alone else other.verb} "
+                        "needs the model alone. Wait until that call ends, or give each thread "
+                        "its own model."
                     )
             for child in modes if others else ():
                 holders = [other for other in others if child in other.modes]

@@ -329,8 +329,8 @@ class StochasticWeightAveraging(Callback):
         is_spent = hasattr(bn_data, "__next__")
         if bn_data is not None and (is_spent or not isinstance(bn_data, Iterable)):
             raise ArgumentTypeError(
-                "bn_data must be batches that can be iterated more than once, like a DataLoader "
-                "or a list of tensors."
+                "bn_data must be batches that can be read more than once, like a DataLoader or a "
+                "list of tensors."
             )
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
@@ -352,8 +352,9 @@ class StochasticWeightAveraging(Callback):
         self._reset()
         if any(plan.interval == "step" for plan in self.model._fitkit.fit_state.schedulers):
             raise ConfigurationError(
-                "StochasticWeightAveraging sets the rates of its epochs, but an lr_scheduler "
-                "sets them at each step. Use one with interval='epoch', or none."
+                "StochasticWeightAveraging sets the learning rate of each epoch, but an "
+                "lr_scheduler sets it at each step. Use an lr_scheduler with interval='epoch', or "
+                "none."
             )
         start = self.swa_epoch_start
         epochs = int(self.params["epochs"])

@@ -414,7 +414,10 @@ def requeue() -> None:
     """Put this SLURM job back into the queue with `scontrol`; warn if there is none."""
     job, program = slurm_job(), shutil.which("scontrol")
     if job is None or program is None:
-        warn("There is no scontrol here to requeue the job. Submit it again to continue.")
+        warn(
+            "scontrol isn't installed here, so the job can't be requeued. Submit it again to "
+            "continue."
+        )
         return
     done = subprocess.run([program, "requeue", job], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -155,7 +155,7 @@ def remove_unwanted(path: str | os.PathLike[str]) -> None:
             remove_checkpoint(path)
     except OSError as error:
         reason = error.strerror or error
-        warn(f"{os.fspath(path)} is no longer wanted, but can't be deleted: {reason}.")
+        warn(f"{os.fspath(path)} is no longer needed, but can't be deleted: {reason}.")
 
 
 def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str | None:
@@ -368,7 +368,9 @@ class CheckpointWriter:
 def _running(model: Module) -> Run:
     run = run_of(model)
     if run is None:
-        raise ConfigurationError("Checkpoints are saved within fit. Use model.save elsewhere.")
+        raise ConfigurationError(
+            "Callbacks save checkpoints only within fit. Use model.save elsewhere."
+        )
     return run
 
 

@@ -167,7 +167,7 @@ class EarlyStopping(Callback):
             return
         if self.verbose:
             print_on_rank_zero(
-                self.model, f"Restored the weights of epoch {self.best_epoch + 1}, the best."
+                self.model, f"Restored the best weights, those of epoch {self.best_epoch + 1}."
             )
         self.model.load_state_dict(self.best_weights)
         self.best_weights = None

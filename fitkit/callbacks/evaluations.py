@@ -63,7 +63,9 @@ class EvaluateEvery(Callback):
         check_count("batch_size", batch_size)
         check_count("steps", steps, optional=True)
         if not isinstance(name, str) or not name:
-            raise ArgumentTypeError(f"name={describe(name)} must be a word for the logs' names.")
+            raise ArgumentTypeError(
+                f"name={describe(name)} must be a string, which begins the names in the logs."
+            )
         self.data: dict[str, Any] = {
             "x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight,
             "steps": steps,

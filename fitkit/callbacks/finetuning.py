@@ -120,8 +120,9 @@ class BackboneFinetuning(Callback):
         own = {id(parameter) for parameter in part.parameters()}
         if all(id(p) in own for p in self.model.parameters() if p.requires_grad):
             raise ConfigurationError(
-                f"All parameters that can learn are in {self.backbone!r}. Nothing would be left to "
-                "train while it is frozen."
+                f"All trainable parameters are in {self.backbone!r}, so nothing would be left to "
+                "train while it is frozen. Name a part of the net, for example the layers before "
+                "the head."
             )
 
     def _freeze(self, part: nn.Module) -> None:
@@ -202,7 +203,7 @@ def module_named(model: Module, name: str, what: str) -> nn.Module:
     suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     names = ", ".join(repr(known) for known, _ in net.named_children()) or "none"
     raise ConfigurationError(
-        f"{what} {name!r}, which is no module of the net.{suggestion} Its modules: {names}."
+        f"{what} {name!r}, which isn't a module of the net.{suggestion} Its modules: {names}."
     )
 
 
@@ -309,7 +310,8 @@ class GradualUnfreezing(Callback):
             taken.update(map(id, parts[name]))
             if not parts[name]:
                 raise ConfigurationError(
-                    f"stages has {name!r}, which has no parameters beside those of earlier stages."
+                    f"stages has {name!r}, but all its parameters belong to earlier stages. Leave "
+                    "it out."
                 )
         return parts
 
@@ -331,8 +333,8 @@ class GradualUnfreezing(Callback):
         if all(id(p) in frozen for p in self.model.parameters() if p.requires_grad):
             self._frozen = {}
             raise ConfigurationError(
-                f"stages={self.stages} leaves nothing to train in epoch {begun}. Leave the head "
-                "out, or name it for epoch 0."
+                f"stages={self.stages} leaves nothing to train in epoch {begun}. Leave out the "
+                "head, or name it for epoch 0."
             )
         for own in self._frozen.values():
             for parameter in own:

@@ -161,8 +161,8 @@ class ModelCheckpoint(Callback):
         check_count("every_n_epochs", every_n_epochs, optional=True)
         if every_n_epochs is not None and self._within_epochs:
             raise ConfigurationError(
-                "every_n_epochs saves at the ends of epochs, but another argument asks for saves "
-                "within them. Give one, or one callback for each."
+                "every_n_epochs saves at the end of an epoch, but another argument asks to save "
+                "within epochs. Give one of them, or use two callbacks."
             )
         self.filepath: str = self._names.template
         self.monitor: str = "val_loss" if monitor is None else monitor
@@ -207,8 +207,8 @@ class ModelCheckpoint(Callback):
             )
         if self.save_top_k not in (None, 0, 1) and not self._names.fields:
             raise ConfigurationError(
-                f"save_top_k={self.save_top_k} needs several names, but "
-                f"filepath={self.filepath!r} is one. Write {{epoch}} into it."
+                f"save_top_k={self.save_top_k} keeps several files, but "
+                f"filepath={self.filepath!r} names one. Add a field such as {{epoch}} to it."
             )
         if (
             self.save_last
@@ -216,8 +216,8 @@ class ModelCheckpoint(Callback):
             and Path(self.filepath) == Path(self._last_name)
         ):
             raise ConfigurationError(
-                f"filepath={self.filepath!r} is for the best checkpoint, but save_last=True writes "
-                "each newest one there. Write another name, like 'best.h5'."
+                f"filepath={self.filepath!r} is for the best checkpoint, but save_last=True "
+                "writes the newest checkpoint there too. Choose another name, such as 'best.h5'."
             )
 
     @property
@@ -257,8 +257,8 @@ class ModelCheckpoint(Callback):
             return
         if self._within_epochs and self.monitor.startswith("val_"):
             raise ConfigurationError(
-                f"ModelCheckpoint saves within epochs by monitor={self.monitor!r}, which is "
-                f"known only at their ends. Write save_freq='epoch' or "
+                f"ModelCheckpoint saves within epochs and monitors {self.monitor!r}, which is "
+                "known only at the end of an epoch. Write save_freq='epoch' or "
                 f"monitor={self.monitor.removeprefix('val_')!r}."
             )
         self._watch.begin(self.model, self.params)
@@ -425,8 +425,8 @@ class ModelCheckpoint(Callback):
         """
         if self.save_weights_only:
             raise ConfigurationError(
-                "resume_from='last' needs whole checkpoints, but this ModelCheckpoint has "
-                "save_weights_only=True."
+                "resume_from='last' needs checkpoints with the training state, but this "
+                "ModelCheckpoint has save_weights_only=True."
             )
         self._writer.wait()
         own = [self._last_name, self._names.beside("exception")]
@@ -517,7 +517,7 @@ def _frequency(
     if len(given) > 1:
         raise ConfigurationError(
             "save_freq, every_n_train_steps and train_time_interval each say when to save. Give "
-            "one, or one callback for each."
+            "one of them, or use one callback for each."
         )
     return steps or every_n_train_steps, train_time_interval
 
@@ -607,8 +607,8 @@ class FileNames:
         close = nearest(field, names)
         suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
         return ConfigurationError(
-            f"filepath={self.template!r} asks for {field!r}, but at this moment there are "
-            f"{', '.join(names)}.{suggestion}"
+            f"filepath={self.template!r} has the field {field!r}, but only these are known when "
+            f"it is saved: {', '.join(names)}.{suggestion}"
         )
 
     def matches(self, path: str) -> bool:
@@ -648,8 +648,8 @@ def _parsed(template: str) -> list[tuple[str, str | None, str]]:
     for _, field, form, conversion in pieces:
         if field == "" or conversion or "{" in (form or ""):
             raise ConfigurationError(
-                f"filepath={template!r}: write names in the braces, like {{epoch:02d}} or "
-                "{val_loss:.3f}."
+                f"filepath={template!r} has braces without a name. Write names in them, like "
+                "{epoch:02d} or {val_loss:.3f}."
             )
     return [(literal, field, form or "") for literal, field, form, _ in pieces]
 

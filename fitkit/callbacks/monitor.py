@@ -113,8 +113,8 @@ class Monitor:
             return value
         if found is not None:
             raise ConfigurationError(
-                f"{self.callback} monitors {self.name!r}, which is a {type(found).__name__}, "
-                "not one number."
+                f"{self.callback} monitors {self.name!r}, which is a {type(found).__name__}, not "
+                "a number."
             )
         if self._was_there or not self._is_due(model.current_epoch, params):
             return None

@@ -438,7 +438,7 @@ ADVICE = {
     "batches or accumulate_grad_batches make fewer exchanges.",
     VALIDATION: "validate less often (validation_freq=5), on fewer batches (validation_steps), or "
     "in larger ones (validation_batch_size).",
-    REST: "the steps are so short that the loop counts: take larger batches.",
+    REST: "the steps are so short that the loop's own time shows: use larger batches.",
 }
 IN_THE_NET = (
     "the net itself takes the time: larger batches, precision='bf16-mixed' or jit_compile=True on "
@@ -516,7 +516,7 @@ def advice(
             text = UNFUSED + text
         elif part == CALLBACKS:
             longest = max(callbacks, key=lambda name: callbacks[name], default="")
-            text = f"most of it in {longest}: let it act less often"
+            text = f"most of it in {longest}: run it less often"
             saves = "Checkpoint" in longest or "Backup" in longest
             text += " (asynchronous=True saves beside the training)." if saves else "."
         lines.append(f"{shares[part]:.0%} {TITLES[part]}: {text}")

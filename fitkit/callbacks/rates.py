@@ -126,12 +126,13 @@ class LearningRateScheduler(Callback):
             number = float(given)
         except (TypeError, ValueError):
             raise ArgumentTypeError(
-                f"The schedule gave {describe(given)} for epoch {epoch}; it must give a number."
+                f"The schedule returned {describe(given)} for epoch {epoch}. It must return a "
+                "number."
             ) from None
         if not 0 <= number < float("inf"):
             raise ConfigurationError(
-                f"The schedule gave the rate {number} for epoch {epoch}; it must be finite and at "
-                "least 0."
+                f"The schedule returned the rate {number} for epoch {epoch}. It must be finite "
+                "and at least 0."
             )
         return number
 

@@ -162,7 +162,7 @@ class Timer(Callback):
         if self.verbose and not self._said:
             self._said = True
             limit = timedelta(seconds=self.duration_s or 0.0)
-            print_on_rank_zero(self.model, f"The time limit of {limit} is over. Training stops.")
+            print_on_rank_zero(self.model, f"Training stops: it reached the time limit of {limit}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed_s": self.time_elapsed()}

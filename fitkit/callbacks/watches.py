@@ -78,8 +78,8 @@ class TerminateOnNaN(Callback):
             return
         if self.raise_error:
             raise NonFiniteError(
-                f"The loss became NaN or infinite in epoch {self._epoch + 1} ({when}). "
-                "fitkit.callbacks.DetectNonFinite() names the module where that begins."
+                f"The loss became NaN or infinite in epoch {self._epoch + 1} ({when}). Add "
+                "fitkit.callbacks.DetectNonFinite() to find the module where it begins."
             )
         self.model.stop_training = True
 
@@ -315,7 +315,7 @@ class DetectLossSpike(Callback):
     def _act(self, rank: int, batch: int, loss: float) -> None:
         usual = _median(self._before) if self._before else math.nan
         where = f"epoch {self._epoch + 1}, batch {batch}, rank {rank}"
-        finding = f"The loss jumped to {loss:.4g} ({where}); around {usual:.4g} was usual."
+        finding = f"The loss jumped to {loss:.4g} ({where}), from about {usual:.4g} before."
         if self.action == "raise":
             raise (LossSpikeError if math.isfinite(loss) else NonFiniteError)(finding)
         if self.action == "stop":

@@ -50,8 +50,8 @@ def is_url(path: object) -> bool:
     """
     if isinstance(path, os.PathLike) and _COLLAPSED.match(os.fspath(path)):
         raise ConfigurationError(
-            f"{os.fspath(path)!r} was a URL before pathlib.Path took one of its slashes. Give URLs "
-            "as strings."
+            f"{os.fspath(path)!r} was a URL, but pathlib.Path removed one of its slashes. Give "
+            "URLs as strings."
         )
     return isinstance(path, str) and _URL.match(path) is not None
 
@@ -112,8 +112,8 @@ def _put(url: str, store: Any, local: str, target: str, size_bytes: int, digest:
             found = _measured(file)
         if found != (size_bytes, digest):
             raise CheckpointError(
-                f"{url} can't be written: the store gave back {found[0]} bytes that aren't the "
-                f"{size_bytes} that it got. What was there is as it was; save again."
+                f"{url} can't be written: the store returned {found[0]} bytes that differ from "
+                f"the {size_bytes} bytes sent. The file there is unchanged. Save again."
             )
         # A store with folders renames in one step. Other stores copy in one step.
         if _renames(store):
@@ -181,13 +181,16 @@ def downloaded(url: str) -> Iterator[str]:
             store.invalidate_cache()
             info = store.info(path)
             if info.get("type") != "file":
-                raise CheckpointError(f"{url} can't be read: it isn't a file. Give one's URL.")
+                raise CheckpointError(
+                    f"{url} can't be read: it isn't a file. Give the URL of a file."
+                )
             with store.open(path, "rb") as source, open(local, "xb") as target:
                 shutil.copyfileobj(source, target, _BLOCK_BYTES)
                 count = target.tell()
             if info.get("size") not in (count, None):
                 raise CheckpointError(
-                    f"{url} can't be read: {count} of its {info['size']} bytes came. Try again."
+                    f"{url} can't be read: only {count} of its {info['size']} bytes arrived. Try "
+                    "again."
                 )
         yield local
 
@@ -321,7 +324,7 @@ def _store(url: str) -> tuple[Any, str]:
     """
     if "::" in url:
         raise ConfigurationError(
-            f"{url!r} chains several stores, whose caches may give older files. Give a plain URL."
+            f"{url!r} chains several stores, whose caches may return older files. Give a plain URL."
         )
     try:
         from fsspec.core import url_to_fs
@@ -353,7 +356,7 @@ def _failures(url: str, what: str) -> Iterator[None]:
     except FileNotFoundError as error:
         if what == "written":
             raise CheckpointError(
-                f"{url} can't be written: there is no such folder or bucket ({error}). Create it "
+                f"{url} can't be written: the folder or bucket doesn't exist ({error}). Create it "
                 "first. Nothing was changed."
             ) from error
         raise FileNotFoundError(f"There is no file {url}.") from error
@@ -365,7 +368,8 @@ def _failed(url: str, what: str, error: Exception) -> CheckpointError:
     kind = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}"
     if isinstance(error, PermissionError) or any(word in kind.lower() for word in _REFUSED):
         return CheckpointError(
-            f"{url} can't be {what}: credentials are missing or don't allow it ({kind}); set them "
-            "in the environment variables or the configuration file that the store's package reads."
+            f"{url} can't be {what}: credentials are missing or don't allow it ({kind}). Set them "
+            "in the environment variables or the configuration file that the store's package "
+            "reads."
         )
     return CheckpointError(f"{url} can't be {what}: {kind}.")

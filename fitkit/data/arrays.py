@@ -151,7 +151,7 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
         )
     if tensor.ndim == 0:
         raise ConfigurationError(
-            f"{name} is a single number: data need a first dimension of samples."
+            f"{name} is a single number, but data need a first dimension of samples."
         )
     if tensor.is_floating_point():
         return tensor.to(float_dtype)
@@ -169,9 +169,9 @@ def refuse_masked(tree: Any, name: str) -> None:
     for path, leaf in trees.leaves_with_paths(tree):
         if isinstance(leaf, np.ma.MaskedArray):
             raise ArgumentTypeError(
-                f"{name}{path} is a masked array, and torch knows no masks: it would take the "
-                f"numbers under the mask. Write {name}{path}.filled(value). Samples or labels that "
-                "must not count need a sample_weight of 0, or the label that the loss ignores."
+                f"{name}{path} is a masked array, but torch has no masks and would use the values "
+                f"under the mask. Write {name}{path}.filled(value). To leave out samples, give "
+                "them a sample_weight of 0, or the label that the loss ignores."
             )
 
 

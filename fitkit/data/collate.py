@@ -70,7 +70,8 @@ def _padded(samples: Sequence[Any], *, lengths: bool, labels: float | None, **op
     names = list(rows[0])
     if any(list(row) != names for row in rows):
         raise ConfigurationError(
-            f"The samples of a batch have different entries: {names} and others. Give all the same."
+            f"The samples of a batch have different entries: {names} and others. Give each sample "
+            "the same entries."
         )
     sequences = [n for n in names if all(isinstance(r[n], Tensor) and r[n].ndim for r in rows)]
     if not sequences:
@@ -126,9 +127,9 @@ def _fill_of(
     is_whole = not (column[0].is_floating_point() or column[0].is_complex())
     if labels is None and len(sizes) > 1 and not is_whole:
         raise ConfigurationError(
-            "The targets are sequences of numbers of uneven length, and their padding "
-            "would count in the loss. Write for example fitkit.data.pad(labels=0.0), and give "
-            "sample_weight, or a loss that leaves the padding out."
+            "The targets are sequences of numbers of uneven length, and their padding would count "
+            "in the loss. Write for example fitkit.data.pad(labels=0.0), and give sample_weight "
+            "or a loss that ignores the padding."
         )
     return IGNORED if labels is None else labels
 

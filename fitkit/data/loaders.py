@@ -337,10 +337,10 @@ class OwnState:
         if not self._at_end and not self._warned and _has_shuffle_buffer(self._loader):
             self._warned = True
             warn(
-                f"A training that goes on from this checkpoint doesn't get the same batches: the "
-                f"state of the {type(self._loader).__name__} lacks the samples in the buffer of "
-                "the stream's shuffle. A plain DataLoader reads the epoch's beginning again, and "
-                "gets the same."
+                "A training resumed from this checkpoint gets other batches than without a stop: "
+                f"the state of the {type(self._loader).__name__} lacks the samples in the "
+                "stream's shuffle buffer. A plain DataLoader reads the epoch again from its "
+                "beginning, and gets the same batches."
             )
         return {"state": self._loader.state_dict()}
 

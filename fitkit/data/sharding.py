@@ -118,8 +118,8 @@ def gives_parts(dataset: Any, ranks: Collectives) -> bool:
         expected = (ranks.rank, ranks.world_size)
         if given != expected:
             raise ConfigurationError(
-                f"split_dataset_by_node gave the data of rank {given[0]} of {given[1]} to rank "
-                f"{expected[0]} of {expected[1]}. Pass the whole data set: fitkit divides it."
+                f"split_dataset_by_node gave rank {expected[0]} of {expected[1]} the data of rank "
+                f"{given[0]} of {given[1]}. Pass the whole data set, and fitkit divides it."
             )
         return True
     stages = getattr(dataset, "pipeline", None)  # WebDataset's
@@ -195,8 +195,8 @@ class _Shard(Source):
             if ended:
                 if self.ranks.rank == 0:
                     warn(
-                        f"x ended on some ranks before their first batch; {total} samples of the "
-                        "others are left over."
+                        f"Some ranks got no batch from x, so {total} samples of the other ranks "
+                        "aren't used."
                     )
                 return
             if lacking:
@@ -364,8 +364,8 @@ def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
             yield last, False
     if waiting:
         raise ConfigurationError(
-            f"x gave {waiting} batches on this rank, all without rows. Leave them out, or let "
-            "each rank have some with rows."
+            f"All {waiting} batches that x gave on this rank are empty. Leave them out, or give "
+            "each rank some samples."
         )
 
 
@@ -453,10 +453,10 @@ def check_same_on_all_ranks(source: Source, ranks: Collectives) -> None:
         if one == other:
             differ = f"{one} holds other numbers on rank {rank} than on rank 0"
         raise ConfigurationError(
-            f"The ranks have different data: {differ}. Every rank runs the script and must come to "
-            "the same data, of which fitkit gives each its part: seed what makes, splits or "
-            "shuffles them (fitkit.set_seed(0)). If each rank's data are its part already, give a "
-            "DataLoader and compile(replace_sampler=False).",
+            f"The ranks have different data: {differ}. Every rank runs the script and must create "
+            "the same data, and fitkit gives each rank its part. Call fitkit.set_seed(0) before "
+            "you create, split or shuffle them. If each rank already has only its part, give a "
+            "DataLoader and write compile(replace_sampler=False).",
             code="FK044",
         )
 

@@ -283,8 +283,8 @@ def _refuse_parts(name: str, x: Any, y: Any, sample_weight: Any) -> None:
     for part, given, place in (("y", y, "second"), ("sample_weight", sample_weight, "third")):
         if given is not None:
             raise ConfigurationError(
-                f"{part} was given together with {name} of type {type(x).__name__}, whose "
-                f"batches carry it: make it the {place} entry of each batch and leave out {part}."
+                f"{part} was given together with {name} of type {type(x).__name__}, whose batches "
+                f"already have it. Make it the {place} entry of each batch, and leave out {part}."
             )
 
 
@@ -341,8 +341,8 @@ def _refuse_lists(x: Any, name: str) -> None:
     if columns:
         raise ConfigurationError(
             f"{name} is a Hugging Face Dataset whose columns {columns} give Python lists. Write "
-            f"{name}.with_format('torch'), which gives tensors; where the lists differ in length, "
-            "a DataLoader with a collate_fn that pads them.",
+            f"{name}.with_format('torch'), which gives tensors. If the lists differ in length, "
+            "use a DataLoader with a collate_fn that pads them.",
             code="FK020",
         )
 

@@ -249,7 +249,8 @@ def _refuse(other: dict[str, Any]) -> None:
             )
         if value:
             raise ConfigurationError(
-                f"{name}={describe(value)}: fitkit's TensorBoard leaves this out. {LEFT_OUT[name]}"
+                f"{name}={describe(value)}: fitkit's TensorBoard doesn't support this. "
+                f"{LEFT_OUT[name]}"
             )
 
 

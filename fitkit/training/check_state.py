@@ -61,8 +61,8 @@ def differences(model: Module, path: str, compiled: object, training: dict[str, 
     parts = [f"the file's {', '.join(kept)}"] if kept else []
     parts += [f"compile's {', '.join(anew)}"] if anew else []
     return with_code(
-        f"{path} was saved by a model that was compiled otherwise. What holds from now on: "
-        f"{'; '.join(parts)}. To go on exactly, compile as then; to take the weights alone, use "
+        f"{path} was saved by a model with other compile settings. From now on these apply: "
+        f"{'; '.join(parts)}. To resume exactly, compile as before. To load only the weights, use "
         "load_weights.",
         "FK056",
     )
@@ -147,7 +147,7 @@ def check_training(training: dict[str, Any], path: str) -> None:
             _check_count("passed", entry.get("passed", 0))
         for entry in _dicts("losses", training.get("losses", [])):
             if not all(isinstance(value, torch.Tensor) for value in entry.values()):
-                raise ValueError("a loss has something else than tensors")
+                raise ValueError("the state of a loss has values that aren't tensors")
         for entry in _dicts("scalings", training.get("scalings", [])):
             _has("scalings", entry, {"scaler": dict})
             _check_count("overcounted", entry.get("overcounted"))
@@ -174,7 +174,7 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
             value = getattr(progress, name)
             _check_count(name, 0 if value is None else value)
         if progress.shares == 0:
-            raise ValueError("shares=0 can't be")
+            raise ValueError("shares is 0")
         _has("history", progress.history, {"epoch": list, "history": dict})
         _lists("history", list(progress.history["history"].values()))
         for epoch in progress.history["epoch"]:
@@ -198,13 +198,15 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
             _has("warm_up", progress.warm_up, {"done": int, "targets": list})
             _check_count("done", progress.warm_up["done"])
             if not all(map(_is_single, progress.warm_up["targets"])):
-                raise ValueError("a rate to warm up to isn't a number")
+                raise ValueError("a target rate of the warm-up isn't a number")
             groups = [
                 len(entry["state"].get("param_groups", ()))
                 for entry in training.get("optimizers", [])
             ]
             if groups and len(progress.warm_up["targets"]) != sum(groups):
-                raise ValueError("there are rates to warm up to for other groups than it has")
+                raise ValueError(
+                    "the target rates of the warm-up don't match the optimizer's parameter groups"
+                )
         data = progress.data
         if data is not None and not (isinstance(data, dict) and is_plain(data)):
             raise ValueError("data isn't a dict of plain data")
@@ -225,8 +227,9 @@ class _Refusing:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
             raise CheckpointError(
-                f"{self._path} is refused: of its training, {error}. This version of fitkit didn't "
-                "write that. Nothing was loaded; its weights can be read by load_weights."
+                f"{self._path} has an invalid training state: {error}. This version of fitkit "
+                "doesn't write such files. Nothing was loaded. To load only the weights, use "
+                "load_weights."
             ) from error
 
 
@@ -258,11 +261,11 @@ def try_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> Non
             scheduler.step(*(1.0,) * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
         rates = [group["lr"] for group in scheduler.optimizer.param_groups]
         if not all(isinstance(rate, (int, float, torch.Tensor)) for rate in rates):
-            raise TypeError("it sets rates that aren't numbers")
+            raise TypeError("its learning rates aren't numbers")
     except Exception as error:
         raise CheckpointError(
-            f"{path} has a state that {type(scheduler).__name__} can't go on from "
-            f"({type(error).__name__}: {error}). Nothing was loaded; use another file, or "
+            f"{path} has a state that {type(scheduler).__name__} can't resume from "
+            f"({type(error).__name__}: {error}). Nothing was loaded. Use another file, or "
             "load_weights."
         ) from error
 
@@ -278,14 +281,14 @@ def _differences(found: Any, there: Any, place: str) -> Iterator[str]:
             if name in there:
                 yield from _differences(value, there[name], f"{place}[{name!r}]")
             else:
-                yield f"{place} has {describe(name)}, which it never has"
+                yield f"{place} has the unknown entry {describe(name)}"
     elif isinstance(there, (list, tuple)) and isinstance(found, (list, tuple)):
         if len(found) != len(there):
             yield f"{place} has {len(found)} entries instead of {len(there)}"
         for index, (value, entry) in enumerate(zip(found, there, strict=False)):
             yield from _differences(value, entry, f"{place}[{index}]")
     elif not _is_same_kind(found, there):
-        yield f"{place} is {describe(found)}, not like {describe(there)}"
+        yield f"{place} is {describe(found)}, but a value like {describe(there)} is expected"
 
 
 def _is_same_kind(found: Any, there: Any) -> bool:
@@ -313,11 +316,11 @@ def _check_scaler(scaler: dict[str, Any]) -> None:
     for name in names:
         # After very many infinite losses the scale itself is 0.
         if not _is_number(scaler.get(name)) or not 0 <= scaler[name] < math.inf:
-            raise ValueError(f"a loss scaler's {name}={describe(scaler.get(name))} can't be")
+            raise ValueError(f"a loss scaler's {name}={describe(scaler.get(name))} is invalid")
     for name in ("growth_interval", "_growth_tracker"):
         value = scaler.get(name)
         if type(value) is not int or not 0 <= value < 1 << 31:
-            raise ValueError(f"a loss scaler's {name}={describe(value)} can't be")
+            raise ValueError(f"a loss scaler's {name}={describe(value)} is invalid")
 
 
 def _check_noted(noted: dict[str, Any]) -> None:
@@ -339,10 +342,10 @@ def _check_noted(noted: dict[str, Any]) -> None:
             raise ValueError("a logged value isn't a number")
         options = dict(entry["options"])
         if options.pop("reduce_fx", None) not in REDUCTIONS:
-            raise ValueError("a logged value is reduced in no known way")
+            raise ValueError("the reduction of a logged value is unknown")
         names = {field.name for field in dataclasses.fields(LogOptions)} - {"reduce_fx"}
         if options.keys() != names or not all(isinstance(v, bool) for v in options.values()):
-            raise ValueError("what was told of a logged value isn't what log takes")
+            raise ValueError("the options of a logged value aren't those of self.log")
 
 
 def _dicts(name: str, value: Any) -> list[dict[str, Any]]:
@@ -353,7 +356,7 @@ def _dicts(name: str, value: Any) -> list[dict[str, Any]]:
 
 def _lists(name: str, value: Any) -> list[list[Any]]:
     if not isinstance(value, list) or not all(isinstance(entry, list) for entry in value):
-        raise ValueError(f"{name} has something else than lists")
+        raise ValueError(f"{name} has values that aren't lists")
     return value
 
 

@@ -102,15 +102,15 @@ def explained(
         )
     if isinstance(error, RuntimeError) and DEVICE_ERRORS.search(text):
         return ConfigurationError(
-            f"Inside the net tensors of several devices meet. {_first_line(text)} Make tensors in "
-            "forward on the input's device (torch.zeros(…, device=x.device)), and keep constants "
-            "with register_buffer.",
+            f"The net combines tensors on different devices. {_first_line(text)} In forward, "
+            "create tensors on the input's device (torch.zeros(…, device=x.device)), and keep "
+            "constants with register_buffer.",
             code="FK039",
         )
     if isinstance(error, RuntimeError) and HALF_LSTM.search(text):
         return ConfigurationError(
             f"This CPU can't compute a layer of the net in this number type. {_first_line(text)} "
-            "Write precision='bf16-mixed' (torch has no float16 LSTM on some CPUs)."
+            "Write precision='bf16-mixed'. On some CPUs torch has no float16 LSTM."
         )
     if isinstance(error, IndexError) and INDEX_ERRORS.search(text):
         return ConfigurationError(
@@ -150,8 +150,8 @@ def _channels_last(text: str, x: Any) -> str:
     if not images:
         return ""
     return (
-        "These images are (N, H, W, C), and torch's layers take (N, C, H, W). Write "
-        "x.transpose(0, 3, 1, 2); of a tensor x.permute(0, 3, 1, 2)."
+        "These images are (N, H, W, C), but torch's layers take (N, C, H, W). Write "
+        "x.transpose(0, 3, 1, 2), or for a tensor x.permute(0, 3, 1, 2)."
     )
 
 
@@ -219,8 +219,8 @@ def explanation(model: Module, verb: str, batch_size: int | None, original: str)
     parts += on_device(strategy.device, sum(held.values()))
     advice = "; ".join(suggestions(model, verb, batch_size, sum(held.values())))
     return with_code(
-        f"Memory ran out on {strategy.device} in {verb}{batches}. In use: {', '.join(parts)}. "
-        f"What needs less: {advice}. ({original})",
+        f"Memory ran out on {strategy.device} in {verb}{batches}. In use: {', '.join(parts)}. To "
+        f"use less: {advice}. ({original})",
         "FK040",
     )
 
@@ -256,7 +256,7 @@ def on_device(device: torch.device, known: int) -> list[str]:
         free, total = torch.cuda.mem_get_info(device)
         rest = size(max(allocated - known, 0))
         return [
-            f"activations and all else {rest}",
+            f"activations and other tensors {rest}",
             f"{size(allocated)} allocated and {size(reserved)} reserved by torch",
             f"{size(free)} of {size(total)} free",
         ]

@@ -248,9 +248,9 @@ class Fit:
         """Compute batch normalisation over all ranks' batches, if `compile` asked for it."""
         if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
             raise ConfigurationError(
-                f"sync_batchnorm=True can't be kept under strategy={self.strategy.name!r} with "
-                f"{self.strategy.replicas} replicas in one process. Write strategy='ddp', where "
-                "each device has a process of its own."
+                f"sync_batchnorm=True doesn't work with strategy={self.strategy.name!r}, which "
+                f"has {self.strategy.replicas} replicas in one process. Write strategy='ddp', "
+                "which has a process for each device."
             )
         if not self.compilation.sync_batchnorm or self.collectives.world_size == 1:
             yield
@@ -335,9 +335,7 @@ class Fit:
             self.batch = None
             self.note(index + 1)
             if empty and empty == index + 1:
-                raise ConfigurationError(
-                    f"x is empty: none of the epoch's {empty} batches has rows."
-                )
+                raise ConfigurationError(f"x is empty: all {empty} batches have 0 samples.")
             logbook.steps = index + 1 - done - empty
             if self._ran_out(epoch, index + 1):
                 return last
@@ -563,14 +561,15 @@ class Fit:
             problem = f"lr_scheduler monitors {watched!r}, but the logs have {there}."
         else:
             problem = (
-                f"ReduceLROnPlateau watches {watched!r} where lr_scheduler names no monitor, but "
-                f'the logs have {there}. Write {{"scheduler": …, "monitor": …}} with one of these.'
+                f"ReduceLROnPlateau monitors {watched!r} unless lr_scheduler sets another "
+                f'monitor, but the logs have {there}. Write lr_scheduler={{"scheduler": …, '
+                '"monitor": …} with one of these.'
             )
         if plan.strict:
             raise ConfigurationError(problem)
         if plan not in self.warned_of:
             self.warned_of.append(plan)
-            warn(f"{problem} The scheduler waits until there is one.")
+            warn(f"{problem} The scheduler waits until the logs have it.")
 
     def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
         """Create the warm-up, at its beginning or where an interrupted training left it."""
@@ -633,9 +632,9 @@ class Fit:
         if not self.is_between_groups:
             every = self.model._fitkit.fit_state.accumulate
             raise ConfigurationError(
-                f"A checkpoint can't be saved while batches wait for others to make an update: "
-                f"{every} make one. Save after a batch for which (batch + 1) % {every} == 0, or by "
-                "fitkit.callbacks.ModelCheckpoint, which waits."
+                f"A checkpoint can't be saved between two updates, and {every} batches make one "
+                f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
+                "fitkit.callbacks.ModelCheckpoint, which waits for the update."
             )
         ended = self.logs is not None
         is_between = ended or self.steps_done == 0

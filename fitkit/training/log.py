@@ -221,14 +221,14 @@ class Logged:
             entry = self.entries[name] = Entry(options)
         elif entry.options != options:
             raise ConfigurationError(
-                f"self.log({name!r}) came with other arguments before: {entry.options} and now "
-                f"{options}. Log one name in one way, or choose another name."
+                f"self.log({name!r}) was called with other arguments before: {entry.options}, now "
+                f"{options}. Use the same arguments in every call, or choose another name."
             )
         elif entry.metric is not metric:
             raise ConfigurationError(
-                f"self.log({name!r}) got another torchmetrics object than before, or a metric and "
-                "a number by turns: an epoch's value would lack all that came before. Make the "
-                "metric once, in __init__, and log that object in each step."
+                f"self.log({name!r}) got another torchmetrics object than before, or sometimes a "
+                "metric and sometimes a number. The epoch's value would lack the earlier batches. "
+                "Create the metric once, in __init__, and log that object in each step."
             )
         if metric is not None:
             entry.metric = metric
@@ -260,8 +260,8 @@ class Logged:
             self._synced = gathered[0]
         if any(name not in self._synced for name in pending):
             raise ConfigurationError(
-                f"self.log({next(iter(pending))!r}, sync_dist=True, on_step=True) came first in a "
-                "later step. Log it from the first step on, on every rank."
+                f"self.log({next(iter(pending))!r}, sync_dist=True, on_step=True) was first "
+                "called in a later step. Call it from the first step on, on every rank."
             )
         if not self._synced:
             return
@@ -365,8 +365,8 @@ def _number(value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value)
     raise ConfigurationError(
-        "A torchmetrics object that self.log was given computes no single number but "
-        f"{describe(value)}. Compute it in an epoch's end and log its parts."
+        f"self.log got a torchmetrics object that computes {describe(value)}, not one number. "
+        "Compute it at the end of the epoch, and log its parts."
     )
 
 
@@ -522,9 +522,9 @@ def reduced(
         if not carried or isinstance(error, FitkitError):
             raise
         raise CheckpointError(
-            "What the checkpoint has noted of the epoch can't be joined with the rest of it "
-            f"({type(error).__name__}: {error}). Start the epoch again: load its weights with "
-            "load_weights, or use an earlier checkpoint."
+            "The epoch's values in the checkpoint don't match those of the resumed epoch "
+            f"({type(error).__name__}: {error}). Restart the epoch from its weights "
+            "(load_weights), or use an earlier checkpoint."
         ) from error
 
 

@@ -76,9 +76,10 @@ class Manual:
         if self._state.updates == self._updates_before and not self._has_warned:
             self._has_warned = True
             warn(
-                "No update was seen in this epoch, so global_step, EMA and whatever else follows "
-                "updates stand still. One is counted for each optimizer.step() in training_step, "
-                "or for a batch that changes the parameters in place. p.data hides a change."
+                "fitkit saw no update in this epoch, so global_step and all that counts updates, "
+                "such as EMA, did not advance. It counts each optimizer.step() in training_step, "
+                "and each batch that changes the parameters in place. It can't see changes "
+                "through p.data."
             )
         self._updates_before = None
 
@@ -128,14 +129,14 @@ def check_manual(model: Module) -> None:
     """
     if not overridden(model, "training_step"):
         raise ConfigurationError(
-            f"{type(model).__name__} has automatic_optimization = False, but no training_step, so "
-            "nobody makes the updates. Define it, or leave automatic_optimization out."
+            f"{type(model).__name__} has automatic_optimization = False, but no training_step to "
+            "make the updates. Define training_step, or leave out automatic_optimization."
         )
     compilation = model._fitkit.compilation
     strategy = compilation.strategy
     if strategy.replicates:
         raise ConfigurationError(
-            f"automatic_optimization = False can't be kept under strategy={strategy.name!r}: "
+            f"automatic_optimization = False doesn't work with strategy={strategy.name!r}: "
             "training_step runs once for each part of a batch, and each would make an update. "
             "Write strategy='ddp', or let fit make the updates."
         )
@@ -147,6 +148,7 @@ def check_manual(model: Module) -> None:
     ):
         if compilation.given[name] not in (None, 0, DEFAULTS[name]):
             raise ConfigurationError(
-                f"{name}={compilation.given[name]!r} can't be kept with automatic_optimization = "
-                "False: the updates are made in training_step. Do it there."
+                f"{name}={compilation.given[name]!r} has no effect with automatic_optimization = "
+                "False, because training_step makes the updates. Do it there, and leave out "
+                f"{name}."
             )

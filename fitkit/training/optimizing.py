@@ -136,10 +136,9 @@ def read_optimizers(returned: Any) -> OwnOptimizers:
     """
     if returned is None:
         raise ConfigurationError(
-            "configure_optimizers returned None. Lightning would run training_step and learn "
-            "nothing; fit makes updates. Return the optimizer (is there a `return`?), leave the "
-            "method out and name one in compile, or call evaluate or predict where nothing is to "
-            f"be learned. {SHAPES}."
+            "configure_optimizers returned None, but fit needs an optimizer. Return one (is the "
+            "`return` missing?), or delete the method and name an optimizer in compile. To run "
+            f"the model without training it, call evaluate or predict. {SHAPES}."
         )
     if isinstance(returned, Optimizer):
         return OwnOptimizers([returned], [])
@@ -173,8 +172,8 @@ def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
         unknown = set(given) - set(OPTIMIZER_KEYS)
         if unknown or "optimizer" not in given:
             raise ConfigurationError(
-                f"configure_optimizers returned a dict with the keys {list(given)}; it has "
-                f"'optimizer', and perhaps {', '.join(map(repr, OPTIMIZER_KEYS[1:]))}."
+                f"configure_optimizers returned a dict with the keys {list(given)}. It takes "
+                f"'optimizer', and optionally {', '.join(map(repr, OPTIMIZER_KEYS[1:]))}."
             )
         _check_optimizer(given["optimizer"])
         optimizers.append(given["optimizer"])
@@ -206,8 +205,8 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
         unknown = set(given) - set(SCHEDULER_KEYS)
         if unknown or "scheduler" not in given:
             raise ConfigurationError(
-                f"configure_optimizers returned an lr_scheduler with the keys {list(given)}; it "
-                f"has {', '.join(map(repr, SCHEDULER_KEYS))}."
+                f"configure_optimizers returned an lr_scheduler with the keys {list(given)}. It "
+                f"takes {', '.join(map(repr, SCHEDULER_KEYS))}."
             )
         options = dict(given)
     scheduler = options["scheduler"]
@@ -241,7 +240,7 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
     if not planned.keeps_state:
         warn(
             f"{type(scheduler).__name__} has no state_dict and load_state_dict, so checkpoints "
-            "can't store its position, and a resumed training starts it again. Give it both."
+            "can't store its position. A resumed training starts it again. Add both methods."
         )
     if planned.watches:
         check_watched(interval, planned.monitor)
@@ -328,8 +327,8 @@ class FitState:
         if not all(id(parameter) in trainable for parameter in held):
             choice.check_parameters(compilation.trainable(model))
             warn(
-                "Parameters of the net were replaced since its optimizer was made; the optimizer "
-                "is built again, without its state."
+                "Parameters of the net were replaced after its optimizer was created. The "
+                "optimizer is created again and loses its state."
             )
             self.drop_optimizers()
         if not self.optimizers:
@@ -648,8 +647,8 @@ def warn_of_flags(model: torch.nn.Module) -> None:
         is_set = vars(module).get("trainable") is False and not _has_flag(type(module))
         if is_set and any(parameter.requires_grad for parameter in module.parameters()):
             warn(
-                f"{path}.trainable = False has no effect on a layer of torch, which learns all the "
-                f"same. Write {path}.requires_grad_(False)."
+                f"{path}.trainable = False has no effect on a torch layer, which still learns. "
+                f"Write {path}.requires_grad_(False)."
             )
 
 
@@ -665,6 +664,6 @@ def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) ->
     idle = [p for p in compilation.loss_parameters() if p.requires_grad and id(p) not in held]
     if idle:
         warn(
-            f"The loss has {len(idle)} parameters of its own that no optimizer holds, so they "
-            "don't learn. Give compile an optimizer over both, or make them part of the net."
+            f"The loss has {len(idle)} parameters that no optimizer holds, so they don't learn. "
+            "Give compile an optimizer over them and the net's, or make them part of the net."
         )

@@ -135,7 +135,7 @@ class StepContext:
         if self.name == "predict":
             raise ConfigurationError(
                 f"self.log({name!r}) was called in predict, which has no logs. Return the value "
-                "from predict_step, or log it in evaluate's test_step."
+                "from predict_step, or log it in test_step and call evaluate."
             )
         if self.ending is not None:
             self.ending.add(name, value, options, 1 if samples is None else samples)
@@ -289,8 +289,8 @@ class OwnStep:
             )
         if compiled is not None and compiled.class_weights is not None and not compiled.checked:
             warn(
-                "class_weight was given, but training_step computes the loss by itself: the "
-                "weights count only in super().training_step."
+                "class_weight has no effect, because training_step computes the loss itself. The "
+                "weights apply only in super().training_step."
             )
 
     def __call__(
@@ -429,12 +429,12 @@ class OwnStep:
             if isinstance(found, torch.Tensor):
                 what = f"a tensor of shape {tuple(found.shape)}"
             raise ConfigurationError(
-                f"{hooks} returned {what}. Return the loss, a tensor with one number, "
-                "for example its .mean(), or a dict that has it as 'loss'."
+                f"{hooks} returned {what}. Return the loss as a tensor with one number, for "
+                "example its .mean(), or a dict that has it as 'loss'."
             )
         if not loss.requires_grad:
             raise ConfigurationError(
-                f"The loss that {hooks} returned has no gradient, so nothing can learn from it. "
+                f"The loss that {hooks} returned has no gradient, so the net can't learn from it. "
                 "Compute it from the net's output, without .item(), .detach() or no_grad."
             )
 

@@ -74,8 +74,8 @@ class Progress:
             lacks = item.name not in data and item.default is dataclasses.MISSING
             if lacks or not _fits(item.name, value):
                 raise CheckpointError(
-                    f"{path} has a progress without a usable {item.name!r}: this version of fitkit "
-                    "can't resume from it. Load its weights with load_weights."
+                    f"{path} has no valid {item.name!r} in its progress, so this version of "
+                    "fitkit can't resume from it. Load its weights with load_weights."
                 )
             values[item.name] = value
         return cls(**values)
@@ -118,8 +118,8 @@ def warn_of_other_ranks(progress: Progress, ranks: int) -> None:
     """Warn that a training continues on another number of ranks."""
     if len(progress.random) != ranks:
         warn(
-            f"Training continues with {ranks} ranks instead of {len(progress.random)}: each of "
-            "the epoch's remaining samples is used once, but in other batches than before."
+            f"Training continues with {ranks} ranks instead of {len(progress.random)}. Each "
+            "remaining sample of the epoch is used once, but in other batches than before."
         )
 
 
@@ -138,9 +138,9 @@ def check_data(source: Any, progress: Progress) -> None:
     now, then = _place_in(source), {name: progress.data.get(name) for name in PLACE}
     if then != now:
         raise ConfigurationError(
-            f"The training was cut within the data, which had {_words(then)}, but now they have "
-            f"{_words(now)}. Give the data as before, or go on from a checkpoint of an epoch's "
-            "end.",
+            f"The checkpoint was saved in the middle of an epoch over data with {_words(then)}, "
+            f"but now the data have {_words(now)}. Give the same data, or resume from a "
+            "checkpoint saved at the end of an epoch.",
             code="FK058",
         )
 
@@ -201,8 +201,8 @@ def _give_state(callback: Callback, state: Any) -> None:
     except Exception as error:
         name = type(callback).__name__
         raise CheckpointError(
-            f"{name} can't go on from its state in the checkpoint ({type(error).__name__}: "
-            f"{error}). Make it as it was, leave it out, or start again from the weights alone "
+            f"{name} can't resume from its state in the checkpoint ({type(error).__name__}: "
+            f"{error}). Create it as before, leave it out, or load only the weights "
             "(load_weights)."
         ) from error
 
@@ -220,7 +220,9 @@ def check_callback_state(callback: Any, state: Any) -> None:
         found = state.get(name)
         wrong = kinds is not None and name in state and not isinstance(found, kinds)
         if wrong or (kinds is not None and type(found) is bool and type(there) is not bool):
-            raise ValueError(f"{name} is {describe(found)}, not like {describe(there)}")
+            raise ValueError(
+                f"{name} is {describe(found)}, but a value like {describe(there)} is expected"
+            )
 
 
 def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:

@@ -226,7 +226,7 @@ def _expand_gpus(given: dict[str, Any]) -> None:
         if name in given:
             raise ConfigurationError(
                 f"gpus={gpus!r} and {name}={given[name]!r} were both given. gpus is the older "
-                "spelling of accelerator='gpu', devices=…: give only one of them."
+                "spelling of accelerator='gpu', devices=…. Give only one of them."
             )
     given.update(older_spelling(gpus))
 
@@ -284,7 +284,8 @@ def _check_jit_compile(name: str, value: Any) -> None:
     for key in value:
         if key not in accepted:
             raise ConfigurationError(
-                f"jit_compile has the option {key!r}; torch.compile takes {', '.join(accepted)}."
+                f"jit_compile has the unknown option {key!r}. torch.compile takes "
+                f"{', '.join(accepted)}."
             )
 
 
@@ -294,8 +295,8 @@ def _check_combinations(values: dict[str, Any], given: dict[str, Any]) -> None:
     if instances_in(optimizer) and given.get("learning_rate") is not None:
         raise ConfigurationError(
             f"learning_rate={given['learning_rate']} can't change an optimizer instance, which "
-            "has a rate of its own. Set the rate where you make it (or in its param_groups), or "
-            "give the optimizer's name or class."
+            "has its own rate. Set the rate where you create it (or in its param_groups), or give "
+            "the optimizer's name or class."
         )
     if values["effective_batch_size"] is not None and values["accumulate_grad_batches"] != 1:
         raise ConfigurationError(
@@ -333,8 +334,8 @@ def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: boo
     given, among = f"effective_batch_size={samples}", f"{ranks} ranks" if ranks > 1 else "one rank"
     if size is None:
         raise ConfigurationError(
-            f"{given} needs to know the samples of a batch, but x makes batches of its own and "
-            "doesn't say. Give arrays, a Dataset, or a DataLoader with a batch_size; or write "
+            f"{given} needs the number of samples in a batch, but x makes its own batches and has "
+            "no batch_size. Give arrays, a Dataset or a DataLoader with a batch_size, or write "
             "accumulate_grad_batches=… instead."
         )
     step = ranks * size if is_fixed else ranks
@@ -354,9 +355,9 @@ def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: boo
     if 2 * (mine // parts) < min(size, mine):
         near = -(-mine // size) * size * ranks
         raise ConfigurationError(
-            f"{given} is {mine} samples for each of {among}, which can't be cut into equal batches "
-            f"of about batch_size={size} samples: {mine // parts} is the largest size that divides "
-            f"them. Write effective_batch_size={near}, or another batch_size in fit."
+            f"{given} gives each of {among} {mine} samples, which can't be divided into equal "
+            f"batches of about batch_size={size} samples. The largest size that divides them is "
+            f"{mine // parts}. Write effective_batch_size={near}, or another batch_size in fit."
         )
     return parts
 
@@ -532,14 +533,14 @@ class FitArguments:
         unknown = source.steps is None and self.steps_per_epoch is None
         if unknown and not isinstance(self.validation_freq, dict):
             raise ConfigurationError(
-                f"{given} is a fraction of the epoch, but nobody knows how many batches x gives. "
-                'Write validation_freq={"batches": 100}, or give steps_per_epoch=….'
+                f"{given} is a fraction of the epoch, but x has no known number of batches. Write "
+                'validation_freq={"batches": 100}, or give steps_per_epoch=….'
             )
         if not held_out.repeatable and self.validation_steps is None:
             raise ConfigurationError(
                 f"{given} validates several times, but validation_data is an iterator, which can "
-                "be read once. Give validation_steps=… to take so many batches each time, or "
-                "something that can be read again (a list of batches, a DataLoader, a Dataset).",
+                "be read once. Give validation_steps=… to take that many batches each time, or "
+                "data that can be read again (a list of batches, a DataLoader, a Dataset).",
                 code="FK021",
             )
 

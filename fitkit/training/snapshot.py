@@ -261,7 +261,7 @@ def load(
         name = os.fspath(path)
         training, kept = found.state.get("training"), found.state.get("progress")
         if not isinstance(training, dict) or not isinstance(kept, (dict, type(None))):
-            raise CheckpointError(f"{name} lacks the training's state. Use load_weights.")
+            raise CheckpointError(f"{name} has no training state. Use load_weights.")
         check_training(training, name)
         progress = None if kept is None else Progress.from_dict(kept, name)
         if progress is not None:
@@ -432,8 +432,8 @@ def _check_order(model: Module, optimizer: Any, entry: dict[str, Any], path: str
     then = entry.get("names") or now
     if now != then and sorted(chain(*now)) == sorted(chain(*then)):
         raise CheckpointError(
-            f"{path} has the optimizer's parameters in another order than the model: their states "
-            "would be mixed up. Register the layers in the order in which they were."
+            f"{path} has the optimizer's parameters in another order than the model, so their "
+            "states would be mixed up. Register the layers in the same order as before."
         )
 
 
@@ -442,8 +442,8 @@ def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None
     shapes = [tuple(weight.shape) for weight in entry.get("weights", [])]
     if shapes and shapes != [tuple(parameter.shape) for parameter in held_by(optimizer)]:
         raise CheckpointError(
-            f"{path} has weights of other shapes for {entry['class']} to train at than the model. "
-            "Build the net as it was, or use load_weights."
+            f"{path} has weights of other shapes for {entry['class']} than the model. Build the "
+            "same net as before, or use load_weights."
         )
 
 
@@ -529,8 +529,8 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
     """
     if not isinstance(net, torch.nn.Module):
         raise ArgumentTypeError(
-            f"net={describe(net)} must be the torch.nn.Module whose weights the file has: a file "
-            "holds numbers and no code. Build the network as it was, and write "
+            f"net={describe(net)} must be the torch.nn.Module whose weights the file has. A file "
+            "has no code, so build the same network as before, and write "
             f"fitkit.load_model({describe(path)}, net)."
         )
     with files.open_checkpoint(path) as found:

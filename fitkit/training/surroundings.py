@@ -333,7 +333,7 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
         compiled = torch.compile(_call_of(target), **({} if options is True else options))
     except Exception as error:
         raise ConfigurationError(
-            f"jit_compile={options!r} isn't what torch.compile takes: {error}"
+            f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
         ) from error
     target._compiled_call_impl = compiled
 

@@ -96,9 +96,10 @@ def updates_for(
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
     if several and overridden(model, "training_step") and not takes_turns:
         raise ConfigurationError(
-            f"configure_optimizers returned {len(updates)} optimizers, but training_step doesn't "
-            "ask whose turn it is. Write def training_step(self, batch, batch_idx, optimizer_idx), "
-            "or set automatic_optimization = False and step in it."
+            f"configure_optimizers returned {len(updates)} optimizers, but training_step has no "
+            "argument optimizer_idx. Write def training_step(self, batch, batch_idx, "
+            "optimizer_idx), or set automatic_optimization = False and call the optimizers' step "
+            "in it."
         )
     return ByTurns(updates, state) if several else updates[0]
 
@@ -275,8 +276,9 @@ class Update:
         accumulate = self._fit_state.accumulate
         if self._takes_closure and accumulate > 1:
             raise ConfigurationError(
-                f"accumulate_grad_batches={accumulate} can't be combined with "
-                f"{type(self.optimizer).__name__}, which computes the loss several times a step."
+                f"accumulate_grad_batches={accumulate} doesn't work with "
+                f"{type(self.optimizer).__name__}, which computes the loss several times in each "
+                "step. Write accumulate_grad_batches=1."
             )
         self._accumulate = accumulate
         self._exchanged = not self._exchanges
@@ -383,8 +385,8 @@ class Update:
         if loss is None:
             if not self._is_alone:
                 raise ConfigurationError(
-                    "training_step returned None, to leave out a batch. Several ranks make each "
-                    "step together: return a loss of 0 * (the sum of the net's outputs) instead."
+                    "training_step returned None to skip a batch, but several ranks make each "
+                    "step together. Return a loss of 0 * (the sum of the net's outputs) instead."
                 )
             return
         samples, total = step.samples, step.total

@@ -179,7 +179,7 @@ def test_a_rank_that_does_not_come_to_a_call_ends_it_and_says_why(start):
         """
     )
     code, out, err = ended(process)
-    assert "asks for 3 ranks, but this script runs on 2 already" in out
+    assert "asks for 3 ranks, but this script already runs on 2" in out
     assert code == 1
     assert "WorkerError: 1 of 2 ranks joined this call of evaluate" in err
 

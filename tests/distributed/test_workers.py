@@ -425,7 +425,7 @@ def test_a_call_of_another_model_on_several_devices_inside_a_call_is_refused_at_
     def inside(epoch, logs):
         other.evaluate(X, Y, verbose=0)
 
-    with pytest.raises(fitkit.ConfigurationError, match=r"inside another model.*devices=1"):
+    with pytest.raises(fitkit.ConfigurationError, match=r"within another model.*devices=1"):
         compiled().fit(X, Y, verbose=0, callbacks=LambdaCallback(on_epoch_end=inside))
 
 

@@ -304,7 +304,7 @@ def test_outputs_that_can_not_be_joined_are_told():
         ({"lr_scheduler": torch.optim.SGD}, "optimizer's class"),
         ({"lr_scheduler": "StepLR"}, r"needs step_size.*functools\.partial\(StepLR, step_size=…\)"),
         ({"lr_scheduler": {"scheduler": "ReduceLROnPlateau", "monitor": 3}}, "monitor=3"),
-        ({"jit_compile": {"mode": "nope"}}, "torch.compile takes"),
+        ({"jit_compile": {"mode": "nope"}}, "accepted by torch.compile"),
         ({"learning_rate": float("inf")}, "finite"),
         ({"precision": [32]}, r"precision=\[32\]"),
         ({"accelerator": None}, "accelerator=None"),
@@ -501,7 +501,7 @@ def test_a_later_batch_without_targets_or_with_too_few_is_refused(verb):
     x, y = torch.tensor(X), torch.tensor(Y)
     for loss, target in (("cross_entropy", y), ("mse", torch.randn(20, 3))):
         model = compiled(loss=loss)
-        with pytest.raises(ConfigurationError, match="has inputs alone"):
+        with pytest.raises(ConfigurationError, match="has only inputs"):
             getattr(model, verb)([(x, target), (x,)], verbose=0)
     with pytest.raises(ConfigurationError, match="same number of samples"):
         getattr(compiled(), verb)([(x, y), (x, y[:5])], verbose=0)

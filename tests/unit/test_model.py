@@ -941,7 +941,7 @@ def test_a_losss_own_parameters_learn(by_name):
     net, loss = pair()
     model = fitkit.Model(net)
     model.compile(torch.optim.SGD(net.parameters(), lr=0.1), loss)
-    with pytest.warns(UserWarning, match="1 parameters of its own that no optimizer holds"):
+    with pytest.warns(UserWarning, match="1 parameters that no optimizer holds"):
         model.fit(X, X, verbose=0)
 
 

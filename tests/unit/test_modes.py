@@ -230,7 +230,7 @@ def test_metrics_that_are_part_of_a_model_count_for_one_thread_at_a_time():
     model.compile("sgd", accelerator="cpu")
     with (
         meanwhile(lambda **options: model.evaluate(X, Y, verbose=0, **options), "on_test_begin"),
-        pytest.raises(ConfigurationError, match="evaluate can't begin: another thread is in eval"),
+        pytest.raises(ConfigurationError, match="evaluate can't start: another thread runs eval"),
     ):
         model.evaluate(X, Y, verbose=0)
     assert model.evaluate(X, Y, verbose=0)
@@ -285,7 +285,7 @@ def test_what_another_thread_asks_of_a_training_model_is_refused(verb, tmp_path,
     torch.manual_seed(5)
     training = partial(model.fit, X, Y, **options)
     with meanwhile(training, "on_train_batch_end") as found:
-        with pytest.raises(ConfigurationError, match=f"^{verb} can't begin: .* in fit of this"):
+        with pytest.raises(ConfigurationError, match=f"^{verb} can't start: .* runs fit on this"):
             BESIDE_A_FIT[verb](model)
         assert all(modes_of(model))
     torch.manual_seed(5)
@@ -301,7 +301,7 @@ def test_what_needs_a_model_alone_is_refused_while_another_thread_predicts(verb,
     before = copied_state(model)
     with (
         meanwhile(partial(model.predict, X, verbose=0), "on_predict_begin") as found,
-        pytest.raises(ConfigurationError, match=f"in predict of this .* {verb} needs it alone"),
+        pytest.raises(ConfigurationError, match=f"runs predict .* {verb} needs the model"),
     ):
         BESIDE_A_FIT[verb](model)
     assert np.array_equal(found[0], model.predict(X, verbose=0))
@@ -314,7 +314,7 @@ def test_two_fits_of_models_that_share_layers_are_refused_and_of_others_not():
     for model in (first, second):
         model.compile("sgd", "cross_entropy", accelerator="cpu")
     with meanwhile(lambda **options: first.fit(X, Y, verbose=0, **options), "on_epoch_begin"):
-        with pytest.raises(ConfigurationError, match="one with the same layers"):
+        with pytest.raises(ConfigurationError, match="one that shares its layers"):
             second.fit(X, Y, verbose=0)
         other.fit(X, Y, verbose=0)
         second.summary()  # looks at nothing that changes
@@ -355,7 +355,7 @@ def test_a_call_of_several_processes_is_for_one_thread():
     model = model_of(devices=2, strategy="dp")
     with (
         meanwhile(partial(model.predict, X, verbose=0), "on_predict_begin"),
-        pytest.raises(ConfigurationError, match="predict needs it alone"),
+        pytest.raises(ConfigurationError, match="predict needs the model alone"),
     ):
         model.predict(X, verbose=0)
 

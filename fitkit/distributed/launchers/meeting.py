@@ -162,7 +162,8 @@ class Meeting:
         except DistError as error:
             raise WorkerError(
                 f"rank {self._rank} lost its connection to {self.where} while the {self._size} "
-                f"processes met ({first_line(error)}): the process that serves there ended."
+                f"processes were connecting ({first_line(error)}). The process that serves it "
+                "ended."
             ) from error
 
     def _open_part(self, store: Store, common: Store) -> Store:
@@ -230,9 +231,8 @@ def _ended(common: Store, rank: int) -> Failure | None:
         return None
     return Failure(
         rank,
-        f"No other will follow: the script of rank {rank} has ended. Every rank has to make the "
-        "same calls of fit, evaluate and predict; is an exit or a call under a condition on the "
-        "rank?",
+        f"No more ranks will join: the script of rank {rank} has ended. Every rank has to make "
+        "the same calls of fit, evaluate and predict. Does an exit or a call depend on the rank?",
     )
 
 
@@ -417,7 +417,7 @@ def _serve(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
         )
     except DistError as error:
         raise ConfigurationError(
-            f"rank 0 can't serve at port {port}, where the other processes look for it: "
+            f"rank 0 can't listen on port {port}, where the other processes look for it: "
             f"{first_line(error)}. Set MASTER_PORT to a free port, the same for all processes."
         ) from error
 
@@ -446,7 +446,7 @@ def _connect(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
 
 def _follow(address: SharedAddress, cluster: Cluster, patience: Patience) -> TCPStore:
     """The server at the address that rank 0 left; one from an earlier run leads nowhere."""
-    reason = "rank 0 left no address there"
+    reason = "rank 0 wrote no address there"
     while patience.remains():
         left = address.read()
         if left is not None:
@@ -454,7 +454,7 @@ def _follow(address: SharedAddress, cluster: Cluster, patience: Patience) -> TCP
             if store is not None and store.check(["fitkit/token"]):
                 if store.get("fitkit/token").decode() == left.token:
                     return store
-                reason = "another program serves at the address that was left there"
+                reason = "another program listens at the address there"
     raise _unreached(cluster, f"{address}: {reason}", patience)
 
 
@@ -475,9 +475,9 @@ def _unreached(cluster: Cluster, reason: str, patience: Patience) -> WorkerError
     address, port = cluster.master_address, cluster.master_port or DEFAULT_PORT
     where = f" at {address}:{port}" if address else ""
     message = with_code(
-        f"1 of {cluster.world_size} processes joined: rank {cluster.rank} couldn't reach rank 0"
-        f"{where} within {patience.timeout_s:g} s ({reason}). Start rank 0 too, and see that its "
-        "address (MASTER_ADDR, MASTER_PORT) is right and no firewall is between.",
+        f"1 of {cluster.world_size} processes joined: rank {cluster.rank} couldn't reach rank "
+        f"0{where} within {patience.timeout_s:g} s ({reason}). Start rank 0 too, and check its "
+        "address (MASTER_ADDR, MASTER_PORT) and the firewalls between the machines.",
         "FK051",
     )
     return WorkerError(message)

@@ -156,7 +156,7 @@ class AddressOnServer:
 
     def _unusable(self, reason: str) -> str:
         return (
-            f"rank 0 couldn't leave its address at {self} ({reason}). Set MASTER_ADDR and "
+            f"rank 0 couldn't write its address to {self} ({reason}). Set MASTER_ADDR and "
             "MASTER_PORT for all processes."
         )
 
@@ -172,8 +172,8 @@ def private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
         raise ConfigurationError(
-            f"{folder} must be a folder of this user only (mode 0700), but isn't. Remove it, or "
-            "set TMPDIR to another folder."
+            f"{folder} must belong to this user and be closed to others (mode 0700). Remove it, "
+            "or set TMPDIR to another folder."
         )
     return folder
 
@@ -275,8 +275,8 @@ class MeetingFolder:
         except (OSError, RuntimeError) as error:
             made.remove()
             raise ConfigurationError(
-                f"The ranks can't meet by files in {parent} ({str(error).splitlines()[0]}). Set "
-                "TMPDIR to a folder on a disk of this machine that has room."
+                f"The ranks can't exchange files in {parent} ({str(error).splitlines()[0]}). Set "
+                "TMPDIR to a folder on a local disk with free space."
             ) from error
         return made
 
@@ -377,7 +377,7 @@ class PromptStore(Store):
         end, pause_s = time.monotonic() + seconds, self._shortest_pause_s
         while not self._store.check(keys):
             if self._broken_off:
-                raise DistStoreError(f"the wait was broken off, keys: {', '.join(keys)}")
+                raise DistStoreError(f"the wait was interrupted, keys: {', '.join(keys)}")
             if time.monotonic() > end:
                 raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
             time.sleep(pause_s)

@@ -181,7 +181,7 @@ def _unsendable(parts: Mapping[str, Any], error: Exception) -> ConfigurationErro
     path, culprit = _culprit(value, name, set(), depth=0)
     return ConfigurationError(
         f"{path} is a {type(culprit).__name__}, which can't be sent to the worker processes "
-        f"({type(error).__name__}: {error}). Make it where it is used, leave it out with "
+        f"({type(error).__name__}: {error}). Create it where you use it, leave it out with "
         "__getstate__, or use strategy='ddp', which sends nothing.",
         code="FK046",
     )

@@ -170,7 +170,7 @@ class RankLauncher:
         try:
             while not store.check([key]):
                 if time.monotonic() > deadline:
-                    return f"Rank 0 wasn't done within {timeout_s:g} s."
+                    return f"Rank 0 didn't finish within {timeout_s:g} s."
                 if (failure := self.lost()) is not None and not store.check([key]):
                     return failure.what
                 time.sleep(pause_s)
@@ -244,7 +244,7 @@ class RankLauncher:
         traceback.clear_frames(error.__traceback__)
         if not (failure.raised and self.others_print):
             return failure.as_error()
-        note = "That rank prints its traceback; remote_traceback has it, too."
+        note = "That rank prints its traceback. The error's remote_traceback has it too."
         return WorkerError(f"{failure.what}\n{note}", failure.rank, failure.text)
 
     def _release(self) -> None:

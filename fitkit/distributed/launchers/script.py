@@ -215,8 +215,8 @@ class StartedRanks(ScriptRanks):
             return
         for other in late:
             print(
-                f"fitkit: rank {other.rank}'s script was still running {EXIT_S:g} s after rank "
-                "0's had ended, and was ended.",
+                f"fitkit: stopped rank {other.rank}'s script, which was still running {EXIT_S:g} "
+                "s after rank 0's script had ended.",
                 file=sys.stderr,
             )
         broken = [other.failure() for other in self._others if other not in late and other.broke()]
@@ -240,8 +240,9 @@ class JoinedRanks(ScriptRanks):
             if is_private(path.parent):
                 raise WorkerError("Rank 0's process has ended.")
             raise ConfigurationError(
-                f"FITKIT_MEETING={str(path)!r} must be a folder of this user alone; fitkit sets it "
-                f"for the ranks of a script. Unset {', '.join(VARIABLES)} to start it again."
+                f"FITKIT_MEETING={str(path)!r} must be a folder that only this user can read. "
+                "fitkit sets it for the ranks of a script. To start the script by itself, unset "
+                f"{', '.join(VARIABLES)}."
             )
         super().__init__(place.rank, place.world_size, MeetingFolder(path))
 
@@ -256,7 +257,8 @@ def _free_port() -> int:
             return int(listening.getsockname()[1])
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigurationError(
-            f"MASTER_PORT={wanted!r} can't be used ({error}). Unset it, and a free port is found."
+            f"MASTER_PORT={wanted!r} can't be used ({error}). Unset it to let fitkit choose a "
+            "free port."
         ) from error
 
 
@@ -280,8 +282,9 @@ def ranks_of_script(size: int, shows_output: bool = False) -> ScriptRanks:
     check_script_size(_ranks.size, size)
     if shows_output and isinstance(_ranks, StartedRanks) and not _ranks.shows_output:
         warn(
-            "This script's other ranks were started without output='all' and can't be shown now. "
-            "Give it to the first model that trains, or set FITKIT_RANK_OUTPUT=all."
+            "This script's other ranks already run without output='all', so their output can't be "
+            "shown. Give output='all' to the first model that trains, or set "
+            "FITKIT_RANK_OUTPUT=all."
         )
     return _ranks
 
@@ -294,9 +297,9 @@ def check_script_size(started: int, asked: int) -> None:
     """
     if started != asked:
         raise ConfigurationError(
-            f"devices asks for {asked} ranks, but this script runs on {started} already, and a "
-            "script can't be started again in the middle. Give all models with strategy='ddp' "
-            f"{started} devices, or write strategy='ddp_spawn'."
+            f"devices asks for {asked} ranks, but this script already runs on {started}, and it "
+            f"can't be restarted midway. Give all models with strategy='ddp' {started} devices, "
+            "or write strategy='ddp_spawn'."
         )
 
 
@@ -354,7 +357,7 @@ if is_script_rank(os.environ) and os.environ.get("RANK") != "0":
 elif _is_orphan(os.environ):
     _found = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     sys.exit(
-        f"fitkit: this process is a rank of a script, by its environment ({_found}), but rank 0's "
-        "process has ended: so this one ends, too. If it is a program of its own, unset "
+        f"fitkit: this process exits, because its environment ({_found}) makes it a rank of a "
+        "script whose rank 0 has ended. If it is a separate program, unset "
         f"{', '.join(VARIABLES)}."
     )

@@ -198,8 +198,8 @@ class Watch:
             except DistError:
                 self._found(
                     Failure(
-                        0, "The store where the ranks meet has gone, and so has the process that "
-                        "serves it: rank 0, or the launcher."
+                        0, "The store that the ranks share is gone, and so is the process that "
+                           "serves it (rank 0 or the launcher)."
                     )
                 )  # fmt: skip
             if self.failure is not None and self._local is None and not self._over.is_set():
@@ -269,8 +269,8 @@ class Watch:
         if silent:
             return Failure(
                 silent[0],
-                f"Rank {silent[0]} does not answer, and hasn't said why: it has ended, or its "
-                f"process is stopped, or its machine is out of reach ({self._error}).",
+                f"Rank {silent[0]} doesn't answer and gave no reason: it has ended, its process "
+                f"is stopped, or its machine is out of reach ({self._error}).",
             )
         places = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
@@ -285,7 +285,9 @@ class Watch:
                 self._break_off()
         if waited > LAST_RESORT_S and self._ends_process:
             # Python can't raise in a thread that waits in C++, and nobody will answer it.
-            message = f"fitkit: rank {self._rank} is ended, because another failed. {failure.what}"
+            message = (
+                f"fitkit: stopped rank {self._rank}, because another rank failed. {failure.what}"
+            )
             print(f"{message}\n{failure.text}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -309,15 +311,15 @@ def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
     if any(re.search("timed? ?out", line, re.IGNORECASE) for line in lines):
         what = (
             "The ranks waited for each other in different exchanges until the strategy's timeout "
-            f"({local}): one of them makes a call that the others don't, for example under "
-            "`if model.is_global_zero:`, or was slower than that, or its machine is out of reach."
+            f"({local}). One of them makes a call that the others don't, for example under `if "
+            "model.is_global_zero:`, or is too slow, or its machine is out of reach."
         )
     else:
         what = (
             f"The connection between ranks was closed although no rank failed: {local}, after "
             f"{time.monotonic() - watch.began:.0f} s of this call. Another program, a firewall or "
-            "the network may have closed it. Start the call again (resume_from goes on from a "
-            "checkpoint)."
+            "the network may have closed it. Start the call again; resume_from continues from a "
+            "checkpoint."
         )
     waited = (f"Rank {number} waited here:\n{place}" for number, place in sorted(places.items()))
     return Failure(max(places), what, "\n".join(waited))

@@ -89,9 +89,9 @@ class WorkersLauncher(RankLauncher):
         with _calls:
             if world.in_own_group():
                 raise ConfigurationError(
-                    "A call on several devices was made inside another model's call, whose ranks "
-                    "are its worker processes. Compile this model with devices=1, or call it "
-                    "after the other call."
+                    "A call on several devices was made within another model's call, in its "
+                    "worker processes. Compile this model with devices=1, or call it after the "
+                    "other call."
                 )
             with contextlib.closing(self._payload(function, arguments)) as payload:
                 self._pool = _pool_of(self.size, self.shows_output)

@@ -166,8 +166,8 @@ def check_trains(
     instead = "Write strategy='ddp_sharded' or 'ddp'."
     if not getattr(module, "automatic_optimization", True):
         raise ConfigurationError(
-            f"automatic_optimization = False can't be kept under strategy={strategy!r}: the "
-            f"step would compute gradients while the net's parameters are gathered. {instead}"
+            f"automatic_optimization = False doesn't work with strategy={strategy!r}: the step "
+            f"would compute gradients while the net's parameters are gathered. {instead}"
         )
     if not getattr(module, "_updates_all", True):
         raise ConfigurationError(

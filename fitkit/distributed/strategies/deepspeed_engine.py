@@ -192,7 +192,7 @@ class ZeroTraining(Engine):
     def clip(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
         if algorithm != "norm":
             raise ConfigurationError(
-                f"gradient_clip_algorithm={algorithm!r} can't be kept under strategy='deepspeed', "
+                f"gradient_clip_algorithm={algorithm!r} doesn't work with strategy='deepspeed', "
                 "which limits the norm of all gradients. Write 'norm', or strategy='ddp_sharded'."
             )
         self._limit = limit
@@ -234,9 +234,9 @@ class ZeroTraining(Engine):
         self._stand_ins.abandon()
         if self._is_first and self._has_stepped:
             warn(
-                "The training was cut while the net was DeepSpeed's: its weights and its optimizer "
-                "are those from before fit. To go on as if nothing had happened, write "
-                "fit(…, resume_from=…) with a checkpoint."
+                "The training stopped while the net was DeepSpeed's. The net's weights and "
+                "optimizer are those from before fit. To continue from a checkpoint, write fit(…, "
+                "resume_from=…)."
             )
 
     def _let_go(self) -> None:

@@ -135,7 +135,7 @@ def test_verbose_says_it_once(capsys):
     played(EarlyStopping(verbose=1, restore_best_weights=True), [1, 2, 3])
     assert capsys.readouterr().out.splitlines() == [
         "Stopped early after epoch 2.",
-        "Restored the weights of epoch 1, the best.",
+        "Restored the best weights, those of epoch 1.",
     ]
 
 
@@ -235,7 +235,7 @@ def test_a_value_that_another_callback_adds_now_and_then_can_be_monitored():
 
 
 def test_what_is_not_one_number_is_refused():
-    with pytest.raises(ConfigurationError, match="not one number"):
+    with pytest.raises(ConfigurationError, match="not a number"):
         played(EarlyStopping("matrix", mode="min"), [torch.zeros(2, 2)] * 2, name="matrix")
 
 

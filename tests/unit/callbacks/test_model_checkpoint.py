@@ -180,7 +180,7 @@ def test_running_values_choose_among_batches(tmp_path):
     compiled().fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[saves, looks])
     lowest = [f"{i + 1}.h5" for i in range(4) if all(seen[i] < earlier for earlier in seen[:i])]
     assert sorted(os.listdir(tmp_path)) == lowest
-    with pytest.raises(ConfigurationError, match="known only at their ends"):
+    with pytest.raises(ConfigurationError, match="known only at the end of an epoch"):
         compiled().fit(
             X, Y, verbose=0, validation_data=(X, Y),
             callbacks=ModelCheckpoint("x.h5", save_best_only=True, save_freq=1),
@@ -325,7 +325,7 @@ def test_copies_share_memory_as_the_originals_do_and_memory_is_used_again():
 
 def test_an_unknown_name_is_told_with_the_known_ones(tmp_path):
     saves = ModelCheckpoint(tmp_path / "{epoch}-{los:.2f}.h5")
-    with pytest.raises(ConfigurationError, match=r"asks for 'los'.*epoch, step, loss.*mean loss\?"):
+    with pytest.raises(ConfigurationError, match=r"field 'los'.*epoch, step, loss.*mean loss\?"):
         compiled().fit(X, Y, verbose=0, callbacks=saves)
     assert not os.listdir(tmp_path)
 
@@ -342,7 +342,7 @@ def test_names_are_found_again_and_no_others(tmp_path):
 MISTAKES = {
     "keras suffix": (("x.keras",), {}, ConfigurationError, "end in .h5 or .hdf5"),
     "no path": ((3,), {}, ArgumentTypeError, "must be a path"),
-    "no name in braces": (("{}.h5",), {}, ConfigurationError, "names in the braces"),
+    "no name in braces": (("{}.h5",), {}, ConfigurationError, "braces without a name"),
     "frequency": (("x.h5",), {"save_freq": "epochs"}, ConfigurationError, "Did you mean 'epoch'"),
     "two frequencies": (("x.h5",), {"save_freq": 3, "train_time_interval": 2},
                         ConfigurationError, "Give one"),
@@ -455,7 +455,7 @@ def test_monitor_x_and_filename_x_find_what_is_logged_by_step_and_by_epoch(tmp_p
     ({"dirpath": "a", "filename": "b.ckpt"}, ConfigurationError, "end in .h5"),
     ({"dirpath": "a", "every_n_epochs": 0}, ConfigurationError, "every_n_epochs=0"),
     ({"dirpath": "a", "every_n_epochs": 2, "every_n_train_steps": 3}, ConfigurationError, "one"),
-    ({"filepath": "a.h5", "save_top_k": -1}, ConfigurationError, "several names"),
+    ({"filepath": "a.h5", "save_top_k": -1}, ConfigurationError, "keeps several files"),
     ({"filepath": "{epoch}.h5", "save_top_k": -2}, ConfigurationError, "save_top_k=-2"),
 ])  # fmt: skip
 def test_what_lightnings_arguments_can_not_be_together(options, error, text):

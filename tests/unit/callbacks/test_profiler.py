@@ -276,7 +276,7 @@ def test_waits_within_the_gradient_exchange_are_taken_out_of_the_backward_pass()
     [
         ({"data": 62, "forward": 38}, "62% waiting for data: give the DataLoader num_workers=4"),
         ({"data": 62, "forward": 38}, "the arrays themselves if they fit in memory; if"),
-        ({"callbacks": 50, "forward": 50}, "ModelCheckpoint: let it act less often (asy"),
+        ({"callbacks": 50, "forward": 50}, "ModelCheckpoint: run it less often (asy"),
         ({"forward": 50, "backward": 50}, "the net itself"),
     ],
 )

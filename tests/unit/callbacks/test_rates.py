@@ -298,7 +298,7 @@ def test_a_part_that_is_not_there_and_one_that_is_all_are_refused():
     with pytest.raises(ConfigurationError, match=r"'body'.*'backbone', 'head'"):
         model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning(backbone="body"))
     model.net.head.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match="Nothing would be left"):
+    with pytest.raises(ConfigurationError, match="nothing would be left"):
         model.fit(X, Y, verbose=0, callbacks=BackboneFinetuning())
     model.net.head.requires_grad_(True)
     model.compile(lr_scheduler="cosine")
@@ -395,7 +395,7 @@ def test_a_training_that_ends_before_its_last_stage_leaves_all_free():
     ({1: {"head": 0.0}}, "above 0|greater|positive"),
     ({1: "bakbone"}, "Did you mean 'backbone'"),
     ({1: ["head", "backbone"]}, "nothing to train in epoch 0"),
-    ({1: "backbone", 2: "backbone.2"}, "no parameters beside"),
+    ({1: "backbone", 2: "backbone.2"}, "all its parameters belong to earlier stages"),
 ])  # fmt: skip
 def test_stages_that_cant_be(stages, message):
     with pytest.raises(fitkit.FitkitError, match=message):

@@ -254,7 +254,7 @@ def ticking(timer):
 def test_time_that_runs_out_ends_the_training_after_the_batch_or_the_epoch(capsys):
     steps, _ = trained(ticking(Timer({"seconds": 6})))
     assert len(steps) == 6
-    assert capsys.readouterr().out == "The time limit of 0:00:06 is over. Training stops.\n"
+    assert capsys.readouterr().out == "Training stops: it reached the time limit of 0:00:06.\n"
     steps, _ = trained(ticking(Timer({"seconds": 2}, interval="epoch", verbose=False)))
     assert len(steps) == 16  # two looks, one an epoch's end
     assert len(trained(Timer("01:00:00:00"))[0]) == 24

@@ -168,12 +168,12 @@ def faulty(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("cut", "the store gave back .* bytes that aren't the"),
-        ("changed", "the store gave back"),
+        ("cut", "the store returned .* bytes that differ from the"),
+        ("changed", "the store returned"),
         ("gone", "can't be written: ConnectionResetError: the connection was reset"),
         ("copy", "can't be written: TimeoutError"),
         ("credentials", "credentials are missing or .*PermissionError: Unable to locate"),
-        ("bucket", "no such folder or bucket"),
+        ("bucket", "the folder or bucket doesn't exist"),
     ],
 )
 def test_an_upload_that_fails_leaves_the_old_file(faulty, kind, said):
@@ -234,7 +234,7 @@ class Buckets(MemoryFileSystem):
 def test_a_bucket_that_lacks_is_found_before_the_first_batch(monkeypatch):
     monkeypatch.setitem(import_module("fsspec.registry")._registry, "s3", Buckets)
     remote.check_writable("s3://there/run/1")
-    with pytest.raises(CheckpointError, match=r"no such folder or bucket \(gone\)"):
+    with pytest.raises(CheckpointError, match=r"the folder or bucket doesn't exist \(gone\)"):
         compiled().fit(X, Y, verbose=0, callbacks=ModelCheckpoint("s3://gone/run/{epoch}.h5"))
 
 

@@ -462,7 +462,7 @@ def test_an_old_backup_with_other_things_in_it_stays_and_the_training_goes_on(tm
         if epoch == 1:
             keep.write_text("the good one")
 
-    with pytest.warns(UserWarning, match=r"backup-000001\.dcp is no longer wanted, but can't be"):
+    with pytest.warns(UserWarning, match=r"backup-000001\.dcp is no longer needed, but can't be"):
         model.fit(torch.randn(8, 3), torch.randn(8, 1), epochs=3, verbose=0, callbacks=[
             fitkit.callbacks.LambdaCallback(on_epoch_begin=note),
             fitkit.callbacks.BackupAndRestore(tmp_path, sharded=True)])

@@ -281,7 +281,7 @@ def test_what_hugging_face_divides_is_checked():
         return on_ranks(2, on_rank)
 
     assert read(lambda rank: rank) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    with pytest.raises(ConfigurationError, match="rank 0 of 2 to rank 1 of 2"):
+    with pytest.raises(ConfigurationError, match="rank 1 of 2 the data of rank 0 of 2"):
         read(lambda rank: 0)
 
 

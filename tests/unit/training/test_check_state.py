@@ -70,7 +70,7 @@ WRONG = [
     (("progress", "noted", 0, "logged"), {"dict": {"a": "x"}}, "logged isn't a dict"),
     (("progress", "noted", 0, "logged"), {"dict": {"a": {"dict": {
         "options": {"dict": {}}, "running": [1.0, 2], "metric": None}}}},
-     "a logged value is reduced in no known way"),
+     "the reduction of a logged value is unknown"),
     (("progress", "noted", 0, "scales"), {"dict": {"a_loss": "x"}}, "a loss weight isn't a number"),
     (("progress", "callbacks"), [3], "callbacks isn't a list of dicts"),
     (("progress", "warm_up"), 3, "warm_up isn't a dict"),
@@ -100,7 +100,7 @@ def test_a_state_of_another_form_is_refused_before_anything_changes(
                           resume_from=tmp_path / "forged.h5"),
         lambda: fitkit.load_model(tmp_path / "forged.h5", torch.nn.Linear(4, 2)),
     ):
-        with pytest.raises(CheckpointError, match=f"is refused: of its training, {reason}"):
+        with pytest.raises(CheckpointError, match=f"has an invalid training state: {reason}"):
             attempt()
     assert reference.is_same(state_of(model), before)
 
@@ -119,7 +119,7 @@ def test_a_state_that_an_optimizer_cannot_take_leaves_the_model_as_it_was(tmp_pa
     model.fit(X, Y, verbose=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*was compiled otherwise")
+@pytest.mark.filterwarnings("ignore:.*with other compile settings")
 @pytest.mark.parametrize("seed", range(3))
 def test_random_changes_of_the_state_load_or_are_refused_with_the_model_as_it_was(
     tmp_path, written, seed
@@ -325,7 +325,7 @@ def test_a_callback_that_cannot_take_its_state_is_named(tmp_path, written):
     document, arrays = copy.deepcopy(written[0]), written[1]
     document["state"]["dict"]["progress"]["dict"]["callbacks"][0]["dict"]["state"] = 5
     write_container(tmp_path / "forged.h5", document, arrays)
-    with pytest.raises(CheckpointError, match="EarlyStopping can't go on from its state"):
+    with pytest.raises(CheckpointError, match="EarlyStopping can't resume from its state"):
         compiled().fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=EarlyStopping("loss"),
                        resume_from=tmp_path / "forged.h5")
 

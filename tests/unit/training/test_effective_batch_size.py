@@ -47,14 +47,14 @@ def test_the_batch_is_the_largest_that_divides_and_may_be_held(ranks, size, batc
 def test_what_cannot_be_divided_is_said():
     with pytest.raises(ConfigurationError, match=r"among 3 ranks\. Write 510 or 513"):
         parts_of_update(512, 3, 32, is_fixed=False)
-    with pytest.raises(ConfigurationError, match="1 is the largest size.*batch_size=512"):
+    with pytest.raises(ConfigurationError, match="divides them is 1.*batch_size=512"):
         parts_of_update(509, 1, 32, is_fixed=False)
     with pytest.raises(ConfigurationError, match="2 ranks with batches of 3. Write 510 or 516"):
         parts_of_update(512, 2, 3, is_fixed=True)
     with pytest.raises(ConfigurationError, match="Write 128, .*in the loader"):
         parts_of_update(64, 2, 64, is_fixed=True)
     one = model(effective_batch_size=24)
-    with pytest.raises(ConfigurationError, match="x makes batches of its own"):
+    with pytest.raises(ConfigurationError, match="x makes its own batches"):
         fit(one, slices(X, LABELS, 8))
     with pytest.raises(ConfigurationError, match="GradientAccumulationScheduler sets"):
         fit(one, callbacks=GradientAccumulationScheduler({0: 2}))

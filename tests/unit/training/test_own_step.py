@@ -337,7 +337,7 @@ def test_a_plateau_whose_validation_logs_no_loss_is_told_at_the_first_epochs_end
 @pytest.mark.parametrize("monitor", [None, "giraffe"])
 def test_a_plateau_that_isnt_strict_waits_with_one_warning(monitor):
     model = watching(monitor=monitor, strict=False)
-    with pytest.warns(UserWarning, match="waits until there is one") as told:
+    with pytest.warns(UserWarning, match="waits until the logs have it") as told:
         model.fit(X, Y, epochs=3, validation_data=(X, Y), **QUIET)
     assert len([w for w in told if "waits" in str(w.message)]) == 1
     assert model.global_step == 12
@@ -542,7 +542,7 @@ def test_what_a_training_step_cant_return(returned, message):
     (lambda model: model.log(3, 1.0), "must be a string"),
     (lambda model: model.log("a", 1.0, reduce_fx="median"), "mean, sum, min, max"),
     (lambda model: model.log("a", 1.0, sync_dist=True, rank_zero_only=True), "contradict"),
-    (lambda model: [model.log("a", 1.0, reduce_fx=fx) for fx in ("mean", "sum")], "one name"),
+    (lambda model: [model.log("a", 1.0, reduce_fx=fx) for fx in ("mean", "sum")], "before"),
     (lambda model: model.log_dict([1.0]), "takes a dict"),
     (lambda model: model.log("a", 1.0, on_step=False, on_epoch=False), "keeps the value nowhere"),
 ])  # fmt: skip
@@ -676,7 +676,7 @@ def test_what_is_forgotten_or_ignored_brings_a_warning():
 
     with pytest.warns(UserWarning, match="Return the loss"):
         Silent().fit(X, Y, **QUIET)
-    with pytest.warns(UserWarning, match="class_weight was given"):
+    with pytest.warns(UserWarning, match="class_weight has no effect"):
         Direct().fit(X, Y, class_weight={0: 2.0}, **QUIET)
 
 
@@ -915,6 +915,6 @@ def test_an_epoch_without_an_update_is_told_once():
             for parameter in self.parameters():
                 parameter.data.mul_(0.5)  # which torch doesn't count
 
-    with pytest.warns(UserWarning, match="No update was seen") as told:
+    with pytest.warns(UserWarning, match="fitkit saw no update") as told:
         Hidden().fit(X, Y, epochs=3, **QUIET)
-    assert len([w for w in told if "No update" in str(w.message)]) == 1
+    assert len([w for w in told if "saw no update" in str(w.message)]) == 1

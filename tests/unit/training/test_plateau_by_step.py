@@ -118,7 +118,7 @@ def test_what_updates_dont_have_is_answered():
         Own(monitor="val_loss").fit(X, Y, **QUIET)
     with pytest.raises(fitkit.ConfigurationError, match="monitors 'giraffe', but the logs have"):
         Own(monitor="giraffe").fit(X, Y, **QUIET)
-    with pytest.warns(UserWarning, match="waits until there is one"):
+    with pytest.warns(UserWarning, match="waits until the logs have it"):
         Own(monitor="giraffe", strict=False).fit(X, Y, **QUIET)
     model = fitkit.Model(linear(4, 3, seed=1))
     scheduler = {"scheduler": ReduceLROnPlateau, "interval": "step", "monitor": "val_loss"}

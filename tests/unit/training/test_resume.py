@@ -155,7 +155,7 @@ def test_an_epoch_cut_after_its_last_batch_keeps_its_metrics(tmp_path, data):
 
 def test_saving_in_a_group_of_batches_is_refused(tmp_path):
     model = model_for(OPTIONS["accumulating"])
-    with pytest.raises(fitkit.ConfigurationError, match="wait for others"):
+    with pytest.raises(fitkit.ConfigurationError, match="between two updates"):
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=Cut(tmp_path / "a.h5", 0, 2))
 
 
@@ -165,7 +165,7 @@ def test_other_data_within_an_epoch_are_refused(tmp_path, change):
     path, data = tmp_path / "a.h5", {"x": X, "y": Y, "batch_size": 8, "verbose": 0}
     with pytest.raises(KeyboardInterrupt):
         model_for(OPTIONS["adam"]).fit(**data, callbacks=Cut(path, 0, 2))
-    with pytest.raises(fitkit.ConfigurationError, match="cut within the data"):
+    with pytest.raises(fitkit.ConfigurationError, match="in the middle of an epoch over data"):
         model_for(OPTIONS["adam"]).fit(**{**data, **change}, resume_from=path)
 
 

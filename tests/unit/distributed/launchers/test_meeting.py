@@ -207,7 +207,7 @@ def test_without_rank_0_the_address_is_named(capfd):
 
 
 def test_without_rank_0_and_an_address_the_file_is_named():
-    with pytest.raises(WorkerError, match="1 of 2 .*rank 0 left no address there"):
+    with pytest.raises(WorkerError, match="1 of 2 .*rank 0 wrote no address there"):
         store_for(cluster(1, launcher="pmi", address=None), SHORT)
 
 
@@ -282,7 +282,7 @@ def test_the_folder_is_private_and_a_planted_one_is_refused():
     folder = private_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
-    with pytest.raises(ConfigurationError, match="of this user only"):
+    with pytest.raises(ConfigurationError, match="must belong to this user"):
         private_folder()
 
 

@@ -57,7 +57,7 @@ def test_a_wait_can_be_broken_off(store):
     prompt = PromptStore(store, 2)
     threading.Timer(0.1, prompt.break_off).start()
     began = time.monotonic()
-    with pytest.raises(DistStoreError, match="the wait was broken off, keys: key"):
+    with pytest.raises(DistStoreError, match="the wait was interrupted, keys: key"):
         prompt.wait(["key"], timedelta(seconds=600))
     assert time.monotonic() - began < patience(30)
 
@@ -93,7 +93,7 @@ def test_one_silent_rank_among_many_is_found_by_few_requests(monkeypatch):
             return own.cause(RuntimeError("Connection closed by peer"))
 
     for rank, failure in enumerate(on_ranks(seek, size)):
-        assert rank == silent or f"Rank {silent} does not answer" in failure.what
+        assert rank == silent or f"Rank {silent} doesn't answer" in failure.what
     sought = [keys for keys in store.asked if keys[0].startswith("broke/")]
     assert len(sought) <= (size - 1) * 2 * 7  # halves of halves, not each of the others
 
