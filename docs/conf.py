@@ -28,6 +28,7 @@ extensions = [
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["fitkit.css"]
+html_js_files = ["tables.js"]
 # Only the code is copied: no prompts, and no output between them.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -55,6 +56,8 @@ default_role = "fitkit-code"
 
 
 def setup(app):
+    app.connect("viewcode-find-source", reference.source_of_strategies)
+    reference.name_strategies()
     app.connect("source-read", offer_pages_outside)
     app.connect("autodoc-process-signature", reference.shorten)
     ModuleAnalyzer.analyze = reference.one_signature(ModuleAnalyzer.analyze)

@@ -13,8 +13,10 @@ from typing import Any
 from docutils import nodes
 from docutils.parsers.rst.roles import code_role
 from sphinx.domains.python import PyXRefRole
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxRole
 
+import fitkit.strategies
 import fitkit.typing
 
 INVENTORIES = Path(__file__).parent / "inventories"
@@ -203,3 +205,29 @@ def one_signature(analyze: Any) -> Any:
         self.overloads = {}
 
     return analyzed
+
+
+# ---------------------------------------------------------------------- strategies
+
+PUBLIC = {getattr(fitkit.strategies, name).__name__: name for name in fitkit.strategies.__all__}
+"""The names of strategies in their files, and those that users write: `DDP`, `DDPStrategy`."""
+
+
+def name_strategies() -> None:
+    """Let the reference show `DDPStrategy`, and not that it is an alias of `DDP`."""
+    for name in PUBLIC.values():
+        getattr(fitkit.strategies, name).__name__ = name
+
+
+def source_of_strategies(app: Any, module: str) -> tuple[str, dict[str, Any]] | None:
+    """For viewcode: a module's source, in which strategies have their public names too."""
+    if not module.startswith("fitkit.distributed.strategies"):
+        return None
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.find_tags()
+    tags = dict(analyzer.tags)
+    for name, tag in analyzer.tags.items():
+        first, dot, rest = name.partition(".")
+        if first in PUBLIC:
+            tags[PUBLIC[first] + dot + rest] = tag
+    return analyzer.code, tags

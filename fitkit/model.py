@@ -101,7 +101,8 @@ class Model(Module):
         net: the network that was given, or None.
         history: the `History` of the last `fit`; None before the first.
         stop_training: set it to True in a callback to end `fit` after the current batch or epoch.
-        stop_evaluating, stop_predicting: the same for `evaluate` (or a validation) and `predict`.
+        stop_evaluating: the same for `evaluate`, or a validation.
+        stop_predicting: the same for `predict`.
 
     Example:
         >>> import torch, fitkit
