@@ -21,6 +21,9 @@ DEFAULTS = ("auto", "32-true")
 MOST_ROWS = 60
 """The most rows shown open. A longer table is folded."""
 
+MOST_CLASSES = 30
+"""The most rows of a matrix that is drawn."""
+
 WIDTH, HEIGHT = 120, 26
 """A small curve's size in pixels."""
 
@@ -57,14 +60,51 @@ def history_html(curves: Mapping[str, Curve], best: Mapping[str, str], epochs: i
 
 
 def results_html(values: Mapping[str, Any]) -> str:
-    """A table with a row per value of an evaluation. Other values show as text."""
-    rows = []
+    """A table with a row per value of an evaluation.
+
+    A square matrix, such as a confusion matrix, is a table of its own below. Other values show as
+    text.
+    """
+    rows, matrices = [], ""
     for name, value in values.items():
+        if _is_matrix(value):
+            matrices += _matrix(str(name), value)
+            continue
         is_number = isinstance(value, numbers.Real)
         text = _number(float(value)) if is_number else html.escape(str(value))
         look = NUMBER if is_number else f"{CELL};white-space:pre-wrap"
         rows.append([_cell(html.escape(str(name))), _cell(text, look)])
-    return _block("<b>Evaluation</b>", _table([("log", CELL), ("value", NUMBER)], rows))
+    table = _table([("log", CELL), ("value", NUMBER)], rows)
+    return _block("<b>Evaluation</b>", f"{table}{matrices}")
+
+
+def _is_matrix(value: Any) -> bool:
+    shape: tuple[int, ...] = getattr(value, "shape", ())
+    is_square = len(shape) == 2 and shape[0] == shape[1] and 2 <= shape[0] <= MOST_CLASSES
+    return is_square and value.dtype.kind in "iuf" and bool((value >= 0).all())
+
+
+def _matrix(name: str, values: Any) -> str:
+    """A table of a matrix. A cell's colour is its share of the row, so rare classes show too."""
+    look = "padding:2px 7px;border:0;text-align:right;font-variant-numeric:tabular-nums"
+    faint = f"{look};{FAINT}"
+    rows = []
+    for number, row in enumerate(values.tolist()):
+        whole = sum(row) or 1
+        cells = [_cell(str(number), faint)]
+        for value in row:
+            shade = f"{look};background:rgba(63,143,210,{0.85 * value / whole:.2f})"
+            cells.append(_cell(_short(value), shade))
+        rows.append(cells)
+    heads = [("", look), *((str(number), faint) for number in range(len(values)))]
+    axes = f' <span style="{FAINT}">rows: true, columns: predicted</span>'
+    title = html.escape(name) + axes * ("confusion" in name)
+    return f'<div style="margin-top:8px">{title}</div>{_table(heads, rows)}'
+
+
+def _short(value: float) -> str:
+    """A cell's text: nothing for 0, so that the others stand out."""
+    return "" if not value else f"{value:,}" if isinstance(value, int) else f"{value:.2f}"
 
 
 SHOWN = ("optimizer", "learning_rate", "loss", "metrics", "devices", "accelerator", "precision")

@@ -6,6 +6,7 @@ import math
 import pickle
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,3 +128,23 @@ def test_an_evaluation_is_a_dict_that_a_notebook_shows_as_a_table():
     x, y = torch.zeros(4, 2), torch.zeros(4, 1)
     found = model.evaluate(x, y, verbose=0, return_dict=True)
     assert list(found) == ["loss", "mae"] and "mae" in Reads(found._repr_html_()).texts
+
+
+def test_a_confusion_matrix_is_a_table_with_the_share_of_the_row_as_colour():
+    counts = np.array([[3, 1], [0, 2]])
+    found = Reads(Results({"loss": 0.5, "confusion_matrix": counts})._repr_html_())
+    texts = [text for text in found.texts if text]
+    assert texts[:5] == ["Evaluation", "log", "value", "loss", "0.5"]
+    assert texts[5:] == [
+        "confusion_matrix", "rows: true, columns: predicted", "0", "1", "0", "3", "1", "1", "2",
+    ]  # fmt: skip
+    cells = [a["style"] for tag, a in found.tags if tag == "td" and "rgba(63" in a["style"]]
+    # 0.85 of 3/4, 1/4, 0 and 1.
+    shades = [style.rpartition(",")[2].rstrip(")") for style in cells]
+    assert shades == ["0.64", "0.21", "0.00", "0.85"]
+
+
+@pytest.mark.parametrize("value", [[[1.0, 2.0, 3.0]], [[1.0, -1.0], [0.0, 1.0]], [[1j, 0], [0, 1]]])
+def test_other_arrays_show_as_text(value):
+    found = Reads(Results({"a": np.array(value)})._repr_html_())
+    assert str(np.array(value)) in found.texts and not any("rgba(63" in str(a) for a in found.tags)
