@@ -22,7 +22,7 @@ _READING = {
     ("Keras", "max_queue_size"): _LOADER_OPTIONS.format("prefetch_factor=…"),
     ("Lightning", "num_workers"): _LOADER_OPTIONS.format("num_workers=…"),
     ("Lightning", "datamodule"): "Give its loaders as x (and validation_data).",
-    ("Lightning", "model"): "Call the method on the model: model.fit(loader).",
+    ("Lightning", "model"): "Leave it out: fit, evaluate and predict are methods of the model.",
     ("Lightning", "devices"): _IN_COMPILE.format("devices=…"),
     ("skorch", "device"): _IN_COMPILE.format('accelerator="cuda"'),
 }
