@@ -219,7 +219,7 @@ def test_a_fault_ends_the_call_and_leaves_nothing(fault, ports_before):
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_after_the_timeout():
     net = Acts(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    with pytest.raises(fitkit.WorkerError, match="Rank 1 does not answer"):
+    with pytest.raises(fitkit.WorkerError, match="Rank 1 doesn't answer"):
         train(net, timeout=6)
 
 

@@ -77,7 +77,7 @@ def test_a_rank_that_does_not_answer_is_named():
     def act(rank, own):
         return own.cause(CUT) if rank == 0 else None  # its watch is over, as if it had ended
 
-    assert "Rank 1 does not answer" in on_ranks(2, act)[0].what
+    assert "Rank 1 doesn't answer" in on_ranks(2, act)[0].what
 
 
 @pytest.mark.parametrize(
