@@ -26,11 +26,13 @@ from fitkit.hooks import evaluation_stage, overridden
 from fitkit.losses import Count
 from fitkit.module import Module
 from fitkit.training.compiled_pass import HELD, compiled_pass
+from fitkit.training.context import StepContext
 from fitkit.training.explain import raise_explained
 from fitkit.training.log import LazyLogs, reduced
-from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
+from fitkit.training.own_step import Step
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
+from fitkit.training.steps import predict_step_for, step_for
 from fitkit.training.surroundings import (
     as_written,
     close_bars,

@@ -23,10 +23,11 @@ from fitkit.module import Module
 from fitkit.optimizers import members_of
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
+from fitkit.training.context import StepContext, running
 from fitkit.training.evaluate import evaluate_source
 from fitkit.training.log import LazyLogs, noted_by, reduced
 from fitkit.training.optimizing import PlannedScheduler, warn_of_flags
-from fitkit.training.own_step import Step, StepContext, running, step_for
+from fitkit.training.own_step import Step
 from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
 from fitkit.training.resume import (
     Progress,
@@ -42,6 +43,7 @@ from fitkit.training.resume import (
 from fitkit.training.settings import Compilation, FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
+from fitkit.training.steps import step_for
 from fitkit.training.surroundings import (
     close_bars,
     rank_source,

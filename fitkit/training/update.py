@@ -35,6 +35,7 @@ from fitkit.optimizers import (
     unfuse_if_unreadable,
 )
 from fitkit.training.compiled_step import CompiledUpdate
+from fitkit.training.context import StepContext
 from fitkit.training.manual import (
     Manual,
     check_manual,
@@ -43,7 +44,7 @@ from fitkit.training.manual import (
     nothing_if,
 )
 from fitkit.training.optimizing import FitState, configures_its_own
-from fitkit.training.own_step import Step, StepContext
+from fitkit.training.own_step import Step
 from fitkit.training.programs import compiles_updates, traces_gradients
 from fitkit.training.surroundings import as_written, match_strides
 
