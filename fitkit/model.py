@@ -28,6 +28,7 @@ from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.html import Results
+from fitkit.training.compiled_net import compile_net
 from fitkit.training.context import StepContexts
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
@@ -37,7 +38,7 @@ from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
 from fitkit.training.settings import Compilation, EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
-from fitkit.training.surroundings import compile_net, computing
+from fitkit.training.surroundings import computing
 from fitkit.typing import (
     UNSET,
     AcceleratorName,

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fitkit.arguments import describe
-from fitkit.errors import ArgumentTypeError
+from fitkit.errors import (
+    ArgumentTypeError,
+    warn,
+)
 from fitkit.module import Module
 from fitkit.registry import nearest
 
@@ -477,3 +480,12 @@ class AnyRankFlag:
         step_s = max(now - self._asked_at, 1e-9) / self._pause
         self._asked_at = now
         return max(1, min(int(PERIOD_S / step_s), 2 * self._pause, MOST_STEPS))
+
+
+def report_error(error: BaseException, callbacks: CallbackList) -> None:
+    """Call `on_exception`; a failing hook only warns, so the error and other hooks come through."""
+    for hook in callbacks.hooks("on_exception"):
+        try:
+            hook(error)
+        except Exception as another:
+            warn(f"on_exception failed: {type(another).__name__}: {another}")

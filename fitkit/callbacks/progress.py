@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import check_number, chosen_verbose
-from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.base import Callback, CallbackList, Logs
 from fitkit.callbacks.display import Display, Moment, display_for, shown_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 NEVER = float("inf")
 QUIET_S = 1.0
@@ -323,3 +324,29 @@ class Pace:
             self.steps_per_s = before + weight * (done / passed_s - before)
         self.paused = False
         self._steps, self._since_s = steps, now_s
+
+
+def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) -> CallbackList:
+    """Add fitkit's callbacks after the user's, so that they see what the user's add to the logs.
+
+    Callbacks with `comes_last` follow: a callback that saves must see what all others have done.
+    A backup comes at the very end, since a run resumes from it with the files that the others
+    wrote.
+    """
+
+    def order(callback: Callback) -> tuple[bool, bool]:
+        last = callback.comes_last
+        return last, last and bool(getattr(callback, "restores", False))
+
+    added: list[Callback] = list(built_in)
+    if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
+        added.append(ProgressBar(verbose=verbose))
+    together = [*callbacks.callbacks, *added]
+    return CallbackList(sorted(together, key=order))
+
+
+def close_bars(callbacks: CallbackList) -> None:
+    """Close the progress bars, which releases the terminal, even after an error."""
+    for callback in callbacks.callbacks:
+        if isinstance(callback, ProgressBar):
+            callback.close()

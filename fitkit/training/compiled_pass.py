@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fitkit import trees
 from fitkit.errors import warn
 from fitkit.module import Module
+from fitkit.training.compiled_net import as_written
 from fitkit.training.programs import (
     UNROLLED,
     Batch,
@@ -22,7 +23,6 @@ from fitkit.training.programs import (
     shapes_of,
 )
 from fitkit.training.step import CompiledStep, PredictStep
-from fitkit.training.surroundings import as_written
 from fitkit.training.traced_step import TracedStep
 
 FEWEST_FUSED = 24

@@ -26,6 +26,7 @@ from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
+from fitkit.training.compiled_net import as_written
 from fitkit.training.compiled_optimizer import CompiledOptimizer
 from fitkit.training.own_step import OwnStep
 from fitkit.training.programs import (
@@ -38,7 +39,6 @@ from fitkit.training.programs import (
     shapes_of,
 )
 from fitkit.training.step import CompiledStep
-from fitkit.training.surroundings import as_written
 from fitkit.training.traced_step import TracedOwnStep, TracedStep
 
 

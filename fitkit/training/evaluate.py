@@ -15,6 +15,7 @@ from fitkit import trees
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
+from fitkit.callbacks.progress import close_bars, with_built_in
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, in_groups, limited
 from fitkit.data.sharding import RankBatch
@@ -25,6 +26,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage, overridden
 from fitkit.losses import Count
 from fitkit.module import Module
+from fitkit.training.compiled_net import as_written
 from fitkit.training.compiled_pass import HELD, compiled_pass
 from fitkit.training.context import StepContext
 from fitkit.training.explain import raise_explained
@@ -33,14 +35,7 @@ from fitkit.training.own_step import Step
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
 from fitkit.training.steps import predict_step_for, step_for
-from fitkit.training.surroundings import (
-    as_written,
-    close_bars,
-    evaluating,
-    rank_source,
-    surroundings,
-    with_built_in,
-)
+from fitkit.training.surroundings import evaluating, rank_source, surroundings
 
 
 def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
-from fitkit.callbacks.base import SHORT_NAMES, overrides
+from fitkit.callbacks.base import SHORT_NAMES, overrides, report_error
+from fitkit.callbacks.progress import close_bars, with_built_in
 from fitkit.data.batches import NoRows, Source, Stream, in_groups
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -44,13 +45,7 @@ from fitkit.training.settings import Compilation, FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.steps import step_for
-from fitkit.training.surroundings import (
-    close_bars,
-    rank_source,
-    report_error,
-    surroundings,
-    with_built_in,
-)
+from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())

@@ -1,14 +1,12 @@
 """What surrounds a verb's call on a rank.
 
-These are torch's flags, the form of the net, the rank's share of the data, fitkit's own callbacks,
-and what is restored or reported after an error.
+These are torch's flags, the form of the net, the rank's share of the data, and what is restored
+after an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -19,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.callbacks import Callback, CallbackList, ProgressBar
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
-from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory, warn
+from fitkit.errors import OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use, modules_of, set_mode
 from fitkit.module import Module, is_metric
+from fitkit.training.compiled_net import compile_on_this_rank
 from fitkit.training.context import StepContext, running
 from fitkit.training.explain import explanation
 from fitkit.training.programs import traces_gradients
@@ -315,84 +313,6 @@ TRACED_GRADIENTS = ProcessFlag(_set_traced_gradients, _traced_gradients_kept)
 """Whether torch's compiler traces `torch.autograd.grad` into a graph; it has no public name."""
 
 
-def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
-    """Compile a model's net at its next call, or undo that.
-
-    Args:
-        options: False to run the net uncompiled; True, or the keyword arguments of
-            `torch.compile`, to compile it.
-
-    Raises:
-        ConfigurationError: torch refuses the arguments.
-    """
-    target = _module_to_compile(model)
-    if options is False:
-        target._compiled_call_impl = None
-        return
-    try:
-        compiled = torch.compile(_call_of(target), **({} if options is True else options))
-    except Exception as error:
-        raise ConfigurationError(
-            f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
-        ) from error
-    target._compiled_call_impl = compiled
-
-
-@contextlib.contextmanager
-def as_written(model: Module) -> Iterator[None]:
-    """Run a model and its net uncompiled for the length of a block."""
-    modules = [model] if model.net is None else [model, model.net]
-    compiled = [module._compiled_call_impl for module in modules]
-    for module in modules:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in zip(modules, compiled, strict=True):
-            if call is not None:  # else another thread does the same and restores it
-                module._compiled_call_impl = call
-
-
-def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
-    """Compile the net if it came from another process; modules are sent uncompiled."""
-    if options is not False and _module_to_compile(model)._compiled_call_impl is None:
-        _name_globals(model)
-        compile_net(model, options)
-
-
-def _name_globals(model: nn.Module) -> None:
-    """Add the globals that the net's code refers to to this process's `__main__`.
-
-    A worker receives the classes of the user's script together with the globals that they use.
-    But torch's compiler looks for these globals in `__main__`, which is the worker's own program.
-    """
-    main = vars(sys.modules["__main__"])
-    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
-        for function in filter(inspect.isfunction, vars(kind).values()):
-            if function.__module__ == "__main__" and function.__globals__ is not main:
-                used = function.__globals__.items()
-                main.update({name: value for name, value in used if not name.startswith("__")})
-
-
-def _module_to_compile(model: Module) -> Any:
-    return model if model.net is None else model.net
-
-
-def _call_of(module: nn.Module) -> Callable[..., Any]:
-    """Wrap a module's call in a function of this file.
-
-    Torch 2.13 doesn't compile frames in torch's files, and `Module.compile` enters through one.
-    A net made only of torch's layers would silently stay uncompiled.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    # Torch limits the compilations of each code object, so each net gets a separate one.
-    call.__code__ = call.__code__.replace()
-    return call
-
-
 _uses: dict[int, int] = {}
 """How many calls now use a parameter in another layout, by the parameter's id."""
 
@@ -469,38 +389,3 @@ def rank_source(model: Module, source: Source, *, training: bool) -> Source:
         replace_sampler=compilation.replace_sampler,
         scatter=compilation.strategy.reads_on_rank_zero,
     )
-
-
-def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) -> CallbackList:
-    """Add fitkit's callbacks after the user's, so that they see what the user's add to the logs.
-
-    Callbacks with `comes_last` follow: a callback that saves must see what all others have done.
-    A backup comes at the very end, since a run resumes from it with the files that the others
-    wrote.
-    """
-
-    def order(callback: Callback) -> tuple[bool, bool]:
-        last = callback.comes_last
-        return last, last and bool(getattr(callback, "restores", False))
-
-    added: list[Callback] = list(built_in)
-    if verbose != 0 and not any(isinstance(c, ProgressBar) for c in callbacks.callbacks):
-        added.append(ProgressBar(verbose=verbose))
-    together = [*callbacks.callbacks, *added]
-    return CallbackList(sorted(together, key=order))
-
-
-def close_bars(callbacks: CallbackList) -> None:
-    """Close the progress bars, which releases the terminal, even after an error."""
-    for callback in callbacks.callbacks:
-        if isinstance(callback, ProgressBar):
-            callback.close()
-
-
-def report_error(error: BaseException, callbacks: CallbackList) -> None:
-    """Call `on_exception`; a failing hook only warns, so the error and other hooks come through."""
-    for hook in callbacks.hooks("on_exception"):
-        try:
-            hook(error)
-        except Exception as another:
-            warn(f"on_exception failed: {type(another).__name__}: {another}")

@@ -34,6 +34,7 @@ from fitkit.optimizers import (
     needs_closure,
     unfuse_if_unreadable,
 )
+from fitkit.training.compiled_net import as_written
 from fitkit.training.compiled_step import CompiledUpdate
 from fitkit.training.context import StepContext
 from fitkit.training.manual import (
@@ -46,7 +47,7 @@ from fitkit.training.manual import (
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step
 from fitkit.training.programs import compiles_updates, traces_gradients
-from fitkit.training.surroundings import as_written, match_strides
+from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
 

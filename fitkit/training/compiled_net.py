@@ -1,0 +1,93 @@
+"""`jit_compile` of the net alone: compile how it is called, or call it as written in a block."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fitkit.errors import ConfigurationError
+from fitkit.module import Module
+
+
+def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
+    """Compile a model's net at its next call, or undo that.
+
+    Args:
+        options: False to run the net uncompiled; True, or the keyword arguments of
+            `torch.compile`, to compile it.
+
+    Raises:
+        ConfigurationError: torch refuses the arguments.
+    """
+    target = _module_to_compile(model)
+    if options is False:
+        target._compiled_call_impl = None
+        return
+    try:
+        compiled = torch.compile(_call_of(target), **({} if options is True else options))
+    except Exception as error:
+        raise ConfigurationError(
+            f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
+        ) from error
+    target._compiled_call_impl = compiled
+
+
+@contextlib.contextmanager
+def as_written(model: Module) -> Iterator[None]:
+    """Run a model and its net uncompiled for the length of a block."""
+    modules = [model] if model.net is None else [model, model.net]
+    compiled = [module._compiled_call_impl for module in modules]
+    for module in modules:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in zip(modules, compiled, strict=True):
+            if call is not None:  # else another thread does the same and restores it
+                module._compiled_call_impl = call
+
+
+def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
+    """Compile the net if it came from another process; modules are sent uncompiled."""
+    if options is not False and _module_to_compile(model)._compiled_call_impl is None:
+        _name_globals(model)
+        compile_net(model, options)
+
+
+def _name_globals(model: nn.Module) -> None:
+    """Add the globals that the net's code refers to to this process's `__main__`.
+
+    A worker receives the classes of the user's script together with the globals that they use.
+    But torch's compiler looks for these globals in `__main__`, which is the worker's own program.
+    """
+    main = vars(sys.modules["__main__"])
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        for function in filter(inspect.isfunction, vars(kind).values()):
+            if function.__module__ == "__main__" and function.__globals__ is not main:
+                used = function.__globals__.items()
+                main.update({name: value for name, value in used if not name.startswith("__")})
+
+
+def _module_to_compile(model: Module) -> Any:
+    return model if model.net is None else model.net
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """Wrap a module's call in a function of this file.
+
+    Torch 2.13 doesn't compile frames in torch's files, and `Module.compile` enters through one.
+    A net made only of torch's layers would silently stay uncompiled.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # Torch limits the compilations of each code object, so each net gets a separate one.
+    call.__code__ = call.__code__.replace()
+    return call
