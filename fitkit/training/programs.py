@@ -7,6 +7,7 @@ previous one.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,12 +132,47 @@ class Programs:
         mode = options.pop("mode", None)
         if options.get("backend", "inductor") == "inductor":
             of_mode = {} if mode is None else torch._inductor.list_mode_options(mode)
-            own = TOGETHER_ON_CPU if together and device == "cpu" else {}
+            own: dict[str, Any] = {}
+            if device == "cpu":
+                own = {"post_grad_custom_post_pass": numbers_once()}
+                own |= TOGETHER_ON_CPU if together else {}
             options["options"] = {**own, **of_mode, **(options.get("options") or {})} or None
         options["fullgraph"] = True
         # With None, numbers that change (batch_idx) become dynamic, and shapes stay fixed.
         options.setdefault("dynamic", True if dynamic else None)
         return torch.compile(program, **options)
+
+
+@functools.cache
+def numbers_once() -> Any:
+    """Return a pass of torch's compiler that computes powers and roots of single numbers once.
+
+    The compiler would join them to the loops that use them: Adam's update would compute its bias
+    corrections again for every 8 or 16 weights. With this pass, a step of a net 784-128-10 with
+    batches of 32 takes 0.78 of the time.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class NumbersOnce(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            costly = set()
+            for node in graph.nodes:
+                value = node.meta.get("val")
+                if not isinstance(value, torch.Tensor) or value.ndim or not value.is_cpu:
+                    continue
+                is_costly = getattr(node.target, "overloadpacket", None) in COSTLY
+                if is_costly or not costly.isdisjoint(node.all_input_nodes):
+                    costly.add(node)
+                    node.meta["inductor_realize_to_strides"] = True  # written to memory
+
+        def uuid(self) -> bytes:  # the compiler's cache on the disk asks for it
+            return get_hash_for_files((__file__,))
+
+    return NumbersOnce()
+
+
+COSTLY = (torch.ops.aten.pow, torch.ops.aten.sqrt, torch.ops.aten.rsqrt)
+"""Operations on single numbers that take much longer than to read a number."""
 
 
 def compiles_steps(options: bool | dict[str, Any]) -> bool:

@@ -6,9 +6,10 @@ import functools
 import pytest
 import torch
 from torch import nn, optim
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
-from fitkit.training.programs import reason_of, traces_gradients
+from fitkit.training.programs import numbers_once, reason_of, traces_gradients
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -387,6 +388,17 @@ def test_torchs_own_compiler_gives_the_same_after_a_hundred_steps():
 
     images, labels = torch.randn(40, 1, 12, 12, dtype=torch.float64), Y[:40]
     assert_same(run(jit_compile=True), run())
+
+
+def test_a_power_that_all_weights_share_is_computed_once():
+    def update(weights, rate, steps):
+        return weights * (rate / (1 - 0.9**steps)) + 2 * rate + weights.pow(2)
+
+    given = torch.ones(6), torch.tensor(0.1), torch.tensor(3.0)
+    graph = make_fx(update, tracing_mode="fake")(*given).graph
+    numbers_once()(graph)
+    once = [node.name for node in graph.nodes if "inductor_realize_to_strides" in node.meta]
+    assert once == ["pow_1", "rsub", "div"]
 
 
 class Counting(nn.Module):
