@@ -28,10 +28,10 @@ from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.html import Results
-from fitkit.training.compiled_net import compile_net
 from fitkit.training.context import StepContexts
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
+from fitkit.training.jit.net import compile_net
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
 from fitkit.training.optimizing import FitState
 from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
@@ -74,7 +74,7 @@ class Record:
         log_names: the names of the values that the last pass returned; None before.
         hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
         compiled_update: the training steps that `jit_compile` has compiled; None before.
-        compiled_passes: the compiled steps of evaluation and prediction.
+        jit_passes: the compiled steps of evaluation and prediction.
     """
 
     compilation: Compilation
@@ -85,7 +85,7 @@ class Record:
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)
     compiled_update: Any = None
-    compiled_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Model(Module):
@@ -311,7 +311,7 @@ class Model(Module):
         if jit_compile is not UNSET:
             compile_net(self, jit_compile)
         self._fitkit.compilation, self._fitkit.compiled_update = compilation, None
-        self._fitkit.compiled_passes = {}
+        self._fitkit.jit_passes = {}
         if optimizer is not UNSET:
             self._fitkit.fit_state.drop_optimizers()
         if lr_scheduler is not UNSET:

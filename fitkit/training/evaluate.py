@@ -26,10 +26,10 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage, overridden
 from fitkit.losses import Count
 from fitkit.module import Module
-from fitkit.training.compiled_net import as_written
-from fitkit.training.compiled_pass import HELD, compiled_pass
 from fitkit.training.context import StepContext
 from fitkit.training.explain import raise_explained
+from fitkit.training.jit.evaluation import HELD, jit_pass
+from fitkit.training.jit.net import as_written
 from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.own_step import Step
 from fitkit.training.settings import EvaluateArguments
@@ -330,7 +330,7 @@ class EvaluationPlan:
     - If all batches are rows of the same tensors, steps from the second on skip the work whose
       result can't change.
     - Losses that are means over samples are computed for many batches at once, as metrics are.
-    - If `jit_compile` asks for it, the net and the loss are compiled (`CompiledPass`).
+    - If `jit_compile` asks for it, the net and the loss are compiled (`JitPass`).
 
     The first batch is an ordinary step under `no_grad`, with all checks.
 
@@ -361,10 +361,10 @@ class EvaluationPlan:
         # A single batch is computed by the first step, which doesn't ask.
         self._may_infer = source.steps != 1 and self._sees_only_torchs()
         shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
-        self._compiled = compiled_pass(model, step, take, is_announced=shows)
+        self._jit = jit_pass(model, step, take, is_announced=shows)
         self.first_step: Callable[..., Any] = step
-        if self._compiled is not None:
-            self.first_step = self._compiled.first
+        if self._jit is not None:
+            self.first_step = self._jit.first
         self._users_look = users_look(callbacks, stage)
         # Whether batches are views or rows of tensors in memory. Other batches are made outside of
         # inference mode, since their maker may keep them. Ranks in step don't qualify: they may
@@ -400,9 +400,9 @@ class EvaluationPlan:
         Args:
             first: the first batch, whose step is done.
         """
-        compiled = self._compiled
+        compiled = self._jit
         if compiled is not None and not compiled.gains:
-            self._compiled = compiled = None
+            self._jit = compiled = None
             self._as_written.enter_context(as_written(self._model))
             self._may_infer = self._sees_only_torchs()
         plain = self._plain_after(first)
@@ -436,8 +436,8 @@ class EvaluationPlan:
 
     def flush(self) -> None:
         """Compute pending batches, in one call."""
-        if self._compiled is not None:
-            self._compiled.flush()
+        if self._jit is not None:
+            self._jit.flush()
 
     def _inside(self, batch: Any, index: int) -> Any:
         self._enter()

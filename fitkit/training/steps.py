@@ -12,8 +12,8 @@ from fitkit.errors import ConfigurationError
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
 from fitkit.training.context import StepContext
+from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.own_step import OwnPredictStep, OwnStep, Step
-from fitkit.training.programs import compiles_updates, traces_gradients
 from fitkit.training.step import CompiledStep, PredictStep
 
 

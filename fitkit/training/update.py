@@ -34,9 +34,10 @@ from fitkit.optimizers import (
     needs_closure,
     unfuse_if_unreadable,
 )
-from fitkit.training.compiled_net import as_written
-from fitkit.training.compiled_step import CompiledUpdate
 from fitkit.training.context import StepContext
+from fitkit.training.jit.net import as_written
+from fitkit.training.jit.programs import compiles_updates, traces_gradients
+from fitkit.training.jit.update import JitUpdate
 from fitkit.training.manual import (
     Manual,
     check_manual,
@@ -46,7 +47,6 @@ from fitkit.training.manual import (
 )
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step
-from fitkit.training.programs import compiles_updates, traces_gradients
 from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
@@ -243,10 +243,10 @@ class Update:
         self._takes_closure = needs_closure(optimizer)
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        self._compiled = self._compiled_for(model) if compiles else None
+        self._jit = self._jit_for(model) if compiles else None
         self._regroup()
 
-    def _compiled_for(self, model: Module) -> CompiledUpdate | None:
+    def _jit_for(self, model: Module) -> JitUpdate | None:
         """Return what computes compiled updates, if `compile` asks for them; None otherwise.
 
         Only a single optimizer's updates can be compiled. The step may be the one that `compile`
@@ -266,8 +266,8 @@ class Update:
             )
             return None
         if model._fitkit.compiled_update is None:
-            model._fitkit.compiled_update = CompiledUpdate(options)
-        found: CompiledUpdate = model._fitkit.compiled_update
+            model._fitkit.compiled_update = JitUpdate(options)
+        found: JitUpdate = model._fitkit.compiled_update
         found.begin(
             model, step, self.optimizer, self._parameters, self._count_update, self._learn_by
         )
@@ -284,8 +284,8 @@ class Update:
             )
         self._accumulate = accumulate
         self._exchanged = not self._exchanges
-        if self._compiled is not None:
-            self._compiled.accumulates(accumulate > 1 or self._ranks > 1)
+        if self._jit is not None:
+            self._jit.accumulates(accumulate > 1 or self._ranks > 1)
 
     @property
     def is_between_groups(self) -> bool:
@@ -324,7 +324,7 @@ class Update:
                 self._strategy.collectives.broadcast_tensors(self._buffers)
         # Whether a batch is only a part of an update's samples.
         step.is_part = self._ranks > 1 or self._accumulate > 1
-        compiled = self._compiled if compiles else None
+        compiled = self._jit if compiles else None
         if compiled is not None and compiled.stopped is None:
             if self._learn_compiled(compiled, batch, index):
                 return
@@ -354,7 +354,7 @@ class Update:
         self.backward(loss)
         self._update()
 
-    def _learn_compiled(self, compiled: CompiledUpdate, batch: Any, index: int) -> bool:
+    def _learn_compiled(self, compiled: JitUpdate, batch: Any, index: int) -> bool:
         """Learn from a batch by the compiled functions; return whether that could be done."""
         if not compiled(batch, index):
             return False
@@ -489,8 +489,8 @@ class Update:
 
     def flush(self) -> None:
         """Make the updates of batches that wait for a call of several."""
-        if self._compiled is not None:
-            self._compiled.flush()
+        if self._jit is not None:
+            self._jit.flush()
 
     def finish(self) -> None:
         """Make the update of a complete group, or of a shorter one at the epoch's end."""
@@ -578,7 +578,7 @@ class Update:
         if self._scaling is not None:
             self._update_scaled(self._scaling)
             return
-        if self._compiled is not None and self._compiled.update():
+        if self._jit is not None and self._jit.update():
             self._count_update()
             return
         self._clip()

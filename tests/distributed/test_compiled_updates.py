@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.training.programs import traces_gradients
+from fitkit.training.jit.programs import traces_gradients
 from tests.limits import patience
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.training.programs import Programs, UncompiledError
+from fitkit.training.jit.programs import Programs, UncompiledError
 
 RANK = int(os.environ.get("RANK", 0))
 # Traced and differentiated as for torch's own compiler, but computed operation by operation.

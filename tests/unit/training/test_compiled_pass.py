@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.training import compiled_pass
+from fitkit.training.jit import evaluation
 from tests.compiling import TRACED, Branching, compiled_anew
 
 torch.manual_seed(0)
@@ -30,7 +30,7 @@ def as_in_a_new_process():
 @pytest.fixture(autouse=True)
 def small_nets_are_compiled(monkeypatch):
     """So that nets which are quick to compile can be tested."""
-    monkeypatch.setattr(compiled_pass, "FEWEST_FUSED", 0)
+    monkeypatch.setattr(evaluation, "FEWEST_FUSED", 0)
 
 
 def net():
@@ -189,7 +189,7 @@ def test_batches_of_many_lengths_share_one_program():
 
 
 def test_a_net_of_which_nothing_is_gained_is_evaluated_as_written(monkeypatch):
-    monkeypatch.setattr(compiled_pass, "FEWEST_FUSED", 24)
+    monkeypatch.setattr(evaluation, "FEWEST_FUSED", 24)
     model, twin = model_of(jit_compile=TRACED), model_of()
     compiled_anew()
     for one in (model, twin):
@@ -222,6 +222,6 @@ def test_what_is_compiled_is_said_and_a_copy_compiles_for_itself(capsys):
     model = model_of(jit_compile=TRACED)
     model.evaluate(X, Y, batch_size=8, verbose=2)
     assert capsys.readouterr().out.count("compiling the evaluation …") == 1
-    assert copy.deepcopy(model)._fitkit.compiled_passes["evaluation"] is None
+    assert copy.deepcopy(model)._fitkit.jit_passes["evaluation"] is None
     model.compile(loss="nll_loss")
-    assert not model._fitkit.compiled_passes
+    assert not model._fitkit.jit_passes

@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
-from fitkit.training.programs import numbers_once, reason_of, traces_gradients
+from fitkit.training.jit.programs import numbers_once, reason_of, traces_gradients
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")

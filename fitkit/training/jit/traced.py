@@ -18,8 +18,8 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.losses import Term
 from fitkit.losses.compiled import total_of
 from fitkit.module import Module
+from fitkit.training.jit.programs import Batch, UncompiledError, copied
 from fitkit.training.own_step import OwnStep, loss_in
-from fitkit.training.programs import Batch, UncompiledError, copied
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper, number_of
 
 

@@ -1,6 +1,6 @@
 """An optimizer's step as torch's compiler traces it: with torch's functional optimizers.
 
-It is a part of a whole step (`compiled_step.py`). If gradients come from several batches or
+It is a part of a whole step (`update.py`). If gradients come from several batches or
 several ranks, it is a separate compiled function.
 """
 
@@ -21,7 +21,7 @@ from fitkit.errors import warn
 from fitkit.metrics.sums import widest_dtype
 from fitkit.module import Module
 from fitkit.optimizers import HOW, class_of, members_of
-from fitkit.training.programs import UNROLLED, Programs, UncompiledError
+from fitkit.training.jit.programs import UNROLLED, Programs, UncompiledError
 
 
 class Group:
@@ -142,7 +142,7 @@ def functional(kind: type[Optimizer]) -> Callable[..., None]:
     )
 
 
-class CompiledOptimizer:
+class JitOptimizer:
     """Compiles an optimizer's step, and the clipping of gradients before it.
 
     It stays with the model from one `fit` to the next. `begin` sets what a new `fit` uses.

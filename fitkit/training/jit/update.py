@@ -3,7 +3,7 @@
 In eager PyTorch, hundreds of launches limit the speed of a small net's step. Torch's compiler can
 join all of them: the net, the loss, `torch.autograd.grad` and torch's functional optimizers. A
 part that it can't compile is left out, with one warning. At least the net is always compiled
-(`surroundings.compile_net`).
+(`net.py`).
 
 If several batches or several ranks make an update, there are two functions. One computes a batch's
 gradients, the other makes the update. Between them, `Update` weights the gradients and averages
@@ -26,10 +26,9 @@ from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.compiled_net import as_written
-from fitkit.training.compiled_optimizer import CompiledOptimizer
-from fitkit.training.own_step import OwnStep
-from fitkit.training.programs import (
+from fitkit.training.jit.net import as_written
+from fitkit.training.jit.optimizer import JitOptimizer
+from fitkit.training.jit.programs import (
     OTHERS_LEARN,
     UNROLLED,
     Batch,
@@ -38,18 +37,19 @@ from fitkit.training.programs import (
     copied,
     shapes_of,
 )
+from fitkit.training.jit.traced import TracedOwnStep, TracedStep
+from fitkit.training.own_step import OwnStep
 from fitkit.training.step import CompiledStep
-from fitkit.training.traced_step import TracedOwnStep, TracedStep
 
 
-class CompiledUpdate:
+class JitUpdate:
     """Computes a batch's whole update by compiled functions, one for each shape of batches.
 
     It stays with the model from one `fit` to the next, so a second `fit` compiles nothing. `begin`
     sets what a new `fit` uses. Only a single optimizer's updates are compiled.
 
     A rank may compile its batches' gradients while another doesn't: the exchange is the same. The
-    update must be compiled on all ranks or on none (`CompiledOptimizer`).
+    update must be compiled on all ranks or on none (`JitOptimizer`).
 
     Args:
         options: the options for `torch.compile`.
@@ -61,7 +61,7 @@ class CompiledUpdate:
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
         self._programs = Programs(options, "the step")
-        self._optimizing = CompiledOptimizer(options)
+        self._optimizing = JitOptimizer(options)
         self.stopped: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

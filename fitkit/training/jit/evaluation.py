@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fitkit import trees
 from fitkit.errors import warn
 from fitkit.module import Module
-from fitkit.training.compiled_net import as_written
-from fitkit.training.programs import (
+from fitkit.training.jit.net import as_written
+from fitkit.training.jit.programs import (
     UNROLLED,
     Batch,
     Programs,
@@ -22,8 +22,8 @@ from fitkit.training.programs import (
     copied,
     shapes_of,
 )
+from fitkit.training.jit.traced import TracedStep
 from fitkit.training.step import CompiledStep, PredictStep
-from fitkit.training.traced_step import TracedStep
 
 FEWEST_FUSED = 24
 """The fewest fusible operations for which a net is compiled with one batch a call.
@@ -51,7 +51,7 @@ HELD = object()
 """A step returns this in place of outputs that are taken elsewhere, or that come later."""
 
 
-class CompiledPass:
+class JitPass:
     """Computes a pass's batches by compiled functions, from the second batch on.
 
     Batches with the first one's shapes are compiled. Each call computes one of them, or several if
@@ -239,10 +239,10 @@ class _Operations(TorchDispatchMode):
         return found
 
 
-def compiled_pass(
+def jit_pass(
     model: Module, step: Any, take: Callable[[Any], None] | None, *, is_announced: bool
-) -> CompiledPass | None:
-    """Return a `CompiledPass` for a pass's batches, if `compile` asks for compiled functions.
+) -> JitPass | None:
+    """Return a `JitPass` for a pass's batches, if `compile` asks for compiled functions.
 
     Returns None if the model has its own step, or moves batches itself. Returns None also if
     something wraps the net (replicas, shards).
@@ -254,12 +254,12 @@ def compiled_pass(
         return None
     if compilation.strategy.evaluates_in_step or not step.mover.is_ours:
         return None
-    return CompiledPass(model, step, take, is_announced=is_announced)
+    return JitPass(model, step, take, is_announced=is_announced)
 
 
 def programs_of(model: Module, what: str) -> Programs:
     """Return the programs that a model keeps for passes of one kind."""
-    kept: dict[str, Programs] = model._fitkit.compiled_passes
+    kept: dict[str, Programs] = model._fitkit.jit_passes
     if kept.get(what) is None:  # a copy of a model has None here
         kept[what] = Programs(model._fitkit.compilation.jit_compile, f"the {what}")
     return kept[what]

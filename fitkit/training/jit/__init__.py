@@ -1,0 +1,1 @@
+"""`jit_compile`: steps, evaluations and updates compiled by torch."""
