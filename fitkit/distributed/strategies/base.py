@@ -154,9 +154,9 @@ class Strategy:
                 may arrive on the device in parts.
         """
         self.precision.convert(module)
-        fill_meta(module)
         tensors = tensors_of(module)
         if not tensors or any(tensor.device != self.device for tensor in tensors):
+            fill_meta(module)
             module.to(self.device)
 
     def wrap_for_training(
