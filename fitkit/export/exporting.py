@@ -205,4 +205,6 @@ def _is_close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _advice(size: int) -> str:
-    return f"Look for code in the net that treats a batch of {size} otherwise." if size == 1 else ""
+    return (
+        f"Look for code in the net that treats a batch of {size} differently." if size == 1 else ""
+    )

@@ -95,14 +95,14 @@ def _advice(net: nn.Module, call: Call, shapes: Any) -> str:
     try:
         net(*call.args, **call.kwargs)
     except Exception:
-        return "Not even calling the net with this example works: give a batch such as fit gets."
+        return "The net fails with this example itself. Give a batch like those that fit gets."
     if shapes is not None:
         return (
-            "The net runs as it is; where its code needs one size of batch, export for the "
-            "example's with dynamic_batch=False. Else write what depends on tensors' values with "
-            "torch.where or torch.cond."
+            "The net itself runs. If its code needs one batch size, write dynamic_batch=False, "
+            "which exports for the example's. If it branches on tensors' values, use torch.where "
+            "or torch.cond."
         )
-    return "Write what depends on tensors' values with torch.where or torch.cond."
+    return "If the net branches on tensors' values, use torch.where or torch.cond."
 
 
 def reason_of(error: BaseException) -> str:

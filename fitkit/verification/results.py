@@ -11,8 +11,8 @@ COUNTED = "return {'loss': loss, 'count': the labels that count} from a training
 
 REASONS = {
     "dropout": (
-        "draws other numbers for each part, process or kernel.",
-        "Nothing to mend; all else was compared with it in evaluation mode.",
+        "draws different random numbers for each part, process or kernel.",
+        "You need not change it. Everything else was compared with this layer in evaluation mode.",
     ),
     "batch_norm": (
         "normalises each part of a batch by itself.",
@@ -20,19 +20,19 @@ REASONS = {
         "devices compile(sync_batchnorm=True).",
     ),
     "layer": (
-        "gives a sample another output where the batch has other samples.",
+        "gives a sample a different output when the rest of its batch differs.",
         "Let it look at each sample alone, or train on undivided batches.",
     ),
     "unsteady": (
-        "gives another output for the same input, weights and seeds.",
+        "gives different outputs for the same input, weights and seeds.",
         "Draw from torch's global generator, and keep what changes in a buffer.",
     ),
     "forgotten": (
-        "keeps something that the checkpoint doesn't have.",
+        "keeps state that the checkpoint does not contain.",
         "Keep it in a buffer (register_buffer), or in get_extra_state and set_extra_state.",
     ),
     "ignored_labels": (
-        "is a mean over the labels that count, and each part has another number of them.",
+        "is a mean over the labels that count, and the parts have different numbers of them.",
         f"Give the loss by name (loss='cross_entropy' ignores -100), or {COUNTED}",
     ),
     "sum": (
@@ -40,16 +40,16 @@ REASONS = {
         "Return the mean over the samples.",
     ),
     "loss": (
-        "isn't a mean over the samples: no layer's output depends on the cut, and it does.",
-        f"Return the mean over the samples; of another mean {COUNTED} A loss that needs the whole "
-        "batch (a contrastive one) needs it undivided.",
+        "isn't a mean over the samples. It depends on the cut of the batch; no layer's output does.",
+        f"Return the mean over the samples. If the loss is another mean, {COUNTED} If it needs the "
+        "whole batch, as a contrastive loss does, train on undivided batches.",
     ),
     "metric": (
-        "isn't a mean over the samples, nor one that is joined over batches.",
+        "isn't a mean over the samples, and can't be joined over batches.",
         "Give it by name or as a torchmetrics.Metric, which see all samples.",
     ),
     "kernels": (
-        "The kernels add up in another order each time.",
+        "The kernels add in a different order each time.",
         "With compile(deterministic=True) both runs are equal, bit for bit.",
     ),
     "gradients": (
@@ -60,7 +60,10 @@ REASONS = {
         "As much is rounded off as the updates change.",
         "Write precision='32-true', or train at a higher rate.",
     ),
-    "by_rank": ("Accumulated the numbers are equal: something differs by rank.", ""),
+    "by_rank": (
+        "With accumulation on one process the numbers are equal, so something differs by rank.",
+        "",
+    ),
     "by_kernel": ("No layer draws numbers: the kernels compute something else.", ""),
     "not_finite": (
         "isn't finite any more.",

@@ -214,8 +214,8 @@ class Trials:
         self.limit, self.output_limit = LIMITS[self.precision]
         if all(torch.equal(self.start[name], own) for name, own in self.reference().items()):
             raise ConfigurationError(
-                f"{len(self.batches)} updates change no parameter, so that there is nothing to "
-                "compare: the rate is 0, or no gradient reaches the net."
+                f"{len(self.batches)} updates change no parameter, so there is nothing to compare. "
+                "The learning rate is 0, or no gradient reaches the net."
             )
         self._loss_cause: Cause | None = None
         self._drawing: frozenset[str] = (
@@ -429,7 +429,10 @@ class Trials:
         """Resume from the middle of a training, in the compiled precision, and compare all bits."""
         middle = len(self.batches) // 2
         if not middle:
-            raise ConfigurationError("One update has no middle: updates=1, or too few samples.")
+            raise ConfigurationError(
+                "verify resumes after half of the updates, but there is only one. "
+                "Write updates=2 or more, or give more samples."
+            )
         names = ("precision", *STEADY)
         settings = {name: self._given(name) for name in names}
 

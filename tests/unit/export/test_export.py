@@ -149,7 +149,7 @@ def test_a_net_that_torch_cannot_trace_says_why_and_leaves_no_file(tmp_path):
         model.export(tmp_path / "net.pt2", example=X)
     assert model.training
     assert (tmp_path / "net.pt2").read_bytes() == b"before"
-    with pytest.raises(fitkit.ConfigurationError, match="Not even calling the net"):
+    with pytest.raises(fitkit.ConfigurationError, match="fails with this example"):
         fitkit.Model(nn.Linear(5, 3)).export(tmp_path / "net.pt2", example=X)
 
 
