@@ -40,7 +40,7 @@ REASONS = {
         "Return the mean over the samples.",
     ),
     "loss": (
-        "isn't a mean over the samples. It depends on the cut of the batch; no layer's output does.",
+        "isn't a mean over the samples. It depends on how the batch is cut, but no output does.",
         f"Return the mean over the samples. If the loss is another mean, {COUNTED} If it needs the "
         "whole batch, as a contrastive loss does, train on undivided batches.",
     ),
