@@ -25,7 +25,7 @@ from fitkit.callbacks.base import (
     run_of,
     several_ranks,
 )
-from fitkit.data.batches import samples_of, unpack
+from fitkit.data.batches import samples_of, unpack_batch
 from fitkit.data.sharding import RankBatch
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
@@ -333,7 +333,7 @@ class ThroughputMonitor(Callback):
             return self.tokens(batch)
         if self.tokens is not True:
             return samples_of(batch) * int(self.tokens or 0)
-        inputs: Any = unpack(batch)[0]
+        inputs: Any = unpack_batch(batch)[0]
         mask: Any = None
         if isinstance(inputs, Mapping):
             inputs, mask = inputs.get("input_ids"), inputs.get("attention_mask")

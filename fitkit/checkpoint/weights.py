@@ -46,7 +46,7 @@ class LoadedWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Matching:
     """The names in a file and in a module, sorted by what can be done with them.
 
     Attributes:
@@ -107,7 +107,7 @@ class Comparison:
         return f"{path}: the module keeps its own values{listing('for', lines)}"
 
 
-def compare(source: WeightSource, expected: Mapping[str, Any]) -> Comparison:
+def compare(source: WeightSource, expected: Mapping[str, Any]) -> Matching:
     """Compare an open file with a module's state dict; reads no tensor."""
     found = source.describe()
     names = found.keys() | source.extra.keys()
@@ -117,7 +117,7 @@ def compare(source: WeightSource, expected: Mapping[str, Any]) -> Comparison:
         if name in names and (reason := _mismatch(name, found.get(name), value))
     }
     missing = tuple(name for name in expected if name not in names)
-    return Comparison(
+    return Matching(
         fitting=tuple(name for name in expected if name in names and name not in mismatched),
         mismatched=mismatched,
         missing=missing,
@@ -390,7 +390,7 @@ def _expected(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _waiting(
-    source: WeightSource, comparison: Comparison, module: torch.nn.Module
+    source: WeightSource, comparison: Matching, module: torch.nn.Module
 ) -> dict[str, torch.dtype]:
     """The names of what is read straight into the module, with the dtypes in the file.
 

@@ -116,7 +116,7 @@ def is_empty(batch: Any) -> bool:
     return found
 
 
-def unpack(batch: Any) -> tuple[Any, Any, Any]:
+def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
     """The inputs, targets and sample weights of a batch; None for what it doesn't have.
 
     Args:
@@ -156,7 +156,7 @@ def samples_of(batch: Any) -> int:
     is_packed = isinstance(batch, PackedSequence)
     if isinstance(batch, (tuple, list)) and not is_packed and len(batch) not in (1, 2, 3):
         return trees.sample_count(batch)
-    x, y, _ = unpack(batch)
+    x, y, _ = unpack_batch(batch)
     return samples_in(x, y)
 
 

@@ -132,7 +132,7 @@ class Mean:
         if weight is None or not self.weighted:
             total = values.sum(dtype=dtype if has_fractions else None)
             return total, values.numel() if counted is None else counted.sum()
-        weight = weights_of(values, weight, dtype)
+        weight = sample_weights(values, weight, dtype)
         weight = weight if counted is None else weight * counted
         return (values * weight).sum(), weight.sum()
 
@@ -249,7 +249,7 @@ def _sum(parts: tuple[Tensor | float, ...], dtype: torch.dtype) -> Tensor | floa
     return torch.stack(on_device).sum(dtype=dtype) + known if on_device else known
 
 
-def weights_of(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def sample_weights(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights in the values' shape: (N,) weights count for all entries of their sample."""
     if weight.ndim > 1 and weight.numel() == weight.shape[0]:
         weight = weight.reshape(-1)

@@ -64,7 +64,7 @@ def explained(
     if isinstance(error, torch.OutOfMemoryError):
         return None
     text = str(error)
-    given = shapes_of(x, name)
+    given = shape_words(x, name)
     if not isinstance(error, RuntimeError) and not _raised_by_torch(error):
         return None
     if isinstance(error, ValueError) and ONE_SAMPLE.search(text):
@@ -79,7 +79,7 @@ def explained(
         and LENGTH_ERRORS.search(text)
     ):
         return ConfigurationError(
-            f"The loss needs a target for each prediction, but {given}, {shapes_of(y, 'y')}. "
+            f"The loss needs a target for each prediction, but {given}, {shape_words(y, 'y')}. "
             f"{_first_line(text)} Give a batch's x and y the same number of samples."
         )
     if isinstance(error, (RuntimeError, ValueError)) and SHAPE_ERRORS.search(text):
@@ -95,7 +95,7 @@ def explained(
     if isinstance(error, (RuntimeError, ValueError)) and DTYPE_ERRORS.search(text):
         return ConfigurationError(
             f"The numbers of this batch are of a type that the net or loss can't take: {given}"
-            f"{'' if y is None else ', ' + shapes_of(y, 'y')}. {_first_line(text)} Convert the "
+            f"{'' if y is None else ', ' + shape_words(y, 'y')}. {_first_line(text)} Convert the "
             "data: images and features to floats (x.astype('float32')), tokens and classes to "
             "integers (x.astype('int64')).",
             code="FK002",
@@ -188,7 +188,7 @@ def _signature(net: Callable[..., Any]) -> str:
         return "(…)"
 
 
-def shapes_of(tree: Any, name: str) -> str:
+def shape_words(tree: Any, name: str) -> str:
     """Describe the shapes and dtypes in a tree for a message: `x has shape (32, 64), float32`."""
     parts = []
     for path, leaf in trees.leaves_with_paths(tree):

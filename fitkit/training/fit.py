@@ -268,6 +268,7 @@ class Fit:
         """
         model, context, step, update = self.model, self.context, self.step, self.update
         state, logbook = model._fitkit.fit_state, self.step.logbook
+        # Begin the epoch, or go on where it was interrupted.
         self.kept = to_training(model, self.kept)
         model.current_epoch = epoch
         self.steps_done = done = self.steps_before
@@ -288,6 +289,7 @@ class Fit:
         else:
             self.validated = None
 
+        # Train on its batches.
         begin = callbacks.hooks("on_train_batch_begin")
         end = callbacks.hooks("on_train_batch_end")
         group_size = self.compilation.steps_per_execution
@@ -340,6 +342,7 @@ class Fit:
                 self._check_on_peeked_batch()
             step.finish()
 
+        # Join the ranks' values, validate, and give the values to schedulers and callbacks.
         if self.arguments.weights_by_class is not None:
             self.arguments.weights_by_class.warn_of_unseen(self.collectives)
         if self.strategy.engine is not None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.data.batches import check_weights, samples_in, unpack, warn_of_second_target
+from fitkit.data.batches import check_weights, samples_in, unpack_batch, warn_of_second_target
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
@@ -30,7 +30,7 @@ from fitkit.losses import CompiledLoss, Count, Term
 from fitkit.losses.compiled import total_of
 from fitkit.modes import modes_restored
 from fitkit.module import Module
-from fitkit.training.explain import raise_explained, shapes_of
+from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.settings import MEMORY_FORMATS
 
@@ -307,7 +307,7 @@ class CompiledStep:
 
     def _check_batch(self, x: Any, y: Any, weight: Any) -> None:
         """Refuse an invalid first batch before the net gets it."""
-        check_batch(x, weight, self.name)
+        check_inputs(x, weight, self.name)
         if self.all_targets and self.all_targets[0] is None:  # the user named none, as for arrays
             warn_of_second_target(y, weight)
 
@@ -355,7 +355,7 @@ class CompiledStep:
         """Replace an error that a batch caused by a clearer one, if there is one."""
         if y is None and self._had_target:
             raise ConfigurationError(
-                f"A batch of {self.name} has only inputs ({shapes_of(x, 'x')}), but the first "
+                f"A batch of {self.name} has only inputs ({shape_words(x, 'x')}), but the first "
                 "batch had targets too. Give (x, y) in each batch."
             ) from error
         if y is None and isinstance(x, Mapping) and self.loss.own is None and len(x) > 1:
@@ -401,20 +401,21 @@ def labels_inside(x: Any) -> Any:
 
 
 def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple[Any, Any, Any]]:
-    """The function that splits a model's batches into inputs, targets and weights: `unpack`, or one
-    that finds the targets of `compile(target=…)` in dict batches.
+    """The function that splits a model's batches into inputs, targets and weights.
+
+    This is `unpack_batch`, or one that finds the targets of `compile(target=…)` in dict batches.
 
     Args:
         name: the data's name for messages; None if the targets may be missing.
     """
     target = model._fitkit.compilation.target
     if target is None:
-        return unpack
+        return unpack_batch
     caller = caller_of(model)
     keys = set(trees.leaves(target))
 
     def taken_apart(batch: Any) -> tuple[Any, Any, Any]:
-        x, y, weight = unpack(batch)
+        x, y, weight = unpack_batch(batch)
         if not isinstance(x, Mapping):
             return x, y, weight
         if y is None and keys <= set(x):
@@ -433,7 +434,7 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
     return taken_apart
 
 
-def check_batch(x: Any, weight: Any, name: str) -> None:
+def check_inputs(x: Any, weight: Any, name: str) -> None:
     """Refuse a batch without a tensor of inputs, or with invalid weights.
 
     Raises:
@@ -443,8 +444,8 @@ def check_batch(x: Any, weight: Any, name: str) -> None:
         plain = (int, float, str, bytes, type(None), np.ndarray)
         if all(isinstance(leaf, plain) for leaf in trees.leaves(x)):
             raise ConfigurationError(
-                f"A batch of {name} has no tensor: {shapes_of(x, 'its input')}. A batch is (x, y) "
-                "or (x, y, sample_weight) of tensors or NumPy arrays."
+                f"A batch of {name} has no tensor: {shape_words(x, 'its input')}. A batch is "
+                "(x, y) or (x, y, sample_weight) of tensors or NumPy arrays."
             )
     wrong = [leaf for leaf in trees.leaves(weight) if not isinstance(leaf, torch.Tensor)]
     if any(leaf is not None for leaf in wrong):
@@ -481,7 +482,7 @@ class PredictStep:
         """The net's outputs for the batch's inputs. Targets and weights are ignored."""
         x, _, _ = self.moved_parts(batch)
         if not self.checked:
-            check_batch(x, None, "x")
+            check_inputs(x, None, "x")
         sequences = self._sequences
         if sequences is not None:
             if not self.checked:
@@ -544,7 +545,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+def signature_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a net's forward."""
     try:
         if inspect.ismethod(forward):
@@ -573,7 +574,7 @@ class Caller:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        parameters = parameters_of(forward)
+        parameters = signature_of(forward)
         kinds = [parameter.kind for parameter in parameters]
         self._spread = inspect.Parameter.VAR_POSITIONAL in kinds
         self._any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
@@ -637,7 +638,7 @@ def caller_of(model: torch.nn.Module) -> Caller:
 
 def _spreads(forward: Any) -> bool:
     """Whether a forward takes anything and passes it on."""
-    kinds = {item.kind for item in parameters_of(forward)}
+    kinds = {item.kind for item in signature_of(forward)}
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 

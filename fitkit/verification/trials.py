@@ -21,7 +21,7 @@ from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.callbacks import Callback
 from fitkit.data.arrays import take
-from fitkit.data.batches import samples_of, unpack
+from fitkit.data.batches import samples_of, unpack_batch
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.model import Model
 from fitkit.modes import kept_in_evaluation
@@ -509,7 +509,7 @@ class Trials:
         with contextlib.suppress(FitkitError):  # it may have no loss to evaluate
             copied, batch = self.copied(quiet), self.batches[0]
             total, one, other = (
-                copied.test_on_batch(*unpack(part), return_dict=True)["loss"]
+                copied.test_on_batch(*unpack_batch(part), return_dict=True)["loss"]
                 for part in [batch, *cut(batch, 2)]
             )
             if math.isclose(total, one + other, rel_tol=self.output_limit):
@@ -587,7 +587,7 @@ def _with_all_labels(batch: Any) -> Any:
 
     A net that computes its own loss has the labels among its inputs.
     """
-    x, y, weight = unpack(batch)
+    x, y, weight = unpack_batch(batch)
     labels = x if y is None else y
     whole = [t for t in trees.tensors(labels) if not (t.is_floating_point() or t.is_complex())]
     if not any(bool((tensor < 0).any()) for tensor in whole):

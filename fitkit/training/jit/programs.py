@@ -115,7 +115,7 @@ class Programs:
         except _compilers_errors() as error:
             if is_new and self.is_announced:
                 print(flush=True)
-            raise UncompiledError(reason_of(error)) from error
+            raise UncompiledError(why_uncompiled(error)) from error
         if is_new:
             self._compiled[key] = program
             if self.is_announced:
@@ -227,7 +227,7 @@ def copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def reason_of(error: BaseException) -> str:
+def why_uncompiled(error: BaseException) -> str:
     """Say why torch couldn't compile something: its error's first line, and the user's line."""
     text = str(error).strip()
     if OTHERS_LEARN in text:

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fitkit.data.arrays import VIEWS, ArraySource
-from fitkit.data.batches import Stream, check_readable, limited, unpack
+from fitkit.data.batches import Stream, check_readable, limited, unpack_batch
 from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import make_source, split_tail, validation_parts
 from fitkit.data.to_device import Transfer
@@ -34,7 +34,7 @@ def all_inputs(batches):
 
 
 def first_inputs(batches):
-    return [unpack(batch)[0].flatten().tolist() for batch in batches]
+    return [unpack_batch(batch)[0].flatten().tolist() for batch in batches]
 
 
 def test_arrays_are_cut_in_order():
@@ -240,7 +240,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_any_work():
 
 def test_a_batch_of_four_is_refused():
     with pytest.raises(ConfigurationError, match="4 entries"):
-        unpack((1, 2, 3, 4))
+        unpack_batch((1, 2, 3, 4))
 
 
 def test_class_weights_look_labels_up_and_multiply():

@@ -138,5 +138,5 @@ def test_a_scripts_rank_reads_the_words_as_the_first_rank_did():
     for words in ((), (1, "ddp"), (2, "ddp_spawn")):
         assert resolved(*words, environment=OWN).world.rank == 0
     assert isinstance(resolved(2, "ddp_spawn", environment=OWN).launcher, WorkersLauncher)
-    with pytest.raises(ConfigurationError, match="asks for 3 ranks.*runs on 2 already"):
+    with pytest.raises(ConfigurationError, match="asks for 3 ranks.*already runs on 2"):
         resolved(3, "ddp", environment=OWN)

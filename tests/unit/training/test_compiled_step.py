@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
-from fitkit.training.jit.programs import numbers_once, reason_of, traces_gradients
+from fitkit.training.jit.programs import numbers_once, traces_gradients, why_uncompiled
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -276,7 +276,7 @@ def test_a_batch_that_does_not_fit_within_a_group_finds_those_before_it_learned(
     ],
 )  # fmt: skip
 def test_a_reason_has_what_the_backend_raised_and_the_line(text, reason):
-    assert reason_of(RuntimeError(text)) == reason
+    assert why_uncompiled(RuntimeError(text)) == reason
 
 
 def test_a_state_that_is_loaded_within_a_training_is_the_one_that_learns():
