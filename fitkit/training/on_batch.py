@@ -402,17 +402,16 @@ def fit_batch(
     """Make one update on one batch in this process; return the loss and metrics before it."""
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
     kept = steps.take("training") if class_weights is None else None
-    if kept is not None and kept.is_short:
-        found = _fit_shortly(model, kept, arrays)
-        if found is not None:
-            return found
+    found = _fit_shortly(model, kept, arrays)
+    if found is not None:
+        return found
     losses = model._fitkit.compilation.loss_modules
     with in_use(model, "train_on_batch", alone=True), surroundings(model, "train_on_batch"):
         kept, batch = _ready(model, kept, arrays)
         modules = None if kept is None else modules_of(model, *losses)
         with unchanged_on_error(model, modules):
             if kept is None:
-                model._fitkit.compilation.strategy.place(model)
+                place(model)
                 state.optimizers_for(model)  # their number decides which step is built
             trains = modules is not None and all(module.training for module in modules)
             if modules is None or not (trains and has_plain_modes(modules)):
@@ -438,8 +437,12 @@ def fit_batch(
     return values
 
 
-def _fit_shortly(model: Module, kept: KeptStep, arrays: tuple[Any, ...]) -> dict[str, Any] | None:
+def _fit_shortly(
+    model: Module, kept: KeptStep | None, arrays: tuple[Any, ...]
+) -> dict[str, Any] | None:
     """Do what `fit_batch` does with a kept step; return None if something else is needed."""
+    if kept is None or not kept.is_short:
+        return None
     modules = [model, *kept.layers]
     with in_use(model, "train_on_batch", alone=True, modules=modules):
         if torch.is_inference_mode_enabled():
@@ -467,10 +470,9 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """Compute one batch's loss and metrics in this process."""
     steps = model._fitkit.kept_steps
     kept = steps.take("test")
-    if kept is not None and kept.is_short:
-        found = _evaluate_shortly(model, "test_on_batch", kept, arrays)
-        if found is not None:
-            return found
+    found = _evaluate_shortly(model, "test_on_batch", kept, arrays)
+    if found is not None:
+        return found
     with computing(model, "test_on_batch") as modules, surroundings(model, "test_on_batch"):
         kept, batch = _ready(model, kept, arrays)
         if kept is None:
@@ -491,10 +493,9 @@ def predict_batch(model: Module, x: Any) -> Any:
     """Compute the net's outputs for one batch; return them as NumPy arrays."""
     steps, arrays = model._fitkit.kept_steps, (x, None, None)
     kept = steps.take("predict")
-    if kept is not None and kept.is_short:
-        found = _evaluate_shortly(model, "predict_on_batch", kept, arrays)
-        if found is not None:
-            return found
+    found = _evaluate_shortly(model, "predict_on_batch", kept, arrays)
+    if found is not None:
+        return found
     with computing(model, "predict_on_batch") as modules, surroundings(model, "predict_on_batch"):
         kept, batch = _ready(model, kept, arrays)
         if kept is None:
@@ -506,8 +507,12 @@ def predict_batch(model: Module, x: Any) -> Any:
     return outputs
 
 
-def _evaluate_shortly(model: Module, verb: str, kept: KeptStep, arrays: tuple[Any, ...]) -> Any:
+def _evaluate_shortly(
+    model: Module, verb: str, kept: KeptStep | None, arrays: tuple[Any, ...]
+) -> Any:
     """Return a batch's values or outputs by a kept step; None if something else is needed."""
+    if kept is None or not kept.is_short:
+        return None
     modules = [model, *kept.layers]
     with in_use(model, verb, alone=False, modules=modules):
         if not kept.holds(model) or (batch := kept.tensors_of(arrays)) is None:
