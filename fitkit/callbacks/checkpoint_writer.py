@@ -39,7 +39,11 @@ GRACE_S = 10.0
 
 
 class FolderByThreads:
-    """A save that is planned, with its tensors copied. Each rank's thread calls `write`.
+    """A `.dcp` folder that threads write during training. Each rank's thread calls `write`.
+
+    The save is planned and its tensors are copied before, because the training then needs the
+    collective exchanges. Each thread leaves its shard's digest as a note in the unfinished folder.
+    Rank 0's thread waits for the notes, writes the index and gives the folder its name.
 
     Args:
         path, state_dict, state, collectives: as for `save_folder`.

@@ -62,6 +62,10 @@ def shows_all(output: str | None, environment: Mapping[str, str] = os.environ) -
 class ShownOutput:
     """Shows what a rank's process writes, until it has closed both of its streams.
 
+    By default the other ranks print nothing: they run the same program, and would repeat rank 0.
+    A thread of rank 0 always reads their pipes, so no rank waits for a reader. Only the part of a
+    line that isn't complete yet is kept.
+
     Args:
         rank: the process's.
         out, err: the pipes' ends from which its standard output and error are read.

@@ -49,7 +49,9 @@ class Replicas(WrappedModel):
     Each call copies the module for every part of the batch. On several GPUs the parts are computed
     side by side, in threads that have the caller's gradient, inference and autocast modes. The
     gradients of one backward pass over the gathered outputs are those of one device, as far as the
-    method treats samples apart; batch normalization sees a part's statistics.
+    method treats samples apart; batch normalization sees a part's statistics. torch's functions for
+    `DataParallel` do the work there. They know no CPU, so replicas on a CPU share the parameters
+    and compute one after the other.
 
     A module that has `_begin_replica(device, samples)` gets it called on each replica before the
     method, and one that has `_end_replicas(replicas)` gets it called once after all have ended.
