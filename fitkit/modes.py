@@ -6,65 +6,88 @@ import contextlib
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from fitkit.errors import ConfigurationError
 
+FLAG = attrgetter("training")
+"""Read a module's training flag."""
 
-class Call(contextlib.AbstractContextManager[Collection[nn.Module]]):
+
+class Call(contextlib.AbstractContextManager[list[nn.Module]]):
     """A call that uses a module, as a context manager. It is made by `in_use`.
 
     Attributes:
         verb: the name of what was called.
         is_alone: whether no other thread may use the module during the call.
         thread: the id of the thread that called it.
-        modes: for each submodule, the training flag to restore.
     """
 
-    __slots__ = ("_module", "_modules", "is_alone", "modes", "thread", "verb")
+    __slots__ = ("_flags", "_module", "_modules", "is_alone", "thread", "verb")
 
     def __init__(
-        self, module: nn.Module, verb: str, is_alone: bool, modules: Collection[nn.Module] | None
+        self, module: nn.Module, verb: str, is_alone: bool, modules: list[nn.Module] | None
     ) -> None:
         self._module, self.verb, self.is_alone, self._modules = module, verb, is_alone, modules
 
-    def __enter__(self) -> Collection[nn.Module]:
-        own, alone, verb = threading.get_ident(), self.is_alone, self.verb
-        self.thread = own
+    @property
+    def modes(self) -> dict[nn.Module, bool]:
+        """For each submodule, the training flag to restore."""
+        assert self._modules is not None
+        return dict(zip(self._modules, self._flags, strict=True))
+
+    def __enter__(self) -> list[nn.Module]:
+        self.thread = threading.get_ident()
         with _lock:
-            modules = modules_of(self._module) if self._modules is None else self._modules
-            modes = self.modes = {child: child.training for child in modules}
-            others: list[Call] = []
+            modules = self._modules
+            if modules is None:
+                modules = self._modules = modules_of(self._module)
+            self._flags = [*map(FLAG, modules)]
             if _calls:
-                others = [other for other in _calls if not other.modes.keys().isdisjoint(modes)]
-            for other in others:
-                if other.thread != own and (alone or other.is_alone):
-                    raise ConfigurationError(
-                        f"{verb} can't start: another thread runs {other.verb} on this model (or "
-                        f"on one that shares its layers), and {verb if alone else other.verb} "
-                        "needs the model alone. Wait until that call ends, or give each thread "
-                        "its own model."
-                    )
-            for child in modes if others else ():
-                holders = [other for other in others if child in other.modes]
-                # Within a call in this thread, restore the current flag. Otherwise restore what the
-                # first overlapping call found.
-                if holders and all(other.thread != own for other in holders):
-                    modes[child] = holders[0].modes[child]
+                self._join(modules)
             _calls.append(self)
-        return modes
+        return modules
+
+    def _join(self, modules: list[nn.Module]) -> None:
+        """Check the calls in progress, and take over the flags that they will restore.
+
+        Within a call in this thread, the current flag is restored. Otherwise it is what the first
+        overlapping call found.
+        """
+        holders: dict[nn.Module, list[tuple[Call, bool]]] = {}
+        for other in _calls:
+            modes = other.modes
+            if modes.keys().isdisjoint(modules):
+                continue
+            if other.thread != self.thread and (self.is_alone or other.is_alone):
+                raise ConfigurationError(
+                    f"{self.verb} can't start: another thread runs {other.verb} on this model (or "
+                    "on one that shares its layers), and "
+                    f"{self.verb if self.is_alone else other.verb} needs the model alone. Wait "
+                    "until that call ends, or give each thread its own model."
+                )
+            for module, flag in modes.items():
+                holders.setdefault(module, []).append((other, flag))
+        for number, module in enumerate(modules):
+            held = holders.get(module)
+            if held and all(other.thread != self.thread for other, _ in held):
+                self._flags[number] = held[0][1]
 
     def __exit__(self, *error: object) -> None:
+        assert self._modules is not None
         with _lock:
             _calls.remove(self)
-            wrong = [(part, flag) for part, flag in self.modes.items() if part.training != flag]
-            if wrong and _calls:
+            if self._flags == [*map(FLAG, self._modules)]:
+                return
+            flags = zip(self._modules, self._flags, strict=True)
+            wrong = [pair for pair in flags if pair[0].training != pair[1]]
+            if _calls:
                 others = [other.modes for other in _calls if other.thread != self.thread]
                 wrong = [pair for pair in wrong if not any(pair[0] in modes for modes in others)]
-            if wrong:
-                set_flags(wrong)
+            set_flags(wrong)
 
 
 _calls: list[Call] = []
@@ -73,8 +96,8 @@ _lock = threading.RLock()  # reentrant, because a signal handler may also call a
 
 
 def in_use(
-    module: nn.Module, verb: str, *, alone: bool, modules: Collection[nn.Module] | None = None
-) -> contextlib.AbstractContextManager[Collection[nn.Module]]:
+    module: nn.Module, verb: str, *, alone: bool, modules: list[nn.Module] | None = None
+) -> contextlib.AbstractContextManager[list[nn.Module]]:
     """Use a module for the length of a call, and restore its training flags at the end.
 
     The flags belong to the module, not to the call. If calls in several threads overlap, the last

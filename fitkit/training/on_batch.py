@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
 from fitkit import trees
 from fitkit.data.arrays import made_dense
@@ -18,6 +19,7 @@ from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.hooks import STEP_HOOKS, evaluation_stage
 from fitkit.modes import (
+    FLAG,
     has_plain_modes,
     in_use,
     kept_in_evaluation,
@@ -63,6 +65,9 @@ SHAPE = attrgetter("shape")
 FLAGS = ("benchmark", "deterministic", "matmul_precision")
 """The arguments of `compile` by which `surroundings` sets a flag of torch."""
 
+PLAIN = ("torch.nn.", "fitkit.")
+"""The beginnings of the names of modules whose classes' code doesn't change."""
+
 AS_IN_NUMPY = {
     torch.from_numpy(np.zeros(1, name)).dtype: np.dtype(name)
     for name in ("float32", "float64", "int64", "uint8", "bool")
@@ -89,6 +94,7 @@ class KeptStep:
         plain: what `_plain_parts` returns for the first batch.
         may_count: whether the loss may be a mean over something other than samples.
         infers: whether only torch's and fitkit's code sees the tensors of an evaluation.
+        chain: the modules that compute an evaluation's output one after the other, if `infers`.
         mode: surrounds evaluations, which compute no gradients.
     """
 
@@ -108,6 +114,7 @@ class KeptStep:
     plain: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     may_count: bool = False
     infers: bool = False
+    chain: list[nn.Module] = dataclasses.field(default_factory=list)
     mode: AbstractContextManager[Any] = dataclasses.field(default_factory=torch.no_grad)
 
     def __post_init__(self) -> None:
@@ -124,7 +131,8 @@ class KeptStep:
         self.parameters = [
             p for part in everything for p in part._parameters.values() if p is not None
         ]
-        self.kinds = [*dict.fromkeys(map(type, everything))]
+        kinds = dict.fromkeys(map(type, everything))
+        self.kinds = [kind for kind in kinds if not kind.__module__.startswith(PLAIN)]
         self.held = self._objects_of(model)
         self.roles = [*map(ROLE, self.parameters)]
         if self.update is not None:
@@ -142,8 +150,10 @@ class KeptStep:
             users = isinstance(step, CompiledStep) and (
                 step.loss.has_user_code or (step.meters or step.loss).has_user_code
             )
+            net: Any = model._modules["net"]
             self.infers = not users
             self.mode = torch.no_grad() if users else torch.inference_mode()
+            self.chain = _chain_of(net) if self.infers else []
 
     def holds(self, model: Module) -> bool:
         """Return whether nothing has changed that decides how the step is built."""
@@ -163,26 +173,20 @@ class KeptStep:
         read, names = CODE[self.context.name]
         objects: list[Any] = [
             model._fitkit.compilation,
-            *read(type(model)),
+            RemovableHandle.next_id,  # the number of hooks that were ever registered
             model.__dict__.keys().isdisjoint(names),
-            not (model._backward_hooks or model._backward_pre_hooks),
-            _has_any_global_hook(),
         ]
         for kind in self.kinds:
             objects += (kind.train, kind.eval)
+        if not type(model).__module__.startswith(PLAIN):
+            objects += read(type(model))
         for module in (model, *self.layers):
             own = module.__dict__
-            if module._modules:
-                objects += module._modules.values()
-            if module._parameters:
-                objects += module._parameters.values()
-            objects += (
-                type(module),
-                own.get("forward"),
-                "train" in own or "eval" in own,
-                module._compiled_call_impl,
-                not (module._forward_hooks or module._forward_pre_hooks),
-            )
+            if parts := own["_modules"]:
+                objects += parts.values()
+            if parts := own["_parameters"]:
+                objects += parts.values()
+            objects += (type(module), len(own))  # `forward` and `train` may have been set
         if self.update is not None:
             for listed in model._fitkit.fit_state.optimizers:
                 for optimizer in members_of(listed):
@@ -311,6 +315,13 @@ def _needs_little(model: Module, kept: KeptStep, count: int) -> bool:
         and not compilation.loss_modules
         and not any(map(is_schedule_free, state.optimizers))
     )
+
+
+def _chain_of(net: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute a net's output one after the other."""
+    if type(net) is not nn.Sequential:
+        return [net]
+    return [one for layer in net for one in _chain_of(layer)]
 
 
 def _fused_states(model: Module) -> list[Any]:
@@ -449,7 +460,7 @@ def _fit_shortly(
             return None
         if not kept.holds(model) or (batch := kept.tensors_of(arrays)) is None:
             return None
-        if [module for module in modules if not module.training]:
+        if not all(map(FLAG, modules)):
             return None
         for parameter in kept.parameters:
             parameter.grad = None
@@ -519,7 +530,8 @@ def _evaluate_shortly(
             return None
         if model._fitkit.fit_state.trains:
             return None
-        set_flags([(module, False) for module in modules if module.training])
+        if any(map(FLAG, modules)):
+            set_flags([(module, False) for module in modules if module.training])
         try:
             compute = _outputs if verb == "predict_on_batch" else _values
             with kept.mode:
@@ -535,11 +547,24 @@ def _evaluate_shortly(
     return found
 
 
+def _output_of(model: Module, kept: KeptStep, x: torch.Tensor) -> Any:
+    """Return the net's output for a batch."""
+    net: Any = model._modules["net"]
+    if not kept.chain:
+        return net(x)
+    output = x
+    try:
+        for layer in kept.chain:  # none has hooks, which a call of the layer would run
+            output = layer.forward(output)
+    except Exception:
+        return net(x)  # fails with the frames that explain it
+    return output
+
+
 def _outputs(model: Module, kept: KeptStep, x: torch.Tensor) -> Any:
     """Return the net's outputs for a batch as NumPy arrays."""
-    net: Any = model._modules["net"]
     try:
-        output = net(x)
+        output = _output_of(model, kept, x)
     except Exception as error:
         raise_explained(error, model, x, None)
         raise
@@ -558,11 +583,11 @@ def _loss_of(
     model: Module, kept: KeptStep, x: torch.Tensor, y: torch.Tensor
 ) -> tuple[Any, torch.Tensor]:
     """Return the net's prediction for a batch, and its loss."""
-    net, step = model._modules["net"], kept.step
+    step = kept.step
     loss = step.loss.direct
     step.samples = x.shape[0]  # by which values that the net's code logs are weighed
     try:
-        prediction = net(x)  # type: ignore[misc]
+        prediction = _output_of(model, kept, x)
         return prediction, loss(prediction, y)
     except Exception as error:
         step.wrapped.net = model

@@ -25,7 +25,7 @@ BATCH = 32
 
 def calls_a_step(run):
     """Calls from the first forward pass to the last, for each step between."""
-    forward = nn.Sequential.forward.__code__
+    forward = nn.ReLU.forward.__code__  # the net has one of these layers
     count, marks = 0, []
 
     def note(frame, event, argument):

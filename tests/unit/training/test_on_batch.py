@@ -405,6 +405,20 @@ def test_what_comes_to_act_in_a_forward_acts_in_the_next_call(kind, change):
             handle.remove()
 
 
+def test_each_call_goes_through_all_layers_of_nested_sequentials():
+    first, norm, *rest = net()
+    module = nn.Sequential(nn.Sequential(first, nn.Sequential(norm)), nn.Sequential(), *rest)
+    model = compiled(module)
+    expected = copy.deepcopy(module).eval()(X).detach()
+    for _ in range(3):
+        np.testing.assert_allclose(model.predict_on_batch(X), expected, rtol=1e-5, atol=1e-6)
+        loss, accuracy = model.test_on_batch(X, LABELS)
+        assert loss == pytest.approx(F.cross_entropy(expected, LABELS).item(), rel=1e-5)
+        assert accuracy == pytest.approx((expected.argmax(1) == LABELS).float().mean().item())
+        with pytest.raises(ConfigurationError, match="4"):
+            model.predict_on_batch(X[:, :3])
+
+
 def test_what_a_module_does_in_train_and_eval_is_done_in_each_call():
     model, called = compiled(), []
     for _ in range(3):
