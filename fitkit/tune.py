@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.callbacks.base import Callback, Logs, from_all_ranks
-from fitkit.callbacks.rates import set_rate, updates_of
+from fitkit.callbacks.rates import set_rate
 from fitkit.callbacks.watches import BatchLosses
 from fitkit.data.sources import check_data_type, make_source
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
@@ -233,14 +232,14 @@ class _Climb(Callback):
         self._lowest = math.inf
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._begun = updates_of(self.model)
+        self._begun = self.model.global_step
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         set_rate(self.model, self.rates[min(len(self.losses), len(self.rates) - 1)])
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self._batch_losses.add(batch, logs)
-        if updates_of(self.model) - self._begun == len(self.losses):
+        if self.model.global_step - self._begun == len(self.losses):
             return  # gradients are being accumulated
         mine = [loss for _, loss in self._batch_losses.take()]
         told = [loss for losses in from_all_ranks(self.model, mine) for loss in losses]
@@ -402,8 +401,11 @@ def is_short_of_memory(error: BaseException) -> bool:
     return False
 
 
-NOTES = ("history", "stop_training", "current_epoch", "_batch_size", "_log_names")
+NOTES = ("history", "stop_training", "current_epoch")
 """The attributes that a fit leaves on a model, besides its weights."""
+
+RECORDED = ("compilation", "batch_size", "log_names")
+"""What a fit, or a trial, changes in the model's `Record`."""
 
 WITHOUT = dict.fromkeys(("warmup_epochs", "scale_lr", "lr_scheduler", "effective_batch_size"))
 """Arguments of compile that would change rates or batches during a trial."""
@@ -416,13 +418,19 @@ def untouched(model: Model) -> Iterator[None]:
     Within the block nothing changes the learning rates by itself. The model, its parameters and
     its optimizers stay the same objects.
     """
-    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
-    weights = [(tensor, _copied(tensor)) for tensor in _tensors(model)]
+    record, state, compilation = model._fitkit, model._fitkit.fit_state, model._fitkit.compilation
+    tensors = [*model.parameters(), *model.buffers(), *compilation.loss_parameters()]
+    # In main memory: copies on the device would leave less room for the trial.
+    weights = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
-    had = dict(vars(state))
-    optimizers = [(optimizer, _content(optimizer)) for optimizer in state.optimizers]
+    recorded = {name: getattr(record, name) for name in RECORDED}
+    had, settings = dict(vars(state)), state.snapshot()
+    states = [
+        (optimizer, {parameter: copy.deepcopy(own) for parameter, own in optimizer.state.items()})
+        for optimizer in state.optimizers
+    ]
     numbers = random.getstate(), np.random.get_state()
-    model._fitkit.compilation = dataclasses.replace(
+    record.compilation = dataclasses.replace(
         compilation, given={**compilation.given, **WITHOUT}, scheduler=None
     )
     state.schedulers = []
@@ -430,50 +438,17 @@ def untouched(model: Model) -> Iterator[None]:
         with torch.random.fork_rng():
             yield
     finally:
-        model._fitkit.compilation = compilation
+        vars(record).update(recorded)
         vars(state).update(had)
-        for optimizer, content in optimizers:
-            _put_content(optimizer, content)
-        _put_back(weights)
+        state.restore(settings)
+        for optimizer, own in states:
+            optimizer.state.clear()
+            optimizer.state.update(own)
+        with torch.no_grad():
+            for tensor, before in weights:
+                tensor.copy_(before)
         for name in NOTES:
             vars(model).pop(name, None)
         vars(model).update(notes)
         random.setstate(numbers[0])
         np.random.set_state(numbers[1])
-
-
-def _tensors(model: Model) -> list[torch.Tensor]:
-    """All tensors that a training changes in place."""
-    return [*model.parameters(), *model.buffers(), *model._fitkit.compilation.loss_parameters()]
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    # In main memory: a copy on the device would leave less room for the trial.
-    return tensor.detach().to("cpu", copy=True)
-
-
-@torch.no_grad()
-def _put_back(weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tensor, before in weights:
-        tensor.copy_(before)
-
-
-def _content(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """An optimizer's state and its groups' options, copied."""
-    state = {parameter: copy.deepcopy(own) for parameter, own in optimizer.state.items()}
-    options = [
-        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-    ]
-    return state, copy.deepcopy(options)
-
-
-def _put_content(
-    optimizer: Optimizer, content: tuple[dict[Any, Any], list[dict[str, Any]]]
-) -> None:
-    state, options = content
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, before in zip(optimizer.param_groups, options, strict=True):
-        for name in set(group) - set(before) - {"params"}:
-            del group[name]
-        group.update(before)

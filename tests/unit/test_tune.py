@@ -77,6 +77,7 @@ def test_the_model_is_left_as_it_was(fitted):
     assert before == after
     _, (before, after) = tried(model, lambda: tune.batch_size(model, X, Y, max_val=8))
     assert before == after
+    assert model.effective_batch_size == (32 if fitted else None)
     history = model.fit(X, Y, epochs=3, initial_epoch=0, verbose=0)
     assert len(history.epoch) == 3
 
