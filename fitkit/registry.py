@@ -26,6 +26,12 @@ def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
     return [by_form[form] for form in forms]
 
 
+def did_you_mean(name: str, names: Iterable[str], most: int = 3) -> str:
+    """The sentence ` Did you mean …?` for an unknown name; empty if no name is near."""
+    close = " or ".join(map(repr, nearest(name, names, most)))
+    return f" Did you mean {close}?" if close else ""
+
+
 LISTED = 24
 """The most names that a message lists. With more, it lists the nearest, and where to find all."""
 
@@ -43,9 +49,8 @@ def unknown_name(
         page: the page that lists all names, if there are more than `LISTED`.
     """
     known = sorted(set(names))
-    close = nearest(name, known, most=5)
-    suggestion = f" Did you mean {' or '.join(repr(item) for item in close)}?" if close else ""
-    if page and close and len(known) > LISTED:
+    suggestion = did_you_mean(name, known, most=5)
+    if page and suggestion and len(known) > LISTED:
         listing = f"The names are listed in {page}."
     else:
         listing = f"Known: {', '.join(repr(item) for item in known)}."

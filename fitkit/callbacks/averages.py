@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.callbacks.base import Callback, Logs, share_buffers
-from fitkit.callbacks.rates import groups_of, updates_of
+from fitkit.callbacks.rates import groups_of
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
@@ -176,7 +176,7 @@ class EMA(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._begin_average()
-        self._seen = updates_of(self.model)
+        self._seen = self.model.global_step
 
     def _begin_average(self) -> None:
         average = get_ema_multi_avg_fn(self.decay)
@@ -190,7 +190,7 @@ class EMA(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         # With accumulated gradients not every batch makes an update.
-        updates = updates_of(self.model)
+        updates = self.model.global_step
         if updates - self._seen >= self.update_every_n_steps:
             self._seen = updates
             if self._epoch >= self.update_starting_at_epoch:

@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fitkit.arguments import describe
-from fitkit.errors import (
-    ArgumentTypeError,
-    warn,
-)
+from fitkit.errors import ArgumentTypeError, warn
 from fitkit.module import Module
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean
 
 Logs = Mapping[str, Any]
 
@@ -276,10 +273,9 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                close = nearest(name, HOOKS)
-                suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
                 raise ArgumentTypeError(
-                    f"LambdaCallback() has no hook {name!r}.{suggestion} Hooks: {', '.join(HOOKS)}."
+                    f"LambdaCallback() has no hook {name!r}.{did_you_mean(name, HOOKS)} Hooks: "
+                    f"{', '.join(HOOKS)}."
                 )
             if function is None:
                 continue
@@ -427,15 +423,6 @@ def several_ranks(model: Module) -> bool:
     """Whether there are other ranks."""
     size: int = model._fitkit.compilation.strategy.collectives.world_size
     return size > 1
-
-
-def any_rank(model: Module, flag: Any) -> bool:
-    """Whether `flag` is true on some rank.
-
-    Ranks:
-        Collective.
-    """
-    return any(from_all_ranks(model, bool(flag)))
 
 
 PERIOD_S = 0.05

@@ -96,7 +96,7 @@ class EarlyStopping(Callback):
         check_number("divergence_threshold", divergence_threshold, optional=True)
         check_flag("check_finite", check_finite)
         self.monitor = monitor
-        self._watch = Monitor(monitor, mode, min_delta, type(self).__name__, within_epochs=True)
+        self._watch = Monitor(monitor, mode, min_delta)
         self.patience = patience
         self.verbose = verbose
         self.baseline = baseline
@@ -117,14 +117,14 @@ class EarlyStopping(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()
-        self._watch.begin(self.model, self.params)
+        self._watch.begin(self)
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
-        value = self._watch.read_within(self.model, self.params, logs)
+        value = self._watch.read_within(self, logs)
         self._take(value, self.model.current_epoch, f"in epoch {{}}, at batch {batch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        self._take(self._watch.read(self.model, self.params, logs), epoch, "after epoch {}")
+        self._take(self._watch.read(self, logs), epoch, "after epoch {}")
 
     def _take(self, value: float | None, epoch: int, when: str) -> None:
         if value is None or epoch < self.start_from_epoch:
@@ -242,17 +242,17 @@ class OptunaPruning(Callback):
             )
         self.trial = trial
         self.monitor = monitor
-        self._watch = Monitor(monitor, "min", callback=type(self).__name__)
+        self._watch = Monitor(monitor, "min")
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the trial, which holds a connection to the study's storage."""
         return {**super().__getstate__(), "trial": None}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._watch.begin(self.model, self.params)
+        self._watch.begin(self)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        value = self._watch.read(self.model, self.params, logs)
+        value = self._watch.read(self, logs)
         if value is None:
             return
         if from_rank_zero(self.model, self._ends(epoch, value)):

@@ -16,7 +16,7 @@ from fitkit.callbacks.rates import optimizers_of, refuse_scheduler
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
 from fitkit.optimizers import put_rate
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean
 
 
 def doubled(epoch: int) -> float:
@@ -199,8 +199,7 @@ def module_named(model: Module, name: str, what: str) -> nn.Module:
     modules = dict(net.named_modules())
     if name in modules:
         return modules[name]
-    close = nearest(name, [known for known in modules if known])
-    suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    suggestion = did_you_mean(name, filter(None, modules))
     names = ", ".join(repr(known) for known, _ in net.named_children()) or "none"
     raise ConfigurationError(
         f"{what} {name!r}, which isn't a module of the net.{suggestion} Its modules: {names}."

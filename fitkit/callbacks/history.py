@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fitkit.callbacks.base import Callback, Logs, WeakModel
 from fitkit.callbacks.monitor import direction_of
 from fitkit.errors import ConfigurationError
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,8 +61,7 @@ class History(Callback):
         """
         if name in self.history:
             return self.history[name]
-        close = nearest(name, self.history) if isinstance(name, str) else []
-        suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        suggestion = did_you_mean(name, self.history) if isinstance(name, str) else ""
         names = ", ".join(self.history) or "nothing yet"
         raise KeyError(f"the history has no {name!r}.{suggestion} It has: {names}.")
 

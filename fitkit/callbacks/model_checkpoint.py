@@ -42,7 +42,7 @@ from fitkit.checkpoint import is_there, remote
 from fitkit.checkpoint.folders import written_at
 from fitkit.checkpoint.formats import FORMATS, written_suffixes
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean
 
 WHOLE = (".h5", ".hdf5", ".dcp")
 
@@ -175,9 +175,7 @@ class ModelCheckpoint(Callback):
         self.save_on_exception = save_on_exception
         self._watch: Monitor | None = None
         if save_best_only or (save_top_k and (save_top_k > 0 or monitor is not None)):
-            self._watch = Monitor(
-                self.monitor, mode, callback=type(self).__name__, within_epochs=True
-            )
+            self._watch = Monitor(self.monitor, mode)
         self._check_names()
         if self._within_epochs or save_on_exception:
             # Only if needed: a batch hook costs a little.
@@ -261,7 +259,7 @@ class ModelCheckpoint(Callback):
                 "known only at the end of an epoch. Write save_freq='epoch' or "
                 f"monitor={self.monitor.removeprefix('val_')!r}."
             )
-        self._watch.begin(self.model, self.params)
+        self._watch.begin(self)
 
     def _after_batch(self, batch: int, logs: Logs) -> None:
         if not self._within_epochs:
@@ -293,14 +291,14 @@ class ModelCheckpoint(Callback):
             or not self._saves_in(self.model.current_epoch)
         ):
             return
-        if self._watch.read_within(self.model, self.params, logs) is not None:
+        if self._watch.read_within(self, logs) is not None:
             self._save(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self._within_epochs:
             wanted = self._due
         else:
-            is_saved = self._watch is not None and self._watch.is_seen(self.model)
+            is_saved = self._watch is not None and self._watch.is_seen(self)
             wanted = self._saves_in(epoch) and not is_saved
         if wanted:
             self._save(logs)
@@ -344,7 +342,7 @@ class ModelCheckpoint(Callback):
         if self._watch is not None:
             # Within an epoch, reading logs waits for the device: do it only if needed.
             known = logs if isinstance(logs, dict) else dict(logs)
-            value = self._watch.read(self.model, self.params, known)
+            value = self._watch.read(self, known)
             # An epoch without the value is kept only if all are.
             wanted = self.save_top_k == -1 if value is None else self._take(value, path, removed)
         last = self._last_name if self.save_last else None
@@ -604,11 +602,9 @@ class FileNames:
         return "".join(text)
 
     def _unknown(self, field: str, names: list[str]) -> ConfigurationError:
-        close = nearest(field, names)
-        suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
         return ConfigurationError(
             f"filepath={self.template!r} has the field {field!r}, but only these are known when "
-            f"it is saved: {', '.join(names)}.{suggestion}"
+            f"it is saved: {', '.join(names)}.{did_you_mean(field, names)}"
         )
 
     def matches(self, path: str) -> bool:

@@ -8,10 +8,9 @@ import re
 from typing import Any
 
 from fitkit.arguments import check_choice, check_number, describe
-from fitkit.callbacks.base import from_rank_zero, run_of
+from fitkit.callbacks.base import Callback, from_rank_zero, overrides, run_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
-from fitkit.module import Module
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean, nearest
 
 WORDS = {
     "min": "loss losses error err mse mae rmse mape smape msle rmsle crossentropy entropy "
@@ -27,16 +26,13 @@ DIRECTIONS = {word: mode for mode, words in WORDS.items() for word in words.spli
 
 
 class Monitor:
-    """A monitored value.
+    """A monitored value. The callback that has it passes itself to the methods.
 
     Args:
         name: its name in the epoch's logs. `x` also finds `x_epoch`, which is `self.log`'s name for
             a value logged both by step and by epoch.
         mode: `"min"`, `"max"`, or `"auto"`, which infers it from the name.
         min_delta: the difference above which a value is better than another, at least 0.
-        callback: the callback's name, for messages.
-        within_epochs: whether the callback also looks at validations within epochs
-            (`read_within`). Each validation then counts once.
 
     Attributes:
         mode: `"min"` or `"max"`.
@@ -47,15 +43,7 @@ class Monitor:
             which direction is better.
     """
 
-    def __init__(
-        self,
-        name: str,
-        mode: str = "auto",
-        min_delta: float = 0.0,
-        callback: str = "",
-        *,
-        within_epochs: bool = False,
-    ) -> None:
+    def __init__(self, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(
                 f"monitor={describe(name)} must be the name of a log, like 'val_loss'."
@@ -65,14 +53,13 @@ class Monitor:
         self.name = name
         self.mode: str = direction_of(name) if mode == "auto" else mode
         self.min_delta: float = float(min_delta)
-        self.callback = callback
-        self.within_epochs = within_epochs
         self.worst: float = math.inf if self.mode == "min" else -math.inf
         self._was_there = False
 
-    def begin(self, model: Module, params: dict[str, Any]) -> None:
+    def begin(self, callback: Callback) -> None:
         """Begin a fit. Warn if it monitors a validation's value without validation data."""
         self._was_there = False
+        model, params = callback.model, callback.params
         own = self.name.removeprefix("val_")
         if params.get("validation") is not False or own == self.name:
             return
@@ -80,9 +67,10 @@ class Monitor:
         evaluated = any(self.name.startswith(prefix) for prefix, _ in params.get("evaluations", ()))
         if own in model.metrics_names and not evaluated and model.is_global_zero:
             warn(
-                f"{self.callback} monitors {self.name!r}, but fit has no validation data. Give fit "
-                f"validation_data or validation_split, or write monitor={own!r}. If no callback "
-                f"before it logs {self.name!r}, fit ends with an error after its first epoch.",
+                f"{type(callback).__name__} monitors {self.name!r}, but fit has no validation "
+                f"data. Give fit validation_data or validation_split, or write monitor={own!r}. If "
+                f"no callback before it logs {self.name!r}, fit ends with an error after its first "
+                "epoch.",
                 code="FK031",
             )
 
@@ -92,10 +80,10 @@ class Monitor:
             return value < than - self.min_delta
         return value > than + self.min_delta
 
-    def read(self, model: Module, params: dict[str, Any], logs: dict[str, Any]) -> float | None:
+    def read(self, callback: Callback, logs: dict[str, Any]) -> float | None:
         """The value in an epoch's logs; None if the epoch doesn't have it.
 
-        Also None if the epoch's values come from a validation that `read_within` has seen.
+        Also None if the callback has seen it in a validation within the epoch: each counts once.
 
         Raises:
             ConfigurationError: the value isn't one number, or it is missing in the first epoch
@@ -104,39 +92,36 @@ class Monitor:
         Ranks:
             Collective: rank 0's value counts.
         """
-        if self.is_seen(model):
+        if self.is_seen(callback):
             return None
+        name = type(callback).__name__
         found = logs.get(self.name, logs.get(f"{self.name}_epoch"))
-        value, there = from_rank_zero(model, (_number(found), list(logs)))
+        value, there = from_rank_zero(callback.model, (_number(found), list(logs)))
         if value is not None:
             self._was_there = True
             return value
         if found is not None:
             raise ConfigurationError(
-                f"{self.callback} monitors {self.name!r}, which is a {type(found).__name__}, not "
-                "a number."
+                f"{name} monitors {self.name!r}, which is a {type(found).__name__}, not a number."
             )
-        if self._was_there or not self._is_due(model.current_epoch, params):
+        if self._was_there or not self._is_due(callback.model.current_epoch, callback.params):
             return None
-        close = nearest(self.name, there)
-        suggestion = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ConfigurationError(
-            f"{self.callback} monitors {self.name!r}, but the logs have {', '.join(there)}."
-            f"{suggestion} Values that another callback adds are visible only to callbacks after "
-            "it in the list.",
+            f"{name} monitors {self.name!r}, but the logs have {', '.join(there)}."
+            f"{did_you_mean(self.name, there)} Values that another callback adds are visible only "
+            "to callbacks after it in the list.",
             code="FK030",
         )
 
-    def read_within(
-        self, model: Module, params: dict[str, Any], logs: dict[str, Any]
-    ) -> float | None:
+    def read_within(self, callback: Callback, logs: dict[str, Any]) -> float | None:
         """The value of a validation within an epoch; None if the validation doesn't have it."""
         has_it = self.name in logs or f"{self.name}_epoch" in logs
-        return self.read(model, params, logs) if has_it else None
+        return self.read(callback, logs) if has_it else None
 
-    def is_seen(self, model: Module) -> bool:
-        """Whether the epoch's value comes from a validation that `read_within` has seen."""
-        run = run_of(model) if self.within_epochs else None
+    def is_seen(self, callback: Callback) -> bool:
+        """Whether the callback has seen the epoch's value in a validation within the epoch."""
+        looks_within = overrides(callback, "on_validation_within_epoch")
+        run = run_of(callback.model) if looks_within else None
         seen = {} if run is None else run.seen_values
         return self.name in seen or f"{self.name}_epoch" in seen
 

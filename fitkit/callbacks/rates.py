@@ -18,8 +18,7 @@ from fitkit.optimizers import put_rate
 
 def optimizers_of(model: Module) -> list[Optimizer]:
     """The model's optimizers, in order."""
-    found = model.optimizers()
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+    return list(model._fitkit.fit_state.optimizers_for(model))
 
 
 def groups_of(model: Module) -> Iterator[dict[str, Any]]:
@@ -44,23 +43,6 @@ def set_rate(model: Module, rate: float) -> None:
     for index, group in enumerate(groups_of(model)):
         own = float(group["lr"])
         put_rate(group, rate if index == 0 or own == before or not before else own / before * rate)
-
-
-def change_rates(model: Module, change: Callable[[float], float]) -> bool:
-    """Replace each group's rate by `change(rate)`. Returns whether any rate changed."""
-    differs = False
-    for group in groups_of(model):
-        before = float(group["lr"])
-        after = change(before)
-        if after != before:
-            put_rate(group, after)
-            differs = True
-    return differs
-
-
-def updates_of(model: Module) -> int:
-    """The number of updates of the model's weights so far."""
-    return int(model._fitkit.fit_state.updates)
 
 
 def refuse_scheduler(model: Module, callback: str) -> None:
@@ -325,7 +307,7 @@ class ReduceLROnPlateau(Callback):
         check_count("cooldown", cooldown, minimum=0)
         check_number("min_lr", min_lr, minimum=0)
         self.monitor = monitor
-        self._watch = Monitor(monitor, mode, min_delta, type(self).__name__, within_epochs=True)
+        self._watch = Monitor(monitor, mode, min_delta)
         self.factor = factor
         self.patience = patience
         self.verbose = verbose
@@ -341,15 +323,15 @@ class ReduceLROnPlateau(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
         self._reset()
-        self._watch.begin(self.model, self.params)
+        self._watch.begin(self)
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
-        value = self._watch.read_within(self.model, self.params, logs)
+        value = self._watch.read_within(self, logs)
         self._take(value, self.model.current_epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         logs.setdefault("learning_rate", rate_of(self.model))
-        self._take(self._watch.read(self.model, self.params, logs), epoch)
+        self._take(self._watch.read(self, logs), epoch)
 
     def _take(self, value: float | None, epoch: int) -> None:
         if value is None:
@@ -366,8 +348,11 @@ class ReduceLROnPlateau(Callback):
                 self._reduce(epoch)
 
     def _reduce(self, epoch: int) -> None:
-        if not change_rates(self.model, self._lowered):
-            return  # all are at their lowest
+        lowered = [group for group in groups_of(self.model) if float(group["lr"]) > self.min_lr]
+        if not lowered:
+            return
+        for group in lowered:
+            put_rate(group, max(float(group["lr"]) * self.factor, self.min_lr))
         self.cooldown_counter = self.cooldown
         self.wait = 0
         if self.verbose:
@@ -375,9 +360,6 @@ class ReduceLROnPlateau(Callback):
             print_on_rank_zero(
                 self.model, f"Epoch {epoch + 1}: the learning rate becomes {rate:.4g}."
             )
-
-    def _lowered(self, rate: float) -> float:
-        return rate if rate <= self.min_lr else max(rate * self.factor, self.min_lr)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in KEPT}

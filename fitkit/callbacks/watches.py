@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.callbacks.base import (
     Callback,
     Logs,
-    any_rank,
     from_all_ranks,
     from_rank_zero,
     print_on_rank_zero,
@@ -60,10 +58,6 @@ class TerminateOnNaN(Callback):
         check_count("check_every", check_every)
         self.raise_error = raise_error
         self.check_every = check_every
-        self._epoch = 0
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         if (batch + 1) % self.check_every == 0:
@@ -74,12 +68,13 @@ class TerminateOnNaN(Callback):
 
     def _check(self, logs: Logs, when: str) -> None:
         loss = logs.get("loss")
-        if not any_rank(self.model, loss is not None and not math.isfinite(loss)):
+        if not any(from_all_ranks(self.model, loss is not None and not math.isfinite(loss))):
             return
         if self.raise_error:
             raise NonFiniteError(
-                f"The loss became NaN or infinite in epoch {self._epoch + 1} ({when}). Add "
-                "fitkit.callbacks.DetectNonFinite() to find the module where it begins."
+                f"The loss became NaN or infinite in epoch {self.model.current_epoch + 1} "
+                f"({when}). Add fitkit.callbacks.DetectNonFinite() to find the module where it "
+                "begins."
             )
         self.model.stop_training = True
 
@@ -93,11 +88,6 @@ class BatchLosses:
 
     def __init__(self) -> None:
         self._kept: list[tuple[int, torch.Tensor]] = []
-        self._sum = 0.0
-
-    def reset(self) -> None:
-        """Start an epoch."""
-        self._kept = []
         self._sum = 0.0
 
     def add(self, batch: int, logs: Logs) -> None:
@@ -202,11 +192,33 @@ class NormMonitor(Callback):
         return [] if norms is None else norms
 
 
+class _Detector(Callback):
+    """Raises an error, stops the training or warns when something is found."""
+
+    stops_alike = True
+    watches_losses = True
+
+    def __init__(self, action: str, check_every: int) -> None:
+        check_choice("action", action, ("warn", "stop", "raise"))
+        check_count("check_every", check_every)
+        self.action = action
+        self.check_every = check_every
+
+    def _act(self, finding: str, error: type[FitkitError]) -> None:
+        if self.action == "raise":
+            raise error(finding)
+        if self.action == "stop":
+            print_on_rank_zero(self.model, f"{finding} Training stops.")
+            self.model.stop_training = True
+        elif self.model.is_global_zero:
+            warn(finding)
+
+
 class LossSpikeError(FitkitError, RuntimeError):
     """The loss of a batch is far above the losses before it."""
 
 
-class DetectLossSpike(Callback):
+class DetectLossSpike(_Detector):
     """Detects batches whose loss is far above the median of the batches before.
 
     A batch is a spike if its loss exceeds the window's median by more than `threshold` times the
@@ -240,9 +252,6 @@ class DetectLossSpike(Callback):
         LossSpikeError, NonFiniteError: raised by `fit` with `action="raise"`.
     """
 
-    stops_alike = True
-    watches_losses = True
-
     def __init__(
         self,
         threshold: float = 10.0,
@@ -251,16 +260,13 @@ class DetectLossSpike(Callback):
         action: str = "warn",
         check_every: int = 10,
     ) -> None:
+        super().__init__(action, check_every)
         check_number("threshold", threshold, above=0)
         check_count("window", window, minimum=4)
         check_count("patience", patience)
-        check_choice("action", action, ("warn", "stop", "raise"))
-        check_count("check_every", check_every)
         self.threshold = threshold
         self.window = window
         self.patience = patience
-        self.action = action
-        self.check_every = check_every
         self._reset()
 
     def _reset(self) -> None:
@@ -269,14 +275,12 @@ class DetectLossSpike(Callback):
         self._before: deque[float] = deque(maxlen=self.window)
         self._in_a_row = 0
         self._warned = False
-        self._epoch = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._losses.reset()
-        self._epoch = epoch
+        self._losses = BatchLosses()
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self._losses.add(batch, logs)
@@ -293,13 +297,13 @@ class DetectLossSpike(Callback):
                 self._in_a_row = 0
                 self._before.append(loss)
                 continue
-            self.spikes.append((self._epoch, batch, loss))
+            self.spikes.append((self.model.current_epoch, batch, loss))
             self._in_a_row += 1
             if self._in_a_row >= self.patience and found is None:
                 found = batch, loss
         for rank, finding in enumerate(from_all_ranks(self.model, found)):
             if finding is not None:
-                self._act(rank, *finding)
+                self._report(rank, *finding)
                 return
 
     def _is_spike(self, loss: float) -> bool:
@@ -312,18 +316,14 @@ class DetectLossSpike(Callback):
         spread = max(NORMAL * deviation, LEAST_SPREAD * abs(median))
         return loss - median > self.threshold * spread
 
-    def _act(self, rank: int, batch: int, loss: float) -> None:
+    def _report(self, rank: int, batch: int, loss: float) -> None:
+        if self.action == "warn" and self._warned:
+            return
+        self._warned = True
         usual = _median(self._before) if self._before else math.nan
-        where = f"epoch {self._epoch + 1}, batch {batch}, rank {rank}"
+        where = f"epoch {self.model.current_epoch + 1}, batch {batch}, rank {rank}"
         finding = f"The loss jumped to {loss:.4g} ({where}), from about {usual:.4g} before."
-        if self.action == "raise":
-            raise (LossSpikeError if math.isfinite(loss) else NonFiniteError)(finding)
-        if self.action == "stop":
-            print_on_rank_zero(self.model, f"{finding} Training stops.")
-            self.model.stop_training = True
-        elif not self._warned and self.model.is_global_zero:
-            self._warned = True
-            warn(finding)
+        self._act(finding, LossSpikeError if math.isfinite(loss) else NonFiniteError)
 
 
 def _median(values: Iterable[float]) -> float:
@@ -332,22 +332,7 @@ def _median(values: Iterable[float]) -> float:
     return median(values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sighting:
-    """One checked place in one batch.
-
-    Attributes:
-        batch: the batch's index.
-        what: the place, in words.
-        flag: a 0-d tensor, True if some value isn't finite; read later.
-    """
-
-    batch: int
-    what: str
-    flag: torch.Tensor
-
-
-class DetectNonFinite(Callback):
+class DetectNonFinite(_Detector):
     """Names the first module whose output, or parameter whose gradient, is NaN or infinite.
 
     Use it for debugging. It checks each module's output in each training batch, which costs one
@@ -379,89 +364,76 @@ class DetectNonFinite(Callback):
         NonFiniteError: raised by `fit`. It is a `FloatingPointError`.
     """
 
-    stops_alike = True
-    watches_losses = True
-
     def __init__(
         self, action: str = "raise", check_every: int = 10, gradients: bool = True
     ) -> None:
-        check_choice("action", action, ("raise", "stop", "warn"))
-        check_count("check_every", check_every)
+        super().__init__(action, check_every)
         check_flag("gradients", gradients)
-        self.action = action
-        self.check_every = check_every
         self.gradients = gradients
         self.found: str | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._handles: list[Any] = []
-        self._sightings: list[Sighting] = []
+        # A batch, a place in words, and a tensor () that is True if a value there isn't finite.
+        self._sightings: list[tuple[int, str, torch.Tensor]] = []
         self._epoch = 0
         self._batch = 0
         self._looks = False
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.update(_handles=[], _sightings=[])
-        return state
+        return {**super().__getstate__(), "_handles": [], "_sightings": []}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._remove()
         self._reset()
         self.found = None
+        self._looks = True
         for name, parameter in self._net().named_parameters():
             self._look(f"the parameter {name}, before the first batch", parameter)
         self._check()
+        self._looks = False
         if self.found is None:
             self._handles = list(self._hooks())
 
     def _hooks(self) -> Iterator[Any]:
         """Hooks on every module, in the order in which they will run."""
         net = self._net()
-        yield net.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        yield net.register_forward_pre_hook(
+            lambda module, args, kwargs: self._look("the net's input", (args, kwargs)),
+            with_kwargs=True,
+        )
         for name, module in net.named_modules():
             kind = type(module).__name__
             label = f"the output of {name} ({kind})" if name else f"the net's output ({kind})"
-            yield module.register_forward_hook(self._output_hook(label))
+            yield module.register_forward_hook(
+                lambda module, given, output, label=label: self._look(label, output)
+            )
         scaled = str(self.model._fitkit.compilation.precision).lower() in ("16", "16-mixed")
         if scaled or not self.gradients:
             return
         for name, parameter in net.named_parameters():
             if parameter.requires_grad:
-                yield parameter.register_hook(self._gradient_hook(f"the gradient of {name}"))
+                label = f"the gradient of {name}"
+                yield parameter.register_hook(
+                    lambda gradient, label=label: self._look(label, gradient)
+                )
 
     def _net(self) -> torch.nn.Module:
         """The module whose names users know."""
         net: torch.nn.Module | None = self.model.net
         return self.model if net is None else net
 
-    def _see_input(self, module: Any, args: Any, kwargs: Any) -> None:
-        if self._looks:
-            self._look("the net's input", (args, kwargs))
-
-    def _output_hook(self, label: str) -> Callable[..., None]:
-        def see(module: Any, inputs: Any, output: Any) -> None:
-            if self._looks:
-                self._look(label, output)
-
-        return see
-
-    def _gradient_hook(self, label: str) -> Callable[[torch.Tensor], None]:
-        def see(gradient: torch.Tensor) -> None:
-            if self._looks:
-                self._look(label, gradient)
-
-        return see
-
     @torch.no_grad()
     def _look(self, what: str, tree: Any) -> None:
         """Record, on the device, whether all floating-point numbers of a tree are finite."""
+        if not self._looks:
+            return
         tree = dict(tree) if hasattr(tree, "items") else tree
         for leaf in trees.leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 flag = ~torch.isfinite(leaf.detach()).all()
-                self._sightings.append(Sighting(self._batch, what, flag))
+                self._sightings.append((self._batch, what, flag))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epoch = epoch
@@ -491,29 +463,20 @@ class DetectNonFinite(Callback):
             if finding is not None:
                 where = f" (rank {rank})" if len(findings) > 1 else ""
                 self.found = finding + where
-                self._act(self.found)
+                self._remove()
+                self._act(f"{self.found[0].upper()}{self.found[1:]}.", NonFiniteError)
                 return
 
-    def _first(self, sightings: list[Sighting]) -> str | None:
+    def _first(self, sightings: list[tuple[int, str, torch.Tensor]]) -> str | None:
         if not sightings:
             return None
-        device = sightings[0].flag.device
-        flags = torch.stack([whole(sighting.flag).to(device) for sighting in sightings]).tolist()
-        for flag, sighting in zip(flags, sightings, strict=True):
-            if flag:
-                when = f"in epoch {self._epoch + 1}, batch {sighting.batch}"
-                return f"{sighting.what} is NaN or infinite first, {when}"
+        device = sightings[0][2].device
+        flags = torch.stack([whole(flag).to(device) for _, _, flag in sightings]).tolist()
+        for is_lost, (batch, what, _) in zip(flags, sightings, strict=True):
+            if is_lost:
+                when = f"in epoch {self._epoch + 1}, batch {batch}"
+                return f"{what} is NaN or infinite first, {when}"
         return None
-
-    def _act(self, finding: str) -> None:
-        self._remove()
-        if self.action == "raise":
-            raise NonFiniteError(f"{finding[0].upper()}{finding[1:]}.")
-        if self.action == "stop":
-            print_on_rank_zero(self.model, f"Training stops: {finding}.")
-            self.model.stop_training = True
-        elif self.model.is_global_zero:
-            warn(f"{finding[0].upper()}{finding[1:]}.")
 
     def _remove(self) -> None:
         for handle in self._handles:

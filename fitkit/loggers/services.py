@@ -12,7 +12,7 @@ from fitkit.arguments import describe
 from fitkit.callbacks.text_files import beside
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.loggers.base import Logger, pixels
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean
 
 OURS = ("id", "resume")
 """Arguments of wandb.init that the logger sets itself."""
@@ -50,11 +50,9 @@ class WandB(Logger):
         ]
         for name in options:
             if name not in accepted:
-                close = nearest(name, accepted)
-                hint = f" Did you mean {' or '.join(close)}?" if close else ""
                 raise ArgumentTypeError(
-                    f"WandB() has no argument {name!r}.{hint} It takes update_freq and what "
-                    f"wandb.init takes: {', '.join(accepted)}."
+                    f"WandB() has no argument {name!r}.{did_you_mean(name, accepted)} It takes "
+                    f"update_freq and what wandb.init takes: {', '.join(accepted)}."
                 )
         self.project = project
         self.options = options

@@ -20,7 +20,7 @@ from fitkit.checkpoint.remote import check_writable, make_folder, parent, upload
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.loggers.base import Logger, pixels
 from fitkit.random_states import random_state, set_random_state
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean
 
 OURS = ("log_dir", "histogram_freq", "write_graph", "write_steps_per_second", "update_freq")
 
@@ -242,8 +242,7 @@ def _refuse(other: dict[str, Any]) -> None:
     """Refuse unknown arguments; Keras's others are accepted when they are off."""
     for name, value in other.items():
         if name not in LEFT_OUT:
-            close = nearest(name, [*OURS, *LEFT_OUT])
-            suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
+            suggestion = did_you_mean(name, [*OURS, *LEFT_OUT])
             raise ArgumentTypeError(
                 f"TensorBoard() has no argument {name!r}.{suggestion} It takes: {', '.join(OURS)}."
             )

@@ -17,27 +17,16 @@ from fitkit.pictures.drawing import (
     check_matplotlib,
     check_place,
     new_figure,
+    one_place,
     root_figure,
     save,
     style,
 )
-from fitkit.registry import nearest
+from fitkit.registry import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-from typing import TYPE_CHECKING
-
-from fitkit.pictures.drawing import (
-    one_place,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 MARKED_EPOCHS = 30
 """Up to this many points, each is marked. More marks would run together."""
@@ -158,10 +147,9 @@ def _chosen(curves: Mapping[str, Curve], metrics: object) -> list[str]:
     for name in asked:
         base = name if name in known else name.removeprefix(VALIDATION)
         if base not in known:
-            close = nearest(name, known)
-            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise ConfigurationError(
-                f"metrics has {name!r}, which no epoch has.{hint} There are: {', '.join(known)}."
+                f"metrics has {name!r}, which no epoch has.{did_you_mean(name, known)} There are: "
+                f"{', '.join(known)}."
             )
         found.append(base)
     if not found:

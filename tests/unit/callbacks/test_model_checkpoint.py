@@ -325,7 +325,7 @@ def test_copies_share_memory_as_the_originals_do_and_memory_is_used_again():
 
 def test_an_unknown_name_is_told_with_the_known_ones(tmp_path):
     saves = ModelCheckpoint(tmp_path / "{epoch}-{los:.2f}.h5")
-    with pytest.raises(ConfigurationError, match=r"field 'los'.*epoch, step, loss.*mean loss\?"):
+    with pytest.raises(ConfigurationError, match=r"field 'los'.*epoch, step, loss.*mean 'loss'\?"):
         compiled().fit(X, Y, verbose=0, callbacks=saves)
     assert not os.listdir(tmp_path)
 

@@ -158,5 +158,5 @@ def wandb_records(file):
 
 def test_wandbs_options_are_checked_at_once():
     pytest.importorskip("wandb")
-    with pytest.raises(ArgumentTypeError, match="Did you mean project"):
+    with pytest.raises(ArgumentTypeError, match="Did you mean 'project'"):
         loggers.WandB(projekt="mine")
