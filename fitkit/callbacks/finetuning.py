@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,173 +17,6 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
 from fitkit.optimizers import put_rate
 from fitkit.registry import did_you_mean
-
-
-def doubled(epoch: int) -> float:
-    """The default of `lambda_func`."""
-    return 2.0
-
-
-class BackboneFinetuning(Callback):
-    """Freezes a part of the net, and trains it from a given epoch on, at its own learning rate.
-
-    The parameters of the part get their own parameter group in the optimizer. It stays after
-    `fit`. Parameters that were already frozen stay frozen.
-
-    Args:
-        unfreeze_backbone_at_epoch: the first epoch (from 0) in which the part learns. Default 10.
-        lambda_func: a function `lambda_func(epoch)` that returns the factor for the backbone's rate
-            in each later epoch. Default: 2.
-        backbone_initial_ratio_lr: the backbone's first rate, as a fraction of the rest's. Default
-            0.1.
-        backbone_initial_lr: the backbone's first rate itself. Overrides the ratio. Default None.
-        should_align: whether the backbone's rate stops growing at the rest's rate. Default True.
-        train_bn: whether batch normalization in the frozen part keeps learning. If not, it also
-            keeps its running statistics. Default True.
-        verbose: whether to print when the part is unfrozen. Default False.
-        backbone: the name of the part among the net's modules. Default `"backbone"`.
-
-    Example:
-        >>> import torch, fitkit
-        >>> net = torch.nn.Sequential()
-        >>> net.add_module("backbone", torch.nn.Linear(4, 8))
-        >>> net.add_module("head", torch.nn.Linear(8, 1))
-        >>> model = fitkit.Model(net)
-        >>> model.compile("adam", "mse")
-        >>> x = torch.randn(64, 4)
-        >>> later = fitkit.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
-        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[later])
-
-    Raises:
-        ConfigurationError, ArgumentTypeError: an argument is invalid. Also when fit begins, if the
-            part doesn't exist or a scheduler also sets the rates.
-    """
-
-    stops_alike = True
-
-    def __init__(
-        self,
-        unfreeze_backbone_at_epoch: int = 10,
-        lambda_func: Callable[[int], float] = doubled,
-        backbone_initial_ratio_lr: float = 0.1,
-        backbone_initial_lr: float | None = None,
-        should_align: bool = True,
-        train_bn: bool = True,
-        verbose: bool = False,
-        backbone: str = "backbone",
-    ) -> None:
-        check_count("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, minimum=0)
-        if not callable(lambda_func):
-            raise ArgumentTypeError(f"lambda_func={describe(lambda_func)} must be callable.")
-        check_number("backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0)
-        check_number("backbone_initial_lr", backbone_initial_lr, above=0, optional=True)
-        check_flag("should_align", should_align)
-        check_flag("train_bn", train_bn)
-        check_flag("verbose", verbose)
-        if not isinstance(backbone, str) or not backbone:
-            raise ArgumentTypeError(f"backbone={describe(backbone)} must be a module's name.")
-        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
-        self.lambda_func = lambda_func
-        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
-        self.backbone_initial_lr = backbone_initial_lr
-        self.should_align = should_align
-        self.train_bn = train_bn
-        self.verbose = verbose
-        self.backbone = backbone
-        self._reset()
-
-    def _reset(self) -> None:
-        self.is_frozen: bool = False
-        self._unfrozen_at: int | None = None
-        self._frozen: list[nn.Parameter] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_frozen": []}
-
-    def prepare_optimizers(self, model: Module) -> None:
-        for optimizer in optimizers_of(model):
-            split_off(optimizer, list(self._part(model).parameters()))
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        refuse_scheduler(self.model, type(self).__name__)
-        self._reset()
-        part = self._part(self.model)
-        self._check_rest(part)
-        self.prepare_optimizers(self.model)
-        if self.params.get("initial_epoch", 0) < self.unfreeze_backbone_at_epoch:
-            self._freeze(part)
-
-    def _part(self, model: Module) -> nn.Module:
-        return module_named(model, self.backbone, "backbone is")
-
-    def _check_rest(self, part: nn.Module) -> None:
-        own = {id(parameter) for parameter in part.parameters()}
-        if all(id(p) in own for p in self.model.parameters() if p.requires_grad):
-            raise ConfigurationError(
-                f"All trainable parameters are in {self.backbone!r}, so nothing would be left to "
-                "train while it is frozen. Name a part of the net, for example the layers before "
-                "the head."
-            )
-
-    def _freeze(self, part: nn.Module) -> None:
-        spared = {id(p) for layer in normalizations(part) for p in layer.parameters()}
-        for parameter in part.parameters():
-            if parameter.requires_grad and not (self.train_bn and id(parameter) in spared):
-                parameter.requires_grad = False
-                parameter.grad = None
-                self._frozen.append(parameter)
-        self.is_frozen = True
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        if epoch < self.unfreeze_backbone_at_epoch:
-            if self.is_frozen and not self.train_bn:
-                for layer in normalizations(self._part(self.model)):
-                    layer.eval()  # fit has just put it into training mode
-        elif self._unfrozen_at is None:
-            self._unfreeze(epoch)
-        else:
-            self._raise_rate(epoch)
-
-    def _unfreeze(self, epoch: int) -> None:
-        for parameter in self._frozen:
-            parameter.requires_grad = True
-        self._frozen = []
-        self.is_frozen = False
-        self._unfrozen_at = epoch
-        for own, rest in self._rates():
-            first = self.backbone_initial_lr
-            put_rate(own, rest * self.backbone_initial_ratio_lr if first is None else first)
-            if self.verbose:
-                rate = float(own["lr"])
-                print_on_rank_zero(
-                    self.model, f"Epoch {epoch + 1}: {self.backbone} learns at {rate:.4g}."
-                )
-
-    def _raise_rate(self, epoch: int) -> None:
-        for own, rest in self._rates():
-            rate = float(own["lr"]) * self.lambda_func(epoch)
-            put_rate(own, min(rate, rest) if self.should_align else rate)
-
-    def _rates(self) -> list[tuple[dict[str, Any], float]]:
-        """Each group of the backbone, with the rate of the first other group in its optimizer."""
-        part = {id(parameter) for parameter in self._part(self.model).parameters()}
-        found = []
-        for optimizer in optimizers_of(self.model):
-            own = [g for g in optimizer.param_groups if g["params"] and id(g["params"][0]) in part]
-            rest = [g for g in optimizer.param_groups if all(g is not one for one in own)]
-            found += [(group, float(rest[0]["lr"])) for group in own if rest]
-        return found
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        for parameter in self._frozen:  # fit ended before their epoch
-            parameter.requires_grad = True
-        self._frozen = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"unfrozen_at": self._unfrozen_at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._unfrozen_at = state["unfrozen_at"]
 
 
 def module_named(model: Module, name: str, what: str) -> nn.Module:
@@ -218,13 +51,213 @@ def split_off(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) 
             optimizer.param_groups.append({"params": inside, **copy.deepcopy(options)})
 
 
-def normalizations(part: nn.Module) -> list[nn.Module]:
-    """The batch normalizations in a part of the net."""
-    kinds = nn.modules.batchnorm._BatchNorm
-    return [module for module in part.modules() if isinstance(module, kinds)]
+class _Freezing(Callback):
+    """Freezes named parts of the net, and trains each from its own epoch on.
+
+    Attributes:
+        train_bn: whether batch normalization in frozen parts keeps learning.
+        verbose: whether to print which part begins to learn.
+    """
+
+    stops_alike = True
+    train_bn: bool
+    verbose: bool
+    _frozen: dict[str, list[nn.Parameter]]  # what this callback froze, by part
+
+    def _parts(self, model: Module) -> dict[str, list[nn.Parameter]]:
+        """The parameters of each named part."""
+        raise NotImplementedError
+
+    def _module(self, model: Module, name: str) -> nn.Module:
+        """The module with a part's name."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_frozen": {}}
+
+    def prepare_optimizers(self, model: Module) -> None:
+        parts = self._parts(model)
+        for optimizer in optimizers_of(model):
+            for own in parts.values():
+                split_off(optimizer, own)
+
+    def _normalizations(self, name: str) -> list[nn.Module]:
+        """The batch normalizations in a part."""
+        kinds = nn.modules.batchnorm._BatchNorm
+        inside = self._module(self.model, name).modules()
+        return [module for module in inside if isinstance(module, kinds)]
+
+    def _freezable(self, name: str) -> list[nn.Parameter]:
+        """A part's parameters that learn now and stop while it is frozen."""
+        spared = self._normalizations(name) if self.train_bn else []
+        learning = {id(p) for layer in spared for p in layer.parameters()}
+        own = self._parts(self.model)[name]
+        return [p for p in own if p.requires_grad and id(p) not in learning]
+
+    def _freeze(self, name: str) -> None:
+        self._frozen[name] = self._freezable(name)
+        for parameter in self._frozen[name]:
+            parameter.requires_grad, parameter.grad = False, None
+
+    def _unfreeze(self, name: str) -> None:
+        for parameter in self._frozen.pop(name, ()):
+            parameter.requires_grad = True
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        for name in list(self._frozen):  # fit ended before their epoch
+            self._unfreeze(name)
+
+    def _hold_statistics(self) -> None:
+        """Keep the running statistics of frozen parts, without `train_bn`."""
+        if self.train_bn or not self._frozen:
+            return
+        parts = self._parts(self.model)
+        learning = {id(p) for name in parts if name not in self._frozen for p in parts[name]}
+        for name in self._frozen:
+            for layer in self._normalizations(name):
+                if not any(id(parameter) in learning for parameter in layer.parameters()):
+                    layer.eval()  # fit has just put it into training mode
+
+    def _groups(self, name: str) -> Iterator[tuple[dict[str, Any], float | None]]:
+        """A part's groups, each with the rate of the first group of no part in its optimizer."""
+        parts = self._parts(self.model)
+        own = {id(parameter) for parameter in parts[name]}
+        named = {id(parameter) for part in parts.values() for parameter in part}
+        for optimizer in optimizers_of(self.model):
+            firsts = [(g, id(g["params"][0])) for g in optimizer.param_groups if g["params"]]
+            rest = [float(group["lr"]) for group, first in firsts if first not in named]
+            for group, first in firsts:
+                if first in own:
+                    yield group, rest[0] if rest else None
+
+    def _tell(self, epoch: int, name: str, group: dict[str, Any]) -> None:
+        if self.verbose:
+            line = f"Epoch {epoch + 1}: {name} learns at {float(group['lr']):.4g}."
+            print_on_rank_zero(self.model, line)
 
 
-class GradualUnfreezing(Callback):
+def doubled(epoch: int) -> float:
+    """The default of `lambda_func`."""
+    return 2.0
+
+
+class BackboneFinetuning(_Freezing):
+    """Freezes a part of the net, and trains it from a given epoch on, at its own learning rate.
+
+    The parameters of the part get their own parameter group in the optimizer. It stays after
+    `fit`. Parameters that were already frozen stay frozen.
+
+    Args:
+        unfreeze_backbone_at_epoch: the first epoch (from 0) in which the part learns. Default 10.
+        lambda_func: a function `lambda_func(epoch)` that returns the factor for the backbone's rate
+            in each later epoch. Default: 2.
+        backbone_initial_ratio_lr: the backbone's first rate, as a fraction of the rest's. Default
+            0.1.
+        backbone_initial_lr: the backbone's first rate itself. Overrides the ratio. Default None.
+        should_align: whether the backbone's rate stops growing at the rest's rate. Default True.
+        train_bn: whether batch normalization in the frozen part keeps learning. If not, it also
+            keeps its running statistics. Default True.
+        verbose: whether to print when the part is unfrozen. Default False.
+        backbone: the name of the part among the net's modules. Default `"backbone"`.
+
+    Example:
+        >>> import torch, fitkit
+        >>> net = torch.nn.Sequential()
+        >>> net.add_module("backbone", torch.nn.Linear(4, 8))
+        >>> net.add_module("head", torch.nn.Linear(8, 1))
+        >>> model = fitkit.Model(net)
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> later = fitkit.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[later])
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: an argument is invalid. Also when fit begins, if the
+            part doesn't exist or a scheduler also sets the rates.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = doubled,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        train_bn: bool = True,
+        verbose: bool = False,
+        backbone: str = "backbone",
+    ) -> None:
+        check_count("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, minimum=0)
+        if not callable(lambda_func):
+            raise ArgumentTypeError(f"lambda_func={describe(lambda_func)} must be callable.")
+        check_number("backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0)
+        check_number("backbone_initial_lr", backbone_initial_lr, above=0, optional=True)
+        check_flag("should_align", should_align)
+        check_flag("train_bn", train_bn)
+        check_flag("verbose", verbose)
+        if not isinstance(backbone, str) or not backbone:
+            raise ArgumentTypeError(f"backbone={describe(backbone)} must be a module's name.")
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.backbone = backbone
+        self._reset()
+
+    def _reset(self) -> None:
+        self._unfrozen_at: int | None = None
+        self._frozen = {}
+
+    def _parts(self, model: Module) -> dict[str, list[nn.Parameter]]:
+        return {self.backbone: list(self._module(model, self.backbone).parameters())}
+
+    def _module(self, model: Module, name: str) -> nn.Module:
+        return module_named(model, name, "backbone is")
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        refuse_scheduler(self.model, type(self).__name__)
+        self._reset()
+        own = {id(parameter) for parameter in self._parts(self.model)[self.backbone]}
+        if all(id(p) in own for p in self.model.parameters() if p.requires_grad):
+            raise ConfigurationError(
+                f"All trainable parameters are in {self.backbone!r}, so nothing would be left to "
+                "train while it is frozen. Name a part of the net, for example the layers before "
+                "the head."
+            )
+        self.prepare_optimizers(self.model)
+        if self.params.get("initial_epoch", 0) < self.unfreeze_backbone_at_epoch:
+            self._freeze(self.backbone)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch < self.unfreeze_backbone_at_epoch:
+            self._hold_statistics()
+            return
+        begins = self._unfrozen_at is None
+        if begins:
+            self._unfreeze(self.backbone)
+            self._unfrozen_at = epoch
+        for group, rest in self._groups(self.backbone):
+            if rest is None:
+                continue
+            if begins:
+                first = self.backbone_initial_lr
+                put_rate(group, rest * self.backbone_initial_ratio_lr if first is None else first)
+                self._tell(epoch, self.backbone, group)
+            else:
+                rate = float(group["lr"]) * self.lambda_func(epoch)
+                put_rate(group, min(rate, rest) if self.should_align else rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unfrozen_at": self._unfrozen_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unfrozen_at = state["unfrozen_at"]
+
+
+class GradualUnfreezing(_Freezing):
     """Freezes the named parts of the net, and trains each part from its own epoch on.
 
     Parts that no stage names learn from the beginning. Each named part gets its own parameter group
@@ -260,8 +293,6 @@ class GradualUnfreezing(Callback):
     arXiv:1801.06146.
     """
 
-    stops_alike = True
-
     def __init__(
         self,
         stages: Mapping[int, Any],
@@ -286,26 +317,20 @@ class GradualUnfreezing(Callback):
 
     def _reset(self) -> None:
         self._done: list[int] = []
-        self._frozen: dict[str, list[torch.nn.Parameter]] = {}
+        self._frozen = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_frozen": {}}
+    def _module(self, model: Module, name: str) -> nn.Module:
+        return module_named(model, name, "stages has")
 
-    def prepare_optimizers(self, model: Module) -> None:
-        parts = self._parts(model)
-        for optimizer in optimizers_of(model):
-            for own in parts.values():
-                split_off(optimizer, own)
-
-    def _parts(self, model: Module) -> dict[str, list[torch.nn.Parameter]]:
+    def _parts(self, model: Module) -> dict[str, list[nn.Parameter]]:
         """The parameters of each named module, without modules inside it that come earlier."""
         taken: set[int] = set()
-        parts: dict[str, list[torch.nn.Parameter]] = {}
+        parts: dict[str, list[nn.Parameter]] = {}
         for name in [name for named in self.stages.values() for name in named]:
             if name in parts:
                 continue
-            module = module_named(model, name, "stages has")
-            parts[name] = [p for p in module.parameters() if id(p) not in taken]
+            parameters = self._module(model, name).parameters()
+            parts[name] = [p for p in parameters if id(p) not in taken]
             taken.update(map(id, parts[name]))
             if not parts[name]:
                 raise ConfigurationError(
@@ -319,31 +344,17 @@ class GradualUnfreezing(Callback):
         self._reset()
         self.prepare_optimizers(self.model)
         begun = self.params.get("initial_epoch", 0)
-        parts = self._parts(self.model)
-        for name in self._waiting_after(begun):
-            module = module_named(self.model, name, "stages has")
-            spared = {id(p) for layer in normalizations(module) for p in layer.parameters()}
-            self._frozen[name] = [
-                p
-                for p in parts[name]
-                if p.requires_grad and not (self.train_bn and id(p) in spared)
-            ]
-        frozen = {id(p) for own in self._frozen.values() for p in own}
+        names = dict.fromkeys(name for named in self.stages.values() for name in named)
+        learns = {name for at, named in self.stages.items() if at <= begun for name in named}
+        waits = [name for name in names if name not in learns]
+        frozen = {id(parameter) for name in waits for parameter in self._freezable(name)}
         if all(id(p) in frozen for p in self.model.parameters() if p.requires_grad):
-            self._frozen = {}
             raise ConfigurationError(
                 f"stages={self.stages} leaves nothing to train in epoch {begun}. Leave out the "
                 "head, or name it for epoch 0."
             )
-        for own in self._frozen.values():
-            for parameter in own:
-                parameter.requires_grad, parameter.grad = False, None
-
-    def _waiting_after(self, epoch: int) -> list[str]:
-        """The parts whose first stage comes later."""
-        learns = {name for at, named in self.stages.items() if at <= epoch for name in named}
-        names = (name for named in self.stages.values() for name in named)
-        return [name for name in dict.fromkeys(names) if name not in learns]
+        for name in waits:
+            self._freeze(name)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         for at, named in self.stages.items():
@@ -352,42 +363,17 @@ class GradualUnfreezing(Callback):
             self._done.append(at)
             for name, rate in named.items():
                 self._let_learn(epoch, name, rate)
-        if not self.train_bn:
-            learning = [
-                p for name, p in self._parts(self.model).items() if name not in self._frozen
-            ]
-            free = {id(parameter) for own in learning for parameter in own}
-            for name in self._frozen:
-                for layer in normalizations(module_named(self.model, name, "stages has")):
-                    if not any(id(parameter) in free for parameter in layer.parameters()):
-                        layer.eval()  # fit has just put it into training mode
+        self._hold_statistics()
 
     def _let_learn(self, epoch: int, name: str, rate: float | None) -> None:
         is_new = name in self._frozen
-        for parameter in self._frozen.pop(name, ()):
-            parameter.requires_grad = True
-        parts = self._parts(self.model)
-        own = {id(parameter) for parameter in parts[name]}
-        named = {id(parameter) for part in parts.values() for parameter in part}
-        for optimizer in optimizers_of(self.model):
-            firsts = [(g, id(g["params"][0])) for g in optimizer.param_groups if g["params"]]
-            rest = [float(group["lr"]) for group, first in firsts if first not in named]
-            for group, first in firsts:
-                if first not in own:
-                    continue
-                if rate is not None:
-                    put_rate(group, rate)
-                elif is_new and rest:
-                    put_rate(group, rest[0] * self.ratio_lr)
-                if self.verbose:
-                    line = f"Epoch {epoch + 1}: {name} learns at {float(group['lr']):.4g}."
-                    print_on_rank_zero(self.model, line)
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        for own in self._frozen.values():  # fit ended before their epoch
-            for parameter in own:
-                parameter.requires_grad = True
-        self._frozen = {}
+        self._unfreeze(name)
+        for group, rest in self._groups(name):
+            if rate is not None:
+                put_rate(group, rate)
+            elif is_new and rest is not None:
+                put_rate(group, rest * self.ratio_lr)
+            self._tell(epoch, name, group)
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": list(self._done)}
