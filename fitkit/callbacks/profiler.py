@@ -125,10 +125,10 @@ class Profiler(Callback):
             "on_epoch_end": self._end_batches,
         }
         last: dict[str, Hook] = {
-            "on_epoch_begin": self._wait_for_data,
+            "on_epoch_begin": lambda *given: self._switch(DATA),
             "on_train_batch_begin": self._begin_step,
-            "on_train_batch_end": self._wait_for_data,
-            "on_test_end": self._end_validation,
+            "on_train_batch_end": lambda *given: self._switch(DATA),
+            "on_test_end": lambda *given: self._switch(REST),
             "on_epoch_end": self._end_epoch,
         }
         found.update({name: (hook, *found[name]) for name, hook in first.items()})
@@ -142,14 +142,13 @@ class Profiler(Callback):
 
         @functools.wraps(hook)
         def timed(*arguments: Any) -> Any:
-            clock = self._clock
-            if clock is None:
+            if self._clock is None:
                 return hook(*arguments)
-            before, began = clock.switch(CALLBACKS), time.perf_counter()
+            before, began = self._switch(CALLBACKS), time.perf_counter()
             try:
                 return hook(*arguments)
             finally:
-                clock.switch(before)
+                self._switch(before)
                 passed = time.perf_counter() - began
                 self.callbacks[name] = self.callbacks.get(name, 0.0) + passed
 
@@ -160,7 +159,8 @@ class Profiler(Callback):
         self._close()
         if not self._is_alone:
             raise ConfigurationError("fit was given two Profilers. One is enough; leave one out.")
-        self._clock = PartClock(self.model.device)
+        device = self.model.device
+        self._clock = GPUClock(device) if device.type == "cuda" else PartClock()
         self._has_own_step = type(self.model).training_step is not Module.training_step
         net = self.model.net
         # Steps of a model without a net may call its layers only.
@@ -192,41 +192,9 @@ class Profiler(Callback):
             handle.remove()
         self._reset()
 
-    def _begin_epoch(self, epoch: int, logs: Logs | None = None) -> None:
-        if self._clock is not None:
-            self._clock.take()  # discard the time before this epoch
-            self.seconds, self.callbacks = {}, {}
-            self._began_s = time.perf_counter()
-
-    def _wait_for_data(self, *given: Any) -> None:
-        if self._clock is not None:
-            self._clock.switch(DATA)
-
-    def _begin_step(self, batch: int, logs: Logs | None = None) -> None:
-        if self._clock is not None:
-            self._in_step, self._depth = True, 0
-            self._is_before_net = not self._has_own_step
-            self._clock.switch(FORWARD)
-
-    def _end_step(self, batch: int, logs: Logs) -> None:
-        if self._clock is not None:
-            self._in_step = False
-            self._clock.switch(REST)
-
-    def _end_batches(self, *given: Any) -> None:
-        if self._clock is not None:
-            if self._clock.part == DATA:  # no batch came: the epoch's values were computed
-                self._clock.part = METRICS
-            self._clock.switch(REST)
-
-    def _begin_validation(self, logs: Logs | None = None) -> None:
-        self._end_batches()
-        if self._clock is not None:
-            self._clock.switch(VALIDATION)
-
-    def _end_validation(self, logs: Logs) -> None:
-        if self._clock is not None:
-            self._clock.switch(REST)
+    def _switch(self, part: str) -> str:
+        """Count the time from now on for `part`. Returns the part it counted for before."""
+        return REST if self._clock is None else self._clock.switch(part)
 
     def _take(self) -> None:
         """Add the clock's times to the epoch's seconds."""
@@ -234,9 +202,30 @@ class Profiler(Callback):
         for part, seconds in self._clock.take().items():
             self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
+    def _begin_epoch(self, epoch: int, logs: Logs | None = None) -> None:
+        self._take()  # to discard the time before this epoch
+        self.seconds, self.callbacks = {}, {}
+        self._began_s = time.perf_counter()
+
+    def _begin_step(self, batch: int, logs: Logs | None = None) -> None:
+        self._in_step, self._depth = True, 0
+        self._is_before_net = not self._has_own_step
+        self._switch(FORWARD)
+
+    def _end_step(self, batch: int, logs: Logs) -> None:
+        self._in_step = False
+        self._switch(REST)
+
+    def _end_batches(self, *given: Any) -> None:
+        if self._clock is not None and self._clock.part == DATA:
+            self._clock.part = METRICS  # no batch came: the epoch's values were computed
+        self._switch(REST)
+
+    def _begin_validation(self, logs: Logs | None = None) -> None:
+        self._end_batches()
+        self._switch(VALIDATION)
+
     def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        if self._clock is None:
-            return
         self._take()
         self.wall_s = time.perf_counter() - self._began_s
         self.epochs.append(self.seconds)
@@ -261,13 +250,12 @@ class Profiler(Callback):
     def _before_forward(self, module: Any, given: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_step_here():
             return
-        assert self._clock is not None
         self._depth += 1
         if self._depth == 1:
-            if self._is_before_net:
+            if self._is_before_net and self._clock is not None:
                 self._clock.part = DEVICE  # the time since the batch began
                 self._is_before_net = False
-            self._clock.switch(FORWARD)
+            self._switch(FORWARD)
 
     def _after_forward(self, module: Any, given: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._in_step:
@@ -277,10 +265,9 @@ class Profiler(Callback):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._begin_backward)
         if self._is_step_here():
-            assert self._clock is not None
             self._depth -= 1
             if self._depth == 0:
-                self._clock.switch(METRICS)
+                self._switch(METRICS)
 
     def _is_step_here(self) -> bool:
         """Whether a step runs in this thread. Replicas compute in others."""
@@ -294,16 +281,16 @@ class Profiler(Callback):
             clock.switch(BACKWARD)
 
     def _before_step(self, *given: Any) -> None:
-        if not torch.compiler.is_compiling() and self._clock is not None:
-            self._before_update = self._clock.switch(OPTIMIZER)
+        if not torch.compiler.is_compiling():
+            self._before_update = self._switch(OPTIMIZER)
 
     def _after_step(self, *given: Any) -> None:
-        if torch.compiler.is_compiling() or self._clock is None:
+        if torch.compiler.is_compiling():
             return
         if not self._in_step:  # an update at the epoch's end, from the remaining batches
-            self._clock.switch(self._before_update)
+            self._switch(self._before_update)
         else:
-            self._clock.switch(FORWARD if self._has_own_step else REST)
+            self._switch(FORWARD if self._has_own_step else REST)
 
 
 def _owner(hook: Hook) -> Any:
@@ -316,81 +303,71 @@ LONGEST_QUEUE = 512
 
 
 class PartClock:
-    """Counts seconds by part of the work.
-
-    Args:
-        device: the device whose time counts. On a GPU the marks are CUDA events, which the GPU
-            reaches in its own time. Nothing waits for it, and GPU work during the host's wait for
-            data counts as work. On other devices, marks are times of the host's clock.
+    """Counts seconds by part of the work, by the host's clock.
 
     Attributes:
         part: the part that the time counts for now, since the last `switch`.
         thread: the thread that created the clock.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._marks: HostMarks | EventMarks = HostMarks()
-        if device is not None and device.type == "cuda":
-            self._marks = EventMarks(device)
+    def __init__(self) -> None:
         self.thread: int = threading.get_ident()
         self.part: str = REST
+        self._seconds: dict[str, float] = {}
+        self._since: Any = self._now()
 
     def switch(self, part: str) -> str:
         """Count the time from now on for `part`. Returns the part it counted for before."""
         before, self.part = self.part, part
-        self._marks.mark(before)
+        self._mark(before)
         return before
 
     def take(self) -> dict[str, float]:
         """The seconds by part since the last call. On a GPU this waits for it."""
         self.switch(self.part)
-        return self._marks.take()
-
-
-class HostMarks:
-    """Marks by the host's clock."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    def mark(self, part: str) -> None:
-        now = time.perf_counter()
-        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._since
-        self._since = now
-
-    def take(self) -> dict[str, float]:
         found, self._seconds = self._seconds, {}
         return found
 
+    def _now(self) -> Any:
+        return time.perf_counter()
 
-class EventMarks:
-    """Marks by CUDA events in a GPU's current stream, read once the GPU has passed them."""
+    def _mark(self, part: str) -> None:
+        """Count the time since the last mark for `part`."""
+        now = self._now()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._since
+        self._since = now
+
+
+class GPUClock(PartClock):
+    """Counts a GPU's time: its marks are CUDA events, which it reaches in its own time.
+
+    Nothing waits for it. GPU work during the host's wait for data counts as work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[Any] = []
         self._queue: deque[tuple[str, Any]] = deque()  # parts, and the events that end them
-        self._seconds: dict[str, float] = {}
-        self._since = self._recorded()
-
-    def mark(self, part: str) -> None:
-        self._queue.append((part, self._recorded()))
-        if len(self._queue) > LONGEST_QUEUE:
-            while len(self._queue) > 1 and self._queue[0][1].query():
-                self._read()
+        super().__init__()
 
     def take(self) -> dict[str, float]:
+        self.switch(self.part)
         self._queue[-1][1].synchronize()
         while self._queue:
             self._read()
         found, self._seconds = self._seconds, {}
         return found
 
-    def _recorded(self) -> Any:
+    def _now(self) -> Any:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def _mark(self, part: str) -> None:
+        self._queue.append((part, self._now()))
+        if len(self._queue) > LONGEST_QUEUE:
+            while len(self._queue) > 1 and self._queue[0][1].query():
+                self._read()
 
     def _read(self) -> None:
         """Take the oldest event from the queue."""

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 import fitkit
 from fitkit.callbacks import Callback, Profiler
 from fitkit.callbacks import profiler as profiler_module
-from fitkit.callbacks.profiler import PartClock, advice, slowest_of, table, with_waits
+from fitkit.callbacks.profiler import GPUClock, advice, slowest_of, table, with_waits
 from fitkit.errors import ConfigurationError
 
 STEPS = 4
@@ -248,7 +248,7 @@ def test_a_gpus_time_is_read_from_events_once_it_has_passed_them(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    clock = PartClock(torch.device("cuda:1"))
+    clock = GPUClock(torch.device("cuda:1"))
     for _ in range(1000):
         gpu.done_ms = gpu.now_ms - 10  # the GPU is behind the host
         clock.switch("forward")
