@@ -17,20 +17,17 @@ import torch
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.callbacks.base import (
+    AnyRankFlag,
     Callback,
     Logs,
     from_all_ranks,
     from_rank_zero,
     print_on_rank_zero,
     run_of,
-    several_ranks,
 )
 from fitkit.data.batches import samples_of, unpack_batch
 from fitkit.data.sharding import RankBatch
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-
-LONGEST_GAP_S = 1.0
-"""With several ranks, how often rank 0's clock is checked."""
 
 WRITTEN = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
@@ -42,8 +39,8 @@ class Timer(Callback):
         duration: the time limit: `"DD:HH:MM:SS"`, a `timedelta`, or a dict of its arguments
             (`{"hours": 8}`). None (default) only measures.
         interval: `"step"` (default) stops after the batch in which the time runs out. With several
-            ranks this may be up to a second later, because they ask each other. `"epoch"` stops
-            after the epoch.
+            ranks this may be a twentieth of a second later, because they ask each other. `"epoch"`
+            stops after the epoch.
         verbose: whether to print when the time has run out. Default True.
 
     Example:
@@ -78,8 +75,7 @@ class Timer(Callback):
         self._before_s = 0.0
         self._began_s: float | None = None
         self._ended_s: float | None = None
-        self._steps = 0
-        self._due = 0
+        self._flag_of_any = AnyRankFlag()
         self._said = False
         self._passes_s = {"validate": 0.0, "test": 0.0}
         self._pass_began_s: float | None = None
@@ -127,16 +123,13 @@ class Timer(Callback):
         self._before_s = self._passes_s["validate"] = 0.0
         self._pass_began_s = None
         self._began_s, self._ended_s = self._clock(), None
-        self._steps = self._due = 0
+        self._flag_of_any.begin()
         self._said = False
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        self._steps += 1
-        if self.duration_s is None or self.interval != "step" or self._steps < self._due:
+        if self.duration_s is None or self.interval != "step":
             return
-        is_over, wait = from_rank_zero(self.model, (self._is_over(), self._gap()))
-        self._due = self._steps + wait
-        if is_over:
+        if self._flag_of_any.after_step(self.model, self.model.is_global_zero and self._is_over()):
             self._stop()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -148,14 +141,6 @@ class Timer(Callback):
 
     def _is_over(self) -> bool:
         return self.time_remaining() == 0.0
-
-    def _gap(self) -> int:
-        """Steps until the clock is checked again: one on one rank, a second's on several."""
-        if not several_ranks(self.model):
-            return 1
-        elapsed, remaining = self.time_elapsed() - self._before_s, self.time_remaining() or 0.0
-        steps_per_s = self._steps / max(elapsed, 1e-9)
-        return max(1, int(steps_per_s * min(LONGEST_GAP_S, remaining)))
 
     def _stop(self) -> None:
         self.model.stop_training = True
