@@ -415,10 +415,15 @@ def display_for(
         return LinesDisplay(file)
     if console is None and in_notebook():
         return NotebookDisplay(interval_s, clock)
-    bar = _can_show_bar(file) if console is None else _console_can_show_bar(console)
-    if verbose == "auto" and console is None and _in_ci():
-        bar = False
-    if not bar:
+    if console is not None:
+        can_show_bar = console.is_terminal and not console.is_dumb_terminal
+    else:
+        in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+        is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+        has_another_bar = hasattr(file, "rich_proxied_file")
+        can_show_bar = _is_terminal(file) and not (is_dumb or has_another_bar)
+        can_show_bar = can_show_bar and not (verbose == "auto" and in_ci)
+    if not can_show_bar:
         return LinesDisplay(file, LINES_ONLY_INTERVAL_S)
     if console is None:
         from rich.console import Console
@@ -448,18 +453,3 @@ def _is_terminal(file: Any) -> bool:
         return bool(file.isatty())
     except (AttributeError, ValueError):  # no isatty, or a closed file
         return False
-
-
-def _can_show_bar(file: Any) -> bool:
-    """Whether a bar can be drawn there: it is a terminal without another live display."""
-    if not _is_terminal(file) or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
-        return False
-    return not hasattr(file, "rich_proxied_file")
-
-
-def _console_can_show_bar(console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal
-
-
-def _in_ci() -> bool:
-    return os.environ.get("CI", "").lower() not in ("", "0", "false")

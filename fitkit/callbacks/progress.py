@@ -137,17 +137,11 @@ class ProgressBar(Callback):
     # evaluate, and the validation in fit
     def on_test_begin(self, logs: Logs | None = None) -> None:
         if self._in_fit:
-            self._validate()
+            self._trained = self._done
+            self._count("validating", self._test_steps, self._test_pace)
         else:
             self._open()
             self._begin("Evaluate", self.params.get("steps"), self._test_pace)
-
-    def _validate(self) -> None:
-        self._phase, self._trained = "validating", self._done
-        self._total, self._done = self._test_steps, 0
-        self._pace = self._test_pace
-        self._pace.pause()
-        self._draw_when_due()
 
     def on_test_batch_end(self, batch: int, logs: Logs) -> None:
         # In fit, the line keeps showing the training's values.
@@ -181,7 +175,7 @@ class ProgressBar(Callback):
         self.close()
         given = self.params.get("verbose", "auto") if self.verbose is None else self.verbose
         verbose = chosen_verbose(given)
-        if not getattr(getattr(self, "model", None), "is_global_zero", True):
+        if not self.model.is_global_zero:
             return
         self._train_pace, self._test_pace = Pace(), Pace()
         self._display = display_for(verbose, self._interval_s, self._console, self._clock)
@@ -194,14 +188,13 @@ class ProgressBar(Callback):
             self._due_s = max(self._due_s, self._quiet_until_s)
 
     def _begin(self, title: str, total: int | None, pace: Pace) -> None:
-        self._title, self._phase = title, ""
-        self._total, self._done = total, 0
-        self._began_s = self._clock()
-        self._pace = pace
-        pace.pause()
-        self._draw_when_due()
+        self._title, self._began_s = title, self._clock()
+        self._count("", total, pace)
 
-    def _draw_when_due(self) -> None:
+    def _count(self, phase: str, total: int | None, pace: Pace) -> None:
+        """Begin to count batches."""
+        self._phase, self._total, self._done, self._pace = phase, total, 0, pace
+        pace.pause()
         now = self._clock()
         if now >= self._due_s:
             self._draw(now, None)
@@ -225,7 +218,9 @@ class ProgressBar(Callback):
             self._pace.update(self._done, now)
         total = self._total if self._total is None or self._done <= self._total else None
         steps_per_s = self._pace.steps_per_s
-        samples = self._samples_a_step()
+        samples = None  # the validation's batches may have another size
+        if (batch_size := self.params.get("batch_size")) and not self._phase:
+            samples = batch_size * self.model.world_size
         moment = Moment(
             self._title,
             self._done,
@@ -247,18 +242,8 @@ class ProgressBar(Callback):
 
     def _shown(self, logs: Logs) -> list[tuple[str, str]]:
         """The values as text, without those that a step logs with `prog_bar=False`."""
-        record = getattr(getattr(self, "model", None), "_fitkit", None)
-        hidden = getattr(record, "hidden_names", None)
-        if not hidden:
-            return shown_metrics(logs.items())
+        hidden = self.model._fitkit.hidden_names
         return shown_metrics((n, v) for n, v in logs.items() if not hidden & logged_as(n))
-
-    def _samples_a_step(self) -> int | None:
-        if self._phase:
-            return None  # the validation's batches may have another size
-        batch_size = self.params.get("batch_size")
-        world_size = getattr(getattr(self, "model", None), "world_size", 1)
-        return batch_size * world_size if batch_size else None
 
     def _keep(self, metrics: list[tuple[str, str]]) -> None:
         if self._display is not None:

@@ -2,8 +2,15 @@
 
 import io
 import re
+from types import SimpleNamespace
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+MODEL = SimpleNamespace(
+    is_global_zero=True, world_size=1, _fitkit=SimpleNamespace(hidden_names=set())
+)
+"""What a bar asks its model for."""
 
 
 class Clock:
@@ -47,6 +54,7 @@ def visible(text):
 
 def fit(bar, clock, *, epochs=2, steps=10, validation=0, step_s=0.05, known=True, inside=None):
     """The hooks of a fit."""
+    bar.model = getattr(bar, "model", MODEL)
     bar.params = {
         "stage": "fit",
         "epochs": epochs,
@@ -78,6 +86,7 @@ def fit(bar, clock, *, epochs=2, steps=10, validation=0, step_s=0.05, known=True
 
 def one_pass(bar, clock, *, stage="evaluate", steps=10, step_s=0.05, verbose="auto"):
     """The hooks of an evaluate or a predict."""
+    bar.model = MODEL
     bar.params = {"stage": stage, "steps": steps, "batch_size": 32, "verbose": verbose}
     name = "test" if stage == "evaluate" else "predict"
     getattr(bar, f"on_{name}_begin")({})

@@ -11,7 +11,7 @@ import fitkit
 from fitkit.callbacks.progress import Pace, ProgressBar
 from fitkit.errors import ConfigurationError
 
-from .progress_runs import CONTROL, Clock, Logs, fit, one_pass, terminal, visible, written
+from .progress_runs import CONTROL, MODEL, Clock, Logs, fit, one_pass, terminal, visible, written
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +98,7 @@ def test_waiting_for_a_device_does_not_make_the_bar_rarer():
             clock.now += 2.0
             return super().items()
 
+    bar.model = MODEL
     bar.params = {"stage": "fit", "epochs": 1, "steps": 10}
     bar.on_train_begin({})
     bar.on_epoch_begin(0, {})
@@ -120,6 +121,7 @@ def test_steps_counted_in_the_first_epoch_are_used_in_the_second():
 def test_resuming_inside_an_epoch_does_not_fake_a_speed():
     console, clock = terminal(200), Clock()
     bar = ProgressBar(1, console=console, clock=clock)
+    bar.model = MODEL
     bar.params = {"stage": "fit", "epochs": 1, "steps": 1000}
     bar.on_train_begin({})
     bar.on_epoch_begin(0, {})
@@ -153,6 +155,7 @@ def test_an_interrupted_bar_stays_with_the_last_count_and_close_may_come_twice()
 def test_an_epoch_without_batches_leaves_no_bar():
     console, clock = terminal(), Clock()
     bar = ProgressBar(1, console=console, clock=clock)
+    bar.model = MODEL
     bar.params = {"stage": "fit", "epochs": 3, "steps": 4}
     bar.on_train_begin({})
     bar.on_epoch_begin(1, {})
@@ -239,7 +242,7 @@ def test_the_call_s_verbose_counts_where_the_bar_has_none():
 def test_only_rank_0_shows_anything():
     console, clock = terminal(), Clock()
     bar = ProgressBar(1, console=console, clock=clock)
-    bar.model = types.SimpleNamespace(is_global_zero=False, world_size=2)
+    bar.model = types.SimpleNamespace(**{**vars(MODEL), "is_global_zero": False})
     fit(bar, clock)
     assert written(console) == ""
 
