@@ -12,13 +12,7 @@ import torch
 
 from fitkit.arguments import check_choice, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.pictures.drawing import (
-    check_matplotlib,
-    check_place,
-    one_place,
-    save,
-    style,
-)
+from fitkit.pictures.drawing import one_panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,16 +108,14 @@ def confusion_matrix(
         >>> figure = fitkit.pictures.confusion_matrix([0, 1, 1], [0, 1, 0], ["cat", "dog"])
     """
     check_choice("normalize", normalize, (None, "true", "pred", "all"))
-    check_matplotlib("confusion_matrix()")
-    check_place(figure, axes, path)
     counts, names = confusion_counts(y_true, y_pred, labels)
     names = [_shortened(name) for name in names]
-    with style():
-        figure, axes = one_place(figure, axes, size or _size(names))
-        _draw(figure, axes, counts, names, normalize)
-        save(figure, path)
-    found: Figure = figure
-    return found
+    panel = one_panel(
+        "confusion_matrix()", size or _size(names), figure=figure, axes=axes, path=path
+    )
+    with panel as (drawn, place):
+        _draw(drawn, place, counts, names, normalize)
+    return drawn
 
 
 # ------------------------------------------------------------------ the numbers

@@ -13,12 +13,13 @@ from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.pictures.drawing import (
     BLUE,
+    LEGEND,
     ORANGE,
-    check_matplotlib,
     check_place,
+    dress,
+    mark,
     new_figure,
-    one_place,
-    root_figure,
+    one_panel,
     save,
     style,
 )
@@ -61,6 +62,14 @@ class Curve:
         pairs = zip(self.epochs, self.values, strict=True)
         return [(epoch, value) for epoch, value in pairs if math.isfinite(value)]
 
+    def best(self, direction: str | None) -> tuple[int, float] | None:
+        """The epoch with the best value, and the value; None if that isn't known."""
+        found = self.finite()
+        if direction is None or not found:
+            return None
+        best = min if direction == "min" else max
+        return best(found, key=lambda pair: pair[1])
+
 
 def learning_curves(
     curves: Mapping[str, Curve],
@@ -99,10 +108,9 @@ def learning_curves(
         MissingPackageError: matplotlib isn't installed.
         ConfigurationError, ArgumentTypeError: there is nothing to draw, or a name is unknown.
     """
-    check_matplotlib("history.plot()")
-    check_place(figure, axes, path)
-    names = _chosen(curves, metrics)
-    with style():
+    with style("history.plot()"):
+        check_place(figure, axes, path)
+        names = _chosen(curves, metrics)
         if axes is not None:
             places = list(axes) if isinstance(axes, (list, tuple)) else [axes]
             if len(places) != len(names):
@@ -110,7 +118,7 @@ def learning_curves(
                     f"axes has {len(places)} and there are {len(names)} to draw: "
                     f"{', '.join(names)}. Choose by metrics=."
                 )
-            figure = root_figure(places[0])
+            figure = places[0].get_figure(root=True)
         else:
             columns = _columns(len(names))
             rows = -(-len(names) // columns)
@@ -207,18 +215,9 @@ def _scale(axes: Axes, name: str, drawn: list[Curve], direction: str | None) -> 
 
 
 def _mark_best(axes: Axes, curve: Curve, direction: str | None) -> None:
-    found = curve.finite()
-    if direction is None or len(found) < 2:
-        return
-    best = min if direction == "min" else max
-    epoch, value = best(found, key=lambda pair: pair[1])
-    axes.plot(
-        [epoch], [value], "D", color=ORANGE, markersize=6, markeredgecolor="white",
-        linestyle="none", zorder=4,
-    )  # fmt: skip
-    axes.set_title(
-        f"best {value:.4g} in epoch {epoch}", loc="right", color=ORANGE, fontsize="small"
-    )
+    best = curve.best(direction)
+    if best is not None and len(curve.finite()) > 1:
+        mark(axes, *best, f"best {best[1]:.4g} in epoch {best[0]}")
 
 
 def _mark_gaps(axes: Axes, drawn: list[Curve]) -> None:
@@ -238,15 +237,12 @@ def _dress(axes: Axes, name: str, epochs: list[int]) -> None:
 
     # A long name gets a line of its own above the best value.
     below = "\n" if len(name) > LONGEST_NAME and axes.get_title(loc="right") else ""
-    axes.set_title(name + below, loc="left", color="#202020")
+    dress(axes, name + below)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     first, last = min(epochs), max(epochs)
     side = max(0.5, 0.02 * (last - first))
     axes.set_xlim(first - min(side, 0.5), last + side)  # there is no epoch 0
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _explain(places: list[Axes]) -> None:
@@ -259,10 +255,7 @@ def _explain(places: list[Axes]) -> None:
             shown = [name for name in named if name in pending or name in shown]
             pending = set()
         if shown:
-            axes.legend(
-                [named[name] for name in shown], shown,
-                frameon=False, fontsize=8, labelcolor="#404040", handlelength=2.4,
-            )  # fmt: skip
+            axes.legend([named[name] for name in shown], shown, **LEGEND)
 
 
 def curve_values(values: Sequence[Any]) -> list[float] | None:
@@ -301,44 +294,21 @@ def rate_curve(
         MissingPackageError: matplotlib isn't installed.
         ArgumentTypeError: `figure`, `axes` or `path` has a wrong type.
     """
-    check_matplotlib("RateRange.plot()")
-    check_place(figure, axes, path)
-    with style():
-        figure, axes = one_place(figure, axes, size or (6.0, 3.4))
-        _draw(axes, rates, losses, smoothed, suggested)
-        save(figure, path)
-    found: Figure = figure
-    return found
-
-
-def _draw(
-    axes: Axes,
-    rates: Sequence[float],
-    losses: Sequence[float],
-    smoothed: Sequence[float],
-    suggested: int | None,
-) -> None:
-    axes.plot(rates, losses, color=BLUE, linewidth=0.9, alpha=0.4, label="loss")
-    axes.plot(rates, smoothed, color=BLUE, linewidth=1.6, label="smoothed")
-    axes.set_title("loss", loc="left", color="#202020")
-    if suggested is not None:
-        rate = rates[suggested]
-        axes.plot(
-            [rate], [smoothed[suggested]], "D", color=ORANGE, markersize=6,
-            markeredgecolor="white", linestyle="none", zorder=4, label="steepest fall",
-        )  # fmt: skip
-        axes.set_title(
-            f"suggested learning rate {rate:.2g}", loc="right", color=ORANGE, fontsize="small"
-        )
-    axes.set_xscale("log")
-    if len(rates) > 1:
-        axes.set_xlim(rates[0], rates[-1])
-    axes.set_ylim(*_bounds(smoothed))
-    axes.set_xlabel("learning rate")
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, labelcolor="#404040", handlelength=2.4)
+    panel = one_panel("RateRange.plot()", size or (6.0, 3.4), figure=figure, axes=axes, path=path)
+    with panel as (drawn, place):
+        dress(place, "loss")
+        place.plot(rates, losses, color=BLUE, linewidth=0.9, alpha=0.4, label="loss")
+        place.plot(rates, smoothed, color=BLUE, linewidth=1.6, label="smoothed")
+        if suggested is not None:
+            rate, loss = rates[suggested], smoothed[suggested]
+            mark(place, rate, loss, f"suggested learning rate {rate:.2g}", label="steepest fall")
+        place.set_xscale("log")
+        if len(rates) > 1:
+            place.set_xlim(rates[0], rates[-1])
+        place.set_ylim(*_bounds(smoothed))
+        place.set_xlabel("learning rate")
+        place.legend(**LEGEND)
+    return drawn
 
 
 def _bounds(smoothed: Sequence[float]) -> tuple[float, float]:

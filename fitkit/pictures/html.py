@@ -180,12 +180,10 @@ def _number(value: float) -> str:
 
 
 def _best(curve: Curve, direction: str | None) -> str:
-    found = curve.finite()
-    if direction is None or not found:
+    best = curve.best(direction)
+    if best is None:
         return ""
-    best = min if direction == "min" else max
-    epoch, value = best(found, key=lambda pair: pair[1])
-    return f'{_number(value)} <span style="{FAINT}">epoch {epoch}</span>'
+    return f'{_number(best[1])} <span style="{FAINT}">epoch {best[0]}</span>'
 
 
 def _curve(curve: Curve) -> str:
