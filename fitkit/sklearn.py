@@ -198,11 +198,6 @@ class NetEstimator(BaseEstimator):
 
     # ------------------------------------------------------------------ data
 
-    def _checked_x(self, x: Any, *, reset: bool) -> np.ndarray:
-        """The inputs in the net's dtype, with their number of features checked or set."""
-        checked: np.ndarray = validate_data(self, x, reset=reset, **self._x_rules())
-        return checked
-
     def _x_rules(self) -> dict[str, Any]:
         return {"dtype": self.dtype or "numeric", "allow_nd": True, "accept_sparse": "csr"}
 
@@ -217,7 +212,7 @@ class NetEstimator(BaseEstimator):
     def _outputs(self, x: Any) -> np.ndarray:
         """The net's outputs for inputs, (N, columns)."""
         check_is_fitted(self)
-        x = self._checked_x(x, reset=False)
+        x = validate_data(self, x, reset=False, **self._x_rules())
         found = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
         if not isinstance(found, np.ndarray):
             raise ConfigurationError(
@@ -293,6 +288,8 @@ class Classifier(ClassifierMixin, NetEstimator):
         net_: the trained net.
         model_: the `fitkit.Model` around it.
         history_: a dict from name to values, one per epoch, of the last fit.
+
+    Example:
         >>> import torch
         >>> from sklearn.datasets import load_iris
         >>> from fitkit.sklearn import Classifier
@@ -500,8 +497,7 @@ class Regressor(RegressorMixin, NetEstimator):
             sample_weight: (N,) weights of the samples.
         """
         x, y = self._checked(X, y, reset=True)
-        self._is_flat = y.ndim == 1
-        self._begin(1 if self._is_flat else y.shape[1])
+        self._begin(self._columns(y))
         self._learn(x, y, sample_weight, self.epochs)
         return self
 
@@ -510,8 +506,7 @@ class Regressor(RegressorMixin, NetEstimator):
         begins = not hasattr(self, "model_")
         x, y = self._checked(X, y, reset=begins)
         if begins:
-            self._is_flat = y.ndim == 1
-            self._begin(1 if self._is_flat else y.shape[1])
+            self._begin(self._columns(y))
         self._learn(x, y, sample_weight, 1)
         return self
 
@@ -529,6 +524,11 @@ class Regressor(RegressorMixin, NetEstimator):
         rules = {"multi_output": True, "y_numeric": True, **self._x_rules()}
         x, y = validate_data(self, x, y, reset=reset, **rules)
         return x, y.astype(np.float32)
+
+    def _columns(self, y: np.ndarray) -> int:
+        """The number of columns that the net must output."""
+        self._is_flat = y.ndim == 1
+        return 1 if self._is_flat else y.shape[1]
 
     def _learn(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
         y = y.reshape(len(y), -1)

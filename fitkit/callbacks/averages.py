@@ -163,7 +163,6 @@ class EMA(Callback):
         self.swap_on_epoch = swap_on_epoch
         self._weights: AveragedWeights | None = None
         self._seen = 0
-        self._epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_weights": None}
@@ -186,14 +185,13 @@ class EMA(Callback):
         self.weights.take_out()
         if epoch == self.update_starting_at_epoch and self.weights.count == 0:
             self._begin_average()
-        self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         # With accumulated gradients not every batch makes an update.
         updates = self.model.global_step
         if updates - self._seen >= self.update_every_n_steps:
             self._seen = updates
-            if self._epoch >= self.update_starting_at_epoch:
+            if not self._is_early():
                 self.weights.update()
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
@@ -230,7 +228,7 @@ class EMA(Callback):
 
     def _is_early(self) -> bool:
         """Whether the average still equals the weights."""
-        return self._epoch < self.update_starting_at_epoch
+        return self.model.current_epoch < self.update_starting_at_epoch
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._weights is None else self._weights.state_dict()
@@ -437,6 +435,10 @@ def renew_statistics(model: torch.nn.Module, data: Iterable[Any], device: torch.
     ]
     if not layers:
         return
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
@@ -446,7 +448,7 @@ def renew_statistics(model: torch.nn.Module, data: Iterable[Any], device: torch.
             to_training(model, kept)
             for batch in data:
                 inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-                _forward(model, trees.map_leaves(lambda leaf: _moved(leaf, device), inputs))
+                _forward(model, trees.map_leaves(moved, inputs))
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
@@ -459,7 +461,3 @@ def _forward(model: torch.nn.Module, inputs: Any) -> None:
         model(*inputs)
     else:
         model(inputs)
-
-
-def _moved(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf

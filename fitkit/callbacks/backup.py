@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fitkit.arguments import check_choice, check_count, check_flag, describe
+from fitkit.arguments import check_choice, check_count, check_flag
 from fitkit.callbacks.base import (
     AnyRankFlag,
     Callback,
@@ -26,8 +26,9 @@ from fitkit.callbacks.base import (
     several_ranks,
 )
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, remove_unwanted
+from fitkit.callbacks.text_files import checked_place
 from fitkit.checkpoint import remote, remove_abandoned
-from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.errors import ConfigurationError, warn
 
 NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
 
@@ -91,8 +92,7 @@ class BackupAndRestore(Callback):
         asynchronous: bool = False,
         sharded: bool = False,
     ) -> None:
-        if not isinstance(backup_dir, (str, os.PathLike)) or not os.fspath(backup_dir):
-            raise ArgumentTypeError(f"backup_dir={describe(backup_dir)} must be a path.")
+        self.backup_dir: Path | str = checked_place(backup_dir, "backup_dir")
         if isinstance(save_freq, str):
             check_choice("save_freq", save_freq, ("epoch",))
         elif save_freq is not False:
@@ -106,9 +106,6 @@ class BackupAndRestore(Callback):
         if sharded:
             remote.refuse_url(backup_dir, "a folder of shards", "Write sharded=False.")
         self._suffix = ".dcp" if sharded else ".h5"
-        self.backup_dir: Path | str = (
-            str(backup_dir) if remote.is_url(backup_dir) else Path(backup_dir)
-        )
         self.save_freq = save_freq
         self.keep: int = max(keep, 2) if double_checkpoint else keep
         self.delete_checkpoint = delete_checkpoint

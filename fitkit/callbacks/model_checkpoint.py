@@ -96,6 +96,7 @@ class ModelCheckpoint(Callback):
     Attributes:
         best: the best value so far; infinite before the first. It stays from one fit to the next.
         best_model_path: the best file; None before the first, or if nothing is monitored.
+        last_model_path: the newest file; None before the first.
 
     Raises:
         ConfigurationError, ArgumentTypeError: an argument is invalid. Also at the first save, if
@@ -187,7 +188,7 @@ class ModelCheckpoint(Callback):
         self._flag_of_any = AnyRankFlag()
         self._kept: list[tuple[float, str]] = []  # the best first
         self._removing: list[str] = []  # what the newest save replaces
-        self._last: str | None = None
+        self.last_model_path: str | None = None
         self._since = self._updates_before = 0
         self._due = False
         self._saved_at = time.monotonic()
@@ -232,11 +233,6 @@ class ModelCheckpoint(Callback):
     def kth_best_model_path(self) -> str | None:
         """The worst of the files that `save_top_k` keeps; None if there is none."""
         return self._kept[-1][1] if self._kept else None
-
-    @property
-    def last_model_path(self) -> str | None:
-        """The newest file; None before the first."""
-        return self._last
 
     @property
     def _within_epochs(self) -> bool:
@@ -324,7 +320,7 @@ class ModelCheckpoint(Callback):
         if several_ranks(self.model) or self.model.global_step == self._updates_before:
             return
         path = self._names.beside("exception")
-        self._last = path
+        self.last_model_path = path
         at_once = CheckpointWriter(
             weights_only=self.save_weights_only, trainable_only=self.trainable_only
         )
@@ -349,8 +345,8 @@ class ModelCheckpoint(Callback):
         if not wanted and last is None:
             return
         # Before saving, because the file itself tells a resumed run about it.
-        self._last = path if last is None else last
-        first = path if wanted else self._last
+        self.last_model_path = path if last is None else last
+        first = path if wanted else self.last_model_path
         if last in (first, *removed):
             removed, last = [other for other in removed if other != last], None
         self._removing = removed
@@ -428,8 +424,8 @@ class ModelCheckpoint(Callback):
             )
         self._writer.wait()
         own = [self._last_name, self._names.beside("exception")]
-        there = [path for path in (self._last, *own, *self._names.found()) if path is not None]
-        there = [path for path in dict.fromkeys(there) if files.is_there(path)]
+        known = dict.fromkeys(filter(None, (self.last_model_path, *own, *self._names.found())))
+        there = [path for path in known if files.is_there(path)]
         return newest_whole(sorted(there, key=lambda path: -(written_at(path) or 0)))
 
     def state_dict(self) -> dict[str, Any]:
