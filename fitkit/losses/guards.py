@@ -165,7 +165,10 @@ def _check_probabilities(
 
 
 def _remedy(definition: Definition) -> str:
+    """How the net's predictions become what the loss takes."""
     ending = "sigmoid" if definition.hint.task == "binary" else "softmax"
+    if definition.hint.takes == "log_probabilities":
+        ending = "log_softmax"
     if definition.twin is None:
         return f"End the net with a {ending}."
     return f"If the net gives logits, write loss={definition.twin!r}; else end it with a {ending}."
@@ -174,12 +177,9 @@ def _remedy(definition: Definition) -> str:
 def _check_log_probabilities(definition: Definition, label: str, prediction: torch.Tensor) -> None:
     _, high = _range(prediction)
     if high > LOG_PROBABILITY_TOLERANCE:
-        logits = f"If the net gives logits, write loss={definition.twin!r}; else end"
-        start = logits if definition.twin else "End"
-        it = "it" if definition.twin else "the net"
         raise ConfigurationError(
             f"{label} takes log-probabilities, which aren't above 0, but the first batch's "
-            f"predictions reach {high:.4g}. {start} {it} with a log_softmax."
+            f"predictions reach {high:.4g}. {_remedy(definition)}"
         )
 
 

@@ -283,10 +283,7 @@ class CustomLoss(Loss):
         check_takes_pair(function, self.label, "loss")
 
     def __call__(self, prediction: Any, target: Any) -> torch.Tensor:
-        result = self._call(self._function, prediction, target)
-        if not result.requires_grad:
-            self._check_detached(prediction)
-        return result.mean() if result.ndim else result
+        return self.counted(prediction, target, None, None, is_part=False)[0]
 
     def may_count(self, targets: list[Any] | None) -> bool:
         return True
@@ -421,9 +418,7 @@ class OwnLoss(Loss):
         self._has_warned = False
 
     def __call__(self, prediction: Any, target: Any = None) -> torch.Tensor:
-        value = _carried(prediction)
-        if value is None:
-            raise _nothing_carried(prediction)
+        value = _required(prediction)
         return value.mean() if value.ndim else value
 
     def may_count(self, targets: list[Any] | None) -> bool:
@@ -491,9 +486,7 @@ class OwnLoss(Loss):
             )
 
     def per_sample(self, prediction: Any, target: Any = None) -> torch.Tensor:
-        value = _carried(prediction)
-        if value is None:
-            raise _nothing_carried(prediction)
+        value = _required(prediction)
         if value.ndim == 0:
             raise ConfigurationError(
                 "The net computes its own loss, one number for the whole batch, so sample and "
@@ -502,8 +495,7 @@ class OwnLoss(Loss):
         return value
 
     def check(self, prediction: Any, target: Any = None) -> None:
-        if _carried(prediction) is None:
-            raise _nothing_carried(prediction)
+        _required(prediction)
         if is_labels(target) and not self.is_decided:
             self._decide(prediction, target)
 
@@ -584,13 +576,21 @@ def _carried(prediction: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _nothing_carried(prediction: Any) -> ConfigurationError:
+def _required(prediction: Any) -> torch.Tensor:
+    """The loss in a net's output.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    value = _carried(prediction)
+    if value is not None:
+        return value
     if isinstance(prediction, Mapping):
         output = f"{type(prediction).__name__} with the keys {list(prediction)}"
     else:
         is_tensor = isinstance(prediction, torch.Tensor)
         output = describe(prediction) if is_tensor else type(prediction).__name__
-    return ConfigurationError(
+    raise ConfigurationError(
         f"compile was given no loss, or wasn't called, and the net's output ({output}) carries "
         "none. Give compile a loss before fit, like model.compile('adam', "
         "loss='cross_entropy'). "
