@@ -236,34 +236,31 @@ class BackupAndRestore(Callback):
         self._signals.pass_on()
         raise error
 
-    def _there(self) -> list[str]:
-        """The existing backups, the oldest first."""
+    def _existing(self) -> dict[int, str]:
+        """The existing backups by number, the oldest first."""
         folder = os.fspath(self.backup_dir)
         if remote.is_url(folder):
             paths = remote.files_in(folder)
         elif os.path.isdir(folder):
             paths = [os.path.join(folder, name) for name in os.listdir(folder)]
         else:
-            return []
+            return {}
         named = [(NAME.fullmatch(os.path.basename(path)), path) for path in paths]
-        numbered = [(int(match[1]), path) for match, path in named if match]
-        return [path for _, path in sorted(numbered)]
+        return dict(sorted((int(match[1]), path) for match, path in named if match))
 
     def _next_path(self) -> str:
-        there = self._there()
-        match = NAME.fullmatch(os.path.basename(there[-1])) if there else None
-        name = f"backup-{int(match[1]) + 1 if match else 1:06d}{self._suffix}"
-        return os.path.join(self.backup_dir, name)
+        number = max(self._existing(), default=0) + 1
+        return os.path.join(self.backup_dir, f"backup-{number:06d}{self._suffix}")
 
     def _prune(self) -> None:
         """Delete the backups that newer ones replace."""
         damaged, self._damaged = self._damaged, []
-        whole = [path for path in self._there() if path not in damaged]
+        whole = [path for path in self._existing().values() if path not in damaged]
         for path in [*damaged, *whole[: -self.keep]]:
             remove_unwanted(path)
 
     def _delete(self) -> None:
-        for path in self._there():
+        for path in self._existing().values():
             remove_unwanted(path)
         if isinstance(self.backup_dir, str):
             remote.remove_folder(self.backup_dir)
@@ -281,7 +278,7 @@ class BackupAndRestore(Callback):
         """
         self._writer.wait()
         self._damaged = []
-        return newest_whole(reversed(self._there()), self._damaged)
+        return newest_whole(reversed(self._existing().values()), self._damaged)
 
     def state_dict(self) -> dict[str, Any]:
         return {"since": self._since}

@@ -384,23 +384,22 @@ class ModelCheckpoint(Callback):
 
     def _is_among_best(self, value: float, path: str, removed: list[str]) -> bool:
         assert self._watch is not None and self.save_top_k
-        if any(name == path and not self._outranks(value, known) for known, name in self._kept):
+        sign = 1 if self._watch.mode == "min" else -1
+
+        def rank(pair: tuple[float, str]) -> tuple[bool, float]:
+            return math.isnan(pair[0]), sign * pair[0]
+
+        new = value, path
+        if any(name == path and rank(new) >= rank((known, name)) for known, name in self._kept):
             return False  # a single name holds the best
         others = [(known, name) for known, name in self._kept if name != path]
-        place = len(others)
-        while place and self._outranks(value, others[place - 1][0]):
-            place -= 1
-        most = len(others) + 1 if self.save_top_k < 0 else self.save_top_k
-        if place >= most:
+        ranked = sorted([*others, new], key=rank)  # of equal values, the older one comes first
+        most = len(ranked) if self.save_top_k == -1 else self.save_top_k
+        if new not in ranked[:most]:
             return False
-        others.insert(place, (value, path))
-        removed += [name for _, name in others[most:]]
-        self._kept = others[:most]
+        removed += [name for _, name in ranked[most:]]
+        self._kept = ranked[:most]
         return True
-
-    def _outranks(self, value: float, other: float) -> bool:
-        assert self._watch is not None
-        return self._watch.better(value, other) or (math.isnan(other) and not math.isnan(value))
 
     # ------------------------------------------------------------------ going on
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fitkit.errors import ConfigurationError
+from fitkit.losses.formulas import EPSILON, kl_divergence
 from fitkit.metrics.conversions import (
     Conversion,
     FirstBatch,
@@ -36,9 +37,6 @@ from fitkit.metrics.sums import Mean, Values, widest_dtype
 from fitkit.metrics.torchmetrics_adapter import TorchMetric, torchmetrics_module
 from fitkit.outputs import IGNORED
 from fitkit.registry import Registry
-
-SMALLEST = 1e-7
-"""Keras's epsilon: what divisors and probabilities are kept above."""
 
 
 def equal(prediction: Tensor, target: Tensor) -> Tensor:
@@ -78,7 +76,7 @@ def cross_entropy(prediction: Tensor, target: Tensor, task: Task) -> Tensor:
     by_class = prediction.movedim(task.axis, 1)  # (N, C, ...)
     if task.scale == "probabilities":
         shares = by_class / by_class.sum(1, keepdim=True)
-        logs = shares.clamp(SMALLEST, 1 - SMALLEST).log()
+        logs = shares.clamp(EPSILON, 1 - EPSILON).log()
     else:
         logs = by_class.log_softmax(1)
     if task.one_hot:
@@ -92,7 +90,7 @@ def _binary_cross_entropy(prediction: Tensor, target: Tensor, scale: str) -> Ten
         return functional.binary_cross_entropy_with_logits(prediction, target, reduction="none")
     if scale == "log_probabilities":
         prediction = prediction.exp()
-    prediction = prediction.clamp(SMALLEST, 1 - SMALLEST)
+    prediction = prediction.clamp(EPSILON, 1 - EPSILON)
     return functional.binary_cross_entropy(prediction, target, reduction="none")
 
 
@@ -108,12 +106,12 @@ def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 def percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
     """The absolute error in percent of the target (Keras; scikit-learn gives the fraction)."""
-    return 100 * (prediction - target).abs() / target.abs().clamp(min=SMALLEST)
+    return 100 * (prediction - target).abs() / target.abs().clamp(min=EPSILON)
 
 
 def symmetric_percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
     """The absolute error in percent of the mean of both sizes: 0 to 200."""
-    sizes = (prediction.abs() + target.abs()).clamp(min=SMALLEST)
+    sizes = (prediction.abs() + target.abs()).clamp(min=EPSILON)
     return 200 * (prediction - target).abs() / sizes
 
 
@@ -146,19 +144,12 @@ def squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
 
 def poisson(prediction: Tensor, target: Tensor) -> Tensor:
     """`prediction - target · log(prediction)`, as Keras's loss of that name."""
-    return prediction - target * (prediction + SMALLEST).log()
+    return prediction - target * (prediction + EPSILON).log()
 
 
 def cosine(prediction: Tensor, target: Tensor) -> Tensor:
     """The cosine of the angle between the vectors in the last dimension: (N, ..., D) → (N, ...)."""
     return functional.cosine_similarity(prediction, target, dim=-1)
-
-
-def divergence(prediction: Tensor, target: Tensor) -> Tensor:
-    """Σ target · log(target / prediction) over the last dimension, as Keras's kl_divergence."""
-    prediction = prediction.clamp(SMALLEST, 1)
-    target = target.clamp(SMALLEST, 1)
-    return (target * (target / prediction).log()).sum(-1)
 
 
 Build: TypeAlias = Callable[[FirstBatch], Mean | TorchMetric]
@@ -299,7 +290,7 @@ def _cosine_similarity(first: FirstBatch) -> Mean:
 @_mean("kl_divergence", "kld", "kullback_leibler_divergence")
 def _kl_divergence(first: FirstBatch) -> Mean:
     _need_columns(first)
-    return Mean(distributions(first.scale("multiclass")), divergence)
+    return Mean(distributions(first.scale("multiclass")), kl_divergence)
 
 
 def _need_columns(first: FirstBatch) -> None:
