@@ -191,7 +191,7 @@ def learning_rate(
     rates = [
         _rate(mode, min_lr, max_lr, place / (num_training - 1)) for place in range(num_training)
     ]
-    climb = _Climb(rates, early_stop_threshold)
+    rising = _RisingRates(rates, early_stop_threshold)
     compilation = model._fitkit.compilation
     effective, parts = compilation.effective_batch_size, compilation.accumulate_grad_batches
     if effective is not None:
@@ -208,17 +208,17 @@ def learning_rate(
             batch_size=batch_size,
             sample_weight=sample_weight,
             steps_per_epoch=num_training * parts,
-            callbacks=climb,
+            callbacks=rising,
             verbose=0,
         )
-    return RateRange(rates[: len(climb.losses)], climb.losses)
+    return RateRange(rates[: len(rising.losses)], rising.losses)
 
 
 def _rate(mode: str, low: float, high: float, part: float) -> float:
     return low * (high / low) ** part if mode == "exponential" else low + (high - low) * part
 
 
-class _Climb(Callback):
+class _RisingRates(Callback):
     """Sets the rate of each update, and records the loss before it."""
 
     stops_alike = True
@@ -242,10 +242,10 @@ class _Climb(Callback):
         if self.model.global_step - self._begun == len(self.losses):
             return  # gradients are being accumulated
         mine = [loss for _, loss in self._batch_losses.take()]
-        told = [loss for losses in from_all_ranks(self.model, mine) for loss in losses]
-        if not told:
+        everyones = [loss for losses in from_all_ranks(self.model, mine) for loss in losses]
+        if not everyones:
             return
-        loss = sum(told) / len(told)
+        loss = sum(everyones) / len(everyones)
         self.losses.append(loss)
         current = running_mean(self.losses)
         self._lowest = min(self._lowest, current)

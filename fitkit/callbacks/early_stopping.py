@@ -96,7 +96,7 @@ class EarlyStopping(Callback):
         check_number("divergence_threshold", divergence_threshold, optional=True)
         check_flag("check_finite", check_finite)
         self.monitor = monitor
-        self._watch = Monitor(monitor, mode, min_delta)
+        self._monitored = Monitor(monitor, mode, min_delta)
         self.patience = patience
         self.verbose = verbose
         self.baseline = baseline
@@ -108,7 +108,7 @@ class EarlyStopping(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.best: float = self._watch.worst
+        self.best: float = self._monitored.worst
         self.best_epoch: int = 0
         self.wait: int = 0
         self.stopped_epoch: int = 0
@@ -117,14 +117,14 @@ class EarlyStopping(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()
-        self._watch.begin(self)
+        self._monitored.begin(self)
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
-        value = self._watch.read_within(self, logs)
+        value = self._monitored.read_within(self, logs)
         self._take(value, self.model.current_epoch, f"in epoch {{}}, at batch {batch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        self._take(self._watch.read(self, logs), epoch, "after epoch {}")
+        self._take(self._monitored.read(self, logs), epoch, "after epoch {}")
 
     def _take(self, value: float | None, epoch: int, when: str) -> None:
         if value is None or epoch < self.start_from_epoch:
@@ -132,12 +132,12 @@ class EarlyStopping(Callback):
         if self.restore_best_weights and self.best_weights is None:
             self._keep_weights(epoch)  # even if the first epoch is NaN
         self.wait += 1
-        if self._watch.better(value, self.best):
+        if self._monitored.better(value, self.best):
             self.best = value
             self._keep_weights(epoch)
-            if self.baseline is None or self._watch.better(value, self.baseline):
+            if self.baseline is None or self._monitored.better(value, self.baseline):
                 self.wait = 0
-        elif self.wait >= self.patience and (epoch > 0 or self.best != self._watch.worst):
+        elif self.wait >= self.patience and (epoch > 0 or self.best != self._monitored.worst):
             self._stop(epoch, when)
         reason = self._reason(value)
         if reason:
@@ -148,7 +148,7 @@ class EarlyStopping(Callback):
         if self.check_finite and not math.isfinite(value):
             return "not finite"
         good, bad = self.stopping_threshold, self.divergence_threshold
-        lower = self._watch.mode == "min"
+        lower = self._monitored.mode == "min"
         if good is not None and (value < good if lower else value > good):
             return f"better than stopping_threshold={good:g}"
         if bad is not None and (value > bad if lower else value < bad):
@@ -242,17 +242,17 @@ class OptunaPruning(Callback):
             )
         self.trial = trial
         self.monitor = monitor
-        self._watch = Monitor(monitor, "min")
+        self._monitored = Monitor(monitor, "min")
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the trial, which holds a connection to the study's storage."""
         return {**super().__getstate__(), "trial": None}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._watch.begin(self)
+        self._monitored.begin(self)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        value = self._watch.read(self, logs)
+        value = self._monitored.read(self, logs)
         if value is None:
             return
         if from_rank_zero(self.model, self._ends(epoch, value)):

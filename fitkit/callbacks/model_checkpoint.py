@@ -174,9 +174,9 @@ class ModelCheckpoint(Callback):
         self.save_top_k = save_top_k
         self.save_last = save_last
         self.save_on_exception = save_on_exception
-        self._watch: Monitor | None = None
+        self._monitored: Monitor | None = None
         if save_best_only or (save_top_k and (save_top_k > 0 or monitor is not None)):
-            self._watch = Monitor(self.monitor, mode)
+            self._monitored = Monitor(self.monitor, mode)
         self._check_names()
         if self._within_epochs or save_on_exception:
             # Only if needed: a batch hook costs a little.
@@ -192,7 +192,7 @@ class ModelCheckpoint(Callback):
         self._since = self._updates_before = 0
         self._due = False
         self._saved_at = time.monotonic()
-        worst = self._watch.worst if self._watch is not None else float("inf")
+        worst = self._monitored.worst if self._monitored is not None else float("inf")
         self.best: float = (
             worst if initial_value_threshold is None else float(initial_value_threshold)
         )
@@ -211,7 +211,7 @@ class ModelCheckpoint(Callback):
             )
         if (
             self.save_last
-            and self._watch is not None
+            and self._monitored is not None
             and Path(self.filepath) == Path(self._last_name)
         ):
             raise ConfigurationError(
@@ -247,7 +247,7 @@ class ModelCheckpoint(Callback):
         self._updates_before = self.model.global_step
         self._remove_abandoned()
         self._writer.check_place(self.model, self._names.folder)
-        if self._watch is None:
+        if self._monitored is None:
             return
         if self._within_epochs and self.monitor.startswith("val_"):
             raise ConfigurationError(
@@ -255,7 +255,7 @@ class ModelCheckpoint(Callback):
                 "known only at the end of an epoch. Write save_freq='epoch' or "
                 f"monitor={self.monitor.removeprefix('val_')!r}."
             )
-        self._watch.begin(self)
+        self._monitored.begin(self)
 
     def _after_batch(self, batch: int, logs: Logs) -> None:
         if not self._within_epochs:
@@ -282,19 +282,19 @@ class ModelCheckpoint(Callback):
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
         if (
-            self._watch is None
+            self._monitored is None
             or self._within_epochs
             or not self._saves_in(self.model.current_epoch)
         ):
             return
-        if self._watch.read_within(self, logs) is not None:
+        if self._monitored.read_within(self, logs) is not None:
             self._save(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self._within_epochs:
             wanted = self._due
         else:
-            is_saved = self._watch is not None and self._watch.is_seen(self)
+            is_saved = self._monitored is not None and self._monitored.is_seen(self)
             wanted = self._saves_in(epoch) and not is_saved
         if wanted:
             self._save(logs)
@@ -335,10 +335,10 @@ class ModelCheckpoint(Callback):
         path = self._path(logs)
         removed: list[str] = []
         wanted = self.save_top_k != 0
-        if self._watch is not None:
+        if self._monitored is not None:
             # Within an epoch, reading logs waits for the device: do it only if needed.
             known = logs if isinstance(logs, dict) else dict(logs)
-            value = self._watch.read(self, known)
+            value = self._monitored.read(self, known)
             # An epoch without the value is kept only if all are.
             wanted = self.save_top_k == -1 if value is None else self._take(value, path, removed)
         last = self._last_name if self.save_last else None
@@ -368,8 +368,8 @@ class ModelCheckpoint(Callback):
         Args:
             removed: a list that gets the files that are no longer wanted.
         """
-        assert self._watch is not None
-        is_best = self._watch.better(value, self.best)
+        assert self._monitored is not None
+        is_best = self._monitored.better(value, self.best)
         if self.save_top_k is None:
             wanted = is_best
         else:
@@ -383,8 +383,8 @@ class ModelCheckpoint(Callback):
         return wanted
 
     def _is_among_best(self, value: float, path: str, removed: list[str]) -> bool:
-        assert self._watch is not None and self.save_top_k
-        sign = 1 if self._watch.mode == "min" else -1
+        assert self._monitored is not None and self.save_top_k
+        sign = 1 if self._monitored.mode == "min" else -1
 
         def rank(pair: tuple[float, str]) -> tuple[bool, float]:
             return math.isnan(pair[0]), sign * pair[0]

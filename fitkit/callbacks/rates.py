@@ -307,7 +307,7 @@ class ReduceLROnPlateau(Callback):
         check_count("cooldown", cooldown, minimum=0)
         check_number("min_lr", min_lr, minimum=0)
         self.monitor = monitor
-        self._watch = Monitor(monitor, mode, min_delta)
+        self._monitored = Monitor(monitor, mode, min_delta)
         self.factor = factor
         self.patience = patience
         self.verbose = verbose
@@ -316,22 +316,22 @@ class ReduceLROnPlateau(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.best: float = self._watch.worst
+        self.best: float = self._monitored.worst
         self.wait: int = 0
         self.cooldown_counter: int = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
         self._reset()
-        self._watch.begin(self)
+        self._monitored.begin(self)
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
-        value = self._watch.read_within(self, logs)
+        value = self._monitored.read_within(self, logs)
         self._take(value, self.model.current_epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         logs.setdefault("learning_rate", rate_of(self.model))
-        self._take(self._watch.read(self, logs), epoch)
+        self._take(self._monitored.read(self, logs), epoch)
 
     def _take(self, value: float | None, epoch: int) -> None:
         if value is None:
@@ -339,7 +339,7 @@ class ReduceLROnPlateau(Callback):
         if self.cooldown_counter > 0:
             self.cooldown_counter -= 1
             self.wait = 0
-        if self._watch.better(value, self.best):
+        if self._monitored.better(value, self.best):
             self.best = value
             self.wait = 0
         elif self.cooldown_counter == 0:
