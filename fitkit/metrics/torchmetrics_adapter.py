@@ -318,65 +318,28 @@ def refuse_aggregation(metric: Metric, argument: str) -> None:
         )
 
 
-COUNTS = frozenset(
-    {
-        "BinaryStatScores",
-        "MulticlassStatScores",
-        "MultilabelStatScores",
-        "BinaryConfusionMatrix",
-        "MulticlassConfusionMatrix",
-        "MultilabelConfusionMatrix",
-        "MulticlassExactMatch",
-        "MultilabelExactMatch",
-    }
-)
-"""They count entries: whole numbers."""
-
-ROWS = frozenset(
-    {
-        "BinaryPrecisionRecallCurve",
-        "MulticlassPrecisionRecallCurve",
-        "MultilabelPrecisionRecallCurve",
-        "BinaryCalibrationError",
-        "MulticlassCalibrationError",
-        "CosineSimilarity",
-        "KendallRankCorrCoef",
-        "SpearmanCorrCoef",
-    }
-)
-"""They keep a row per sample, in order (or, with `thresholds`, count)."""
-
-SUMS = frozenset(
-    {
-        "BinaryHingeLoss",
-        "MulticlassHingeLoss",
-        "MultilabelCoverageError",
-        "MultilabelRankingAveragePrecision",
-        "MultilabelRankingLoss",
-        "ContinuousRankedProbabilityScore",
-        "CriticalSuccessIndex",
-        "ExplainedVariance",
-        "JensenShannonDivergence",
-        "KLDivergence",
-        "LogCoshError",
-        "MeanAbsoluteError",
-        "MeanAbsolutePercentageError",
-        "MeanSquaredError",
-        "MeanSquaredLogError",
-        "MinkowskiDistance",
-        "R2Score",
-        "RelativeSquaredError",
-        "SymmetricMeanAbsolutePercentageError",
-        "TweedieDevianceScore",
-        "WeightedMeanAbsolutePercentageError",
-    }
-)
-"""They add up a value per sample: fractions, so that the last digits depend on the order."""
-
-MOMENTS = frozenset({"PearsonCorrCoef", "NormalizedRootMeanSquaredError"})
-"""They bring means and variances up to date by formulas that hold for batches of any size."""
-
-_ALL = COUNTS | ROWS | SUMS | MOMENTS
+JOINABLE = frozenset({
+    # They count entries: whole numbers.
+    "BinaryStatScores", "MulticlassStatScores", "MultilabelStatScores",
+    "BinaryConfusionMatrix", "MulticlassConfusionMatrix", "MultilabelConfusionMatrix",
+    "MulticlassExactMatch", "MultilabelExactMatch",
+    # They keep a row per sample, in order (or, with `thresholds`, count).
+    "BinaryPrecisionRecallCurve", "MulticlassPrecisionRecallCurve",
+    "MultilabelPrecisionRecallCurve", "BinaryCalibrationError", "MulticlassCalibrationError",
+    "CosineSimilarity", "KendallRankCorrCoef", "SpearmanCorrCoef",
+    # They add up a value per sample: fractions, so that the last digits depend on the order.
+    "BinaryHingeLoss", "MulticlassHingeLoss", "MultilabelCoverageError",
+    "MultilabelRankingAveragePrecision", "MultilabelRankingLoss",
+    "ContinuousRankedProbabilityScore", "CriticalSuccessIndex", "ExplainedVariance",
+    "JensenShannonDivergence", "KLDivergence", "LogCoshError", "MeanAbsoluteError",
+    "MeanAbsolutePercentageError", "MeanSquaredError", "MeanSquaredLogError",
+    "MinkowskiDistance", "R2Score", "RelativeSquaredError",
+    "SymmetricMeanAbsolutePercentageError", "TweedieDevianceScore",
+    "WeightedMeanAbsolutePercentageError",
+    # They bring means and variances up to date by formulas that hold for batches of any size.
+    "PearsonCorrCoef", "NormalizedRootMeanSquaredError",
+})  # fmt: skip
+"""The classes of which one update with joined batches gives what one update per batch gives."""
 
 
 def joins(metric: Metric, owner: type) -> bool:
@@ -385,7 +348,7 @@ def joins(metric: Metric, owner: type) -> bool:
     Args:
         owner: the class whose `update` the metric runs.
     """
-    if owner.__name__ not in _ALL or not owner.__module__.startswith("torchmetrics."):
+    if owner.__name__ not in JOINABLE or not owner.__module__.startswith("torchmetrics."):
         return False
     # It then keeps one row per batch.
     return getattr(metric, "keep_sequence_dim", None) is None

@@ -193,14 +193,14 @@ def test_a_metric_that_keeps_a_row_a_batch_sees_each_by_itself():
 def test_every_update_of_both_packages_was_looked_at():
     names = [*CLASSIFICATION, *REGRESSION]
     owners = {update_owner(built(name)).__name__ for name in names}
-    assert owners == adapter.COUNTS | adapter.ROWS | adapter.SUMS | adapter.MOMENTS
+    assert owners == adapter.JOINABLE
 
 
 @pytest.mark.parametrize(
     ("name", "hint"), [("BinaryF1Score", LABELS), ("MulticlassAUROC", CLASSES)]
 )
 def test_a_class_that_a_later_torchmetrics_adds_sees_each_batch_by_itself(monkeypatch, name, hint):
-    monkeypatch.setattr(adapter, "_ALL", frozenset())
+    monkeypatch.setattr(adapter, "JOINABLE", frozenset())
     prediction, target, _ = data_for(name)
     logits = torch.logit(prediction) if hint is LABELS else prediction.log()
     found, one = summed(built(name), logits, target, LossHint("logits", hint.task))
