@@ -240,9 +240,7 @@ class CheckpointWriter:
             ConfigurationError, MissingPackageError, CheckpointError: it can't be written to.
         """
         if isinstance(folder, str) and is_url(folder):
-            if model.is_global_zero:
-                self._attempt(lambda: check_writable(folder))
-            self._share(model)
+            self._on_rank_zero(model, lambda: check_writable(folder))
 
     def save(self, model: Module, path: str, then: Callable[[], None] = lambda: None) -> None:
         """Write a file, and create its folder if needed.
@@ -267,10 +265,8 @@ class CheckpointWriter:
             if model.is_global_zero:
                 contents = self._copies.of(contents)
                 self._begin(lambda: self._write(path, contents, then))
-            return
-        if model.is_global_zero:
-            self._attempt(lambda: self._write(path, contents, then))
-        self._share(model)
+        else:
+            self._on_rank_zero(model, lambda: self._write(path, contents, then))
 
     def _save_folder(self, model: Module, path: str, then: Callable[[], None]) -> None:
         """Let every rank write its part. Rank 0 does the rest."""
@@ -280,18 +276,14 @@ class CheckpointWriter:
             weights = run.weights(spread=True, trainable_only=self.trainable_only)
         else:
             weights, state = run.contents(spread=True, trainable_only=self.trainable_only)
-        if model.is_global_zero:
-            self._attempt(lambda: _make_folder(path))
-        self._share(model)
+        self._on_rank_zero(model, lambda: _make_folder(path))
         if self.asynchronous:
             folder = FolderByThreads(path, weights, state, strategy.collectives, self._copies.of)
             self._folder = folder
             self._begin(lambda: folder.write(then))
-            return
-        save_folder(path, weights, state, strategy.collectives)
-        if model.is_global_zero:
-            self._attempt(then)
-        self._share(model)
+        else:
+            save_folder(path, weights, state, strategy.collectives)
+            self._on_rank_zero(model, then)
 
     def finish(self, model: Module) -> None:
         """Wait until everything is written.
@@ -359,6 +351,12 @@ class CheckpointWriter:
             work()
         except Exception as error:
             self._error = error
+
+    def _on_rank_zero(self, model: Module, work: Callable[[], None]) -> None:
+        """Work on rank 0, and raise its error on all ranks."""
+        if model.is_global_zero:
+            self._attempt(work)
+        self._share(model)
 
     def _share(self, model: Module) -> None:
         """Raise rank 0's error on all ranks."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -179,7 +180,7 @@ class Profiler(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self.log and self._clock is not None:
             self._take()
-            logs.update({PREFIX + part: self.seconds.get(part, 0.0) for part in TITLES})
+            logs.update({PREFIX + part: self.seconds.get(part, 0.0) for part in PARTS})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._close()
@@ -378,45 +379,64 @@ class GPUClock(PartClock):
         self._since = event
 
 
-TITLES = {
-    DATA: "waiting for data",
-    DEVICE: "host to device",
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    OPTIMIZER: "optimizer",
-    METRICS: "loss and metrics",
-    CALLBACKS: "callbacks",
-    RANKS: "waiting for ranks",
-    VALIDATION: "validation",
-    REST: "the rest",
-}
-"""The parts in the order of the table, and their titles in it."""
+class Part(NamedTuple):
+    """A part of an epoch, as the table shows it.
 
-NOTABLE = {
-    DATA: 0.2,
-    DEVICE: 0.1,
-    OPTIMIZER: 0.3,
-    METRICS: 0.15,
-    CALLBACKS: 0.1,
-    RANKS: 0.15,
-    VALIDATION: 0.4,
-    REST: 0.25,
-}
-"""The share of the time above which a part gets advice."""
+    Attributes:
+        title: its name in the table.
+        notable: the share of the time above which it gets advice.
+        advice: what to do about it.
+    """
 
-ADVICE = {
-    DATA: "give the DataLoader num_workers=4 (or more) and persistent_workers=True, or give fit "
-    "the arrays themselves if they fit in memory; if it has them already, take larger batches.",
-    DEVICE: "give the DataLoader pin_memory=True, and x in the dtype that the net takes.",
-    OPTIMIZER: "larger batches or accumulate_grad_batches make fewer updates.",
-    METRICS: "metrics by name (metrics=['accuracy']) cost less than objects; give metrics that "
-    "only the validation needs to evaluate().",
-    RANKS: "some ranks have more work or slower data than others: see their columns; larger "
-    "batches or accumulate_grad_batches make fewer exchanges.",
-    VALIDATION: "validate less often (validation_freq=5), on fewer batches (validation_steps), or "
-    "in larger ones (validation_batch_size).",
-    REST: "the steps are so short that the loop's own time shows: use larger batches.",
+    title: str
+    notable: float = math.inf
+    advice: str = ""
+
+
+PARTS = {
+    DATA: Part(
+        "waiting for data",
+        0.2,
+        "give the DataLoader num_workers=4 (or more) and persistent_workers=True, or give fit the "
+        "arrays themselves if they fit in memory; if it has them already, take larger batches.",
+    ),
+    DEVICE: Part(
+        "host to device",
+        0.1,
+        "give the DataLoader pin_memory=True, and x in the dtype that the net takes.",
+    ),
+    FORWARD: Part("forward"),
+    BACKWARD: Part("backward"),
+    OPTIMIZER: Part(
+        "optimizer", 0.3, "larger batches or accumulate_grad_batches make fewer updates."
+    ),
+    METRICS: Part(
+        "loss and metrics",
+        0.15,
+        "metrics by name (metrics=['accuracy']) cost less than objects; give metrics that only "
+        "the validation needs to evaluate().",
+    ),
+    CALLBACKS: Part("callbacks", 0.1),
+    RANKS: Part(
+        "waiting for ranks",
+        0.15,
+        "some ranks have more work or slower data than others: see their columns; larger batches "
+        "or accumulate_grad_batches make fewer exchanges.",
+    ),
+    VALIDATION: Part(
+        "validation",
+        0.4,
+        "validate less often (validation_freq=5), on fewer batches (validation_steps), or in "
+        "larger ones (validation_batch_size).",
+    ),
+    REST: Part(
+        "the rest",
+        0.25,
+        "the steps are so short that the loop's own time shows: use larger batches.",
+    ),
 }
+"""The parts in the order of the table."""
+
 IN_THE_NET = (
     "the net itself takes the time: larger batches, precision='bf16-mixed' or jit_compile=True on "
     "a GPU, more devices."
@@ -445,7 +465,7 @@ def table(
     if len(ranks) > 1:
         heads = [f"rank {rank}" + " (the slowest)" * (rank == slowest) for rank in shown]
         lines.append(" " * 18 + "".join(f"{head:>24}" for head in heads))
-    for part, name in TITLES.items():
+    for part, (name, _, _) in PARTS.items():
         if any(part in seconds for seconds in ranks):
             lines.append(f"{name:18}" + "".join(_cell(ranks[rank], part) for rank in shown))
     lines += [f"-> {line}" for line in advice(ranks[0], callbacks, may_fuse=may_fuse)]
@@ -486,9 +506,9 @@ def advice(
     shares = {part: spent / whole for part, spent in seconds.items()}
     lines = []
     for part in sorted(shares, key=lambda part: -shares[part]):
-        if shares[part] < NOTABLE.get(part, 2.0):
+        title, notable, text = PARTS[part]
+        if shares[part] < notable:
             continue
-        text = ADVICE.get(part, "")
         if part == OPTIMIZER and may_fuse:
             text = UNFUSED + text
         elif part == CALLBACKS:
@@ -496,7 +516,7 @@ def advice(
             text = f"most of it in {longest}: run it less often"
             saves = "Checkpoint" in longest or "Backup" in longest
             text += " (asynchronous=True saves beside the training)." if saves else "."
-        lines.append(f"{shares[part]:.0%} {TITLES[part]}: {text}")
+        lines.append(f"{shares[part]:.0%} {title}: {text}")
     computes = shares.get(FORWARD, 0.0) + shares.get(BACKWARD, 0.0)
     if computes >= 0.8:
         lines.append(f"{computes:.0%} forward and backward: {IN_THE_NET}")
