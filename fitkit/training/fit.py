@@ -54,8 +54,13 @@ BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 
 def run_fit(model: Module, arguments: FitArguments) -> History:
     """Run `fit` on this rank."""
-    state = model._fitkit.fit_state
-    with surroundings(model, "fit", arguments.source.batch_size):
+    state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
+    with (
+        surroundings(model, "fit", arguments.source.batch_size),
+        state.weights_restored(),  # an epoch of another fit may have called this one
+        contextlib.ExitStack() as ending,
+    ):
+        ending.callback(strategy.finish)  # releases the engine, even if no Fit can be made
         run = Fit(model, arguments)
         callbacks = with_built_in(
             arguments.callback_list, arguments.verbose, *run.built_in_callbacks()
@@ -64,7 +69,6 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
         model._fitkit.batch_size = run.source.batch_size
         run.announce()
         callbacks.begin(model, run.params())
-        trained = state.trains  # True within an epoch of another fit
         try:
             with run.batch_norms_synchronized():
                 state.run = run
@@ -97,9 +101,6 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
             model.untoggle_optimizer(run.optimizers[0])
             if run.warm_up is not None:
                 run.warm_up.end()
-            run.strategy.finish()
-            if trained != state.trains:
-                state.train() if trained else state.eval()
     return run.history
 
 

@@ -430,7 +430,8 @@ def fit_batch(
             if kept is None:
                 kept = KeptStep(*step_for(model, "training", class_weights=class_weights))
             context, step = kept.context, kept.step
-            with running(model, context), state.training():
+            with running(model, context), state.weights_restored():
+                state.train()
                 try:
                     if kept.update is None:
                         # Compiling a step costs more than it saves on one batch.

@@ -539,15 +539,14 @@ class FitState:
         self.trains = False
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Surround updates. Afterwards the weights are for evaluation again, if they were."""
+    def weights_restored(self) -> Iterator[None]:
+        """Afterwards the weights are for training or for evaluation again, as they were before."""
         before = self.trains
         try:
-            self.train()
             yield
         finally:
-            if not before:
-                self.eval()
+            if before != self.trains:
+                self.train() if before else self.eval()
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[list[list[torch.Tensor]] | None]:

@@ -133,3 +133,35 @@ def test_an_engine_makes_gradients_and_updates_of_one_training_and_is_let_go_of(
     with pytest.raises(ArithmeticError):
         model.fit(x, y, verbose=0, callbacks=failing)
     assert calls == [*update, "average_ranks", "whole", "abandon"] and strategy.engine is None
+
+
+def test_an_engine_is_let_go_of_when_fit_cannot_begin():
+    abandoned = []
+
+    class Noting(Engine):
+        def abandon(self):
+            abandoned.append(self)
+
+    class Own(SingleDeviceStrategy):
+        name = "noting"
+        has_engine = True
+
+        def engine_for(self, module, optimizers):
+            return Noting()
+
+    def fail(params):
+        raise ArithmeticError("on purpose")
+
+    x, y = torch.ones(4, 2), torch.ones(4, 1)
+    model = fitkit.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse", warmup_epochs=1, strategy=Own())
+    strategy = model._fitkit.compilation.strategy
+    with pytest.raises(fitkit.ConfigurationError, match="warmup_epochs"):
+        model.fit(iter([(x, y)]), verbose=0)
+    assert len(abandoned) == 1 and strategy.engine is None
+    failing = fitkit.callbacks.Callback()
+    failing.set_params = fail
+    with pytest.raises(ArithmeticError):
+        model.fit(x, y, verbose=0, callbacks=failing)
+    assert len(abandoned) == 2 and strategy.engine is None
+    model.evaluate(x, y, verbose=0)
