@@ -27,9 +27,9 @@ from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training.context import StepContext, running
 from fitkit.training.evaluate import evaluate_source
 from fitkit.training.log import LazyLogs, noted_by, reduced
-from fitkit.training.optimizing import PlannedScheduler, warn_of_flags
+from fitkit.training.optimizing import warn_of_flags
 from fitkit.training.own_step import Step
-from fitkit.training.rates import WarmUp, after_update, scale_rates, warm_up
+from fitkit.training.rates import PlannedScheduler, WarmUp, after_update, warm_up
 from fitkit.training.resume import (
     Progress,
     check_data,
@@ -168,7 +168,7 @@ class Fit:
         if arguments.weights_by_class is not None:
             arguments.weights_by_class.warn_of_missing(self.source.target, self.collectives.rank)
         self.step.mover.bring_whole(self.source)
-        factor = scale_rates(state, compilation.scale_lr, self.data_rank_count)
+        factor = state.scale_rates(compilation.scale_lr, self.data_rank_count)
         self.schedulers: list[PlannedScheduler] = state.schedulers_for(
             model,
             epochs=arguments.epochs,

@@ -6,32 +6,89 @@ arXiv:1706.02677.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from fitkit.errors import ConfigurationError
-from fitkit.training.optimizing import FitState
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 """How the rate grows with the number of ranks. None: not at all."""
 
 
-def scale_rates(state: FitState, scaling: str | None, ranks: int) -> float:
-    """Multiply the rates for a number of ranks, once. A later fit with another number corrects it.
+LENGTHS = ("T_max", "total_steps", "total_iters", "_schedule_phases")
+"""The entries of a scheduler's state that give its length."""
 
-    Returns:
-        The factor between the rates and those that the user set.
+
+@dataclasses.dataclass
+class PlannedScheduler:
+    """A scheduler, and when it moves.
+
+    Attributes:
+        scheduler: the scheduler.
+        interval: `"epoch"` or `"step"` (an update).
+        frequency: it moves once in this many intervals.
+        monitor: the log that it watches; None if it watches nothing.
+        optimizer: the optimizer whose rates it sets.
+        strict: whether a missing monitored log is an error. If not, there is one warning.
+        follows_fit: whether its length is the training's.
+        name: the name that LearningRateMonitor gives its rates; None for `learning_rate`.
+        passed: how many of its intervals are over. A checkpoint keeps it.
     """
-    factor = 1.0 if scaling is None else SCALINGS[scaling](ranks)
-    change = factor / state.rate_factor
-    if change != 1.0:
-        for group in state.groups:
-            group["lr"] *= change
-            if "initial_lr" in group:
-                group["initial_lr"] *= change
-    state.rate_factor = factor
-    return factor
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    optimizer: Optimizer | None = None
+    strict: bool = True
+    follows_fit: bool = False
+    name: str | None = None
+    passed: int = 0
+
+    @property
+    def watches(self) -> bool:
+        """Whether it needs a log's value."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint can keep the scheduler's position."""
+        names = ("state_dict", "load_state_dict")
+        return all(callable(getattr(self.scheduler, name, None)) for name in names)
+
+    def state(self) -> dict[str, Any]:
+        """The scheduler's part of a checkpoint."""
+        return self.scheduler.state_dict() if self.keeps_state else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from a stored state. A length that the fit has set stays."""
+        if not self.keeps_state:
+            return
+        lengths = LENGTHS if self.follows_fit else ()
+        kept = {name: value for name, value in state.items() if name not in lengths}
+        self.scheduler.load_state_dict(kept)
+
+    def stepper(self) -> Callable[[], None]:
+        """The function to call after each of its intervals. Each call counts one."""
+        scheduler = self.scheduler
+        # One with a fixed length (OneCycleLR) keeps its last rate after it.
+        total = getattr(scheduler, "total_steps", None)
+        if total is None and self.frequency == 1:
+            step: Callable[[], None] = scheduler.step
+            return step
+
+        def move() -> None:
+            self.passed += 1
+            is_due = self.passed % self.frequency == 0
+            if is_due and (total is None or scheduler.last_epoch + 1 < total):
+                scheduler.step()
+
+        return move
 
 
 class WarmUp:

@@ -5,7 +5,6 @@ import torch
 
 import fitkit
 from fitkit.training.optimizing import FitState
-from fitkit.training.rates import scale_rates
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [(None, 1.0), ("linear", 4.0), ("sqrt", 2.0)])
@@ -13,9 +12,9 @@ def test_rates_are_scaled_once_and_corrected_for_another_number_of_ranks(scaling
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     state = FitState([optimizer])
     for _ in range(2):
-        assert scale_rates(state, scaling, 4) == factor
+        assert state.scale_rates(scaling, 4) == factor
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * factor)
-    scale_rates(state, scaling, 1)
+    state.scale_rates(scaling, 1)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
