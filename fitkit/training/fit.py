@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
-from fitkit.optimizers import members_of
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training.context import StepContext, running
@@ -29,7 +27,7 @@ from fitkit.training.evaluate import evaluate_source
 from fitkit.training.log import LazyLogs, noted_by, reduced
 from fitkit.training.optimizing import warn_of_flags
 from fitkit.training.own_step import Step
-from fitkit.training.rates import PlannedScheduler, WarmUp, after_update, warm_up
+from fitkit.training.rates import Rates
 from fitkit.training.resume import (
     Progress,
     check_data,
@@ -99,8 +97,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
             close_bars(callbacks)
             state.run = state.grad_norms = None
             model.untoggle_optimizer(run.optimizers[0])
-            if run.warm_up is not None:
-                run.warm_up.end()
+            run.rates.end()
     return run.history
 
 
@@ -168,43 +165,19 @@ class Fit:
         if arguments.weights_by_class is not None:
             arguments.weights_by_class.warn_of_missing(self.source.target, self.collectives.rank)
         self.step.mover.bring_whole(self.source)
-        factor = state.scale_rates(compilation.scale_lr, self.data_rank_count)
-        self.schedulers: list[PlannedScheduler] = state.schedulers_for(
-            model,
-            epochs=arguments.epochs,
-            initial_epoch=arguments.initial_epoch,
-            steps=updates,
-            resumes=self.resumed is not None,
-        )
-        self.warm_up: WarmUp | None = self._warm_up(updates, factor)
-        self.at_epochs = [
-            (plan, plan.stepper())
-            for plan in self.schedulers
-            if plan.interval == "epoch" and model.automatic_optimization
-        ]
+        self.rates: Rates = Rates(model, arguments, self.step, updates)
         self.update = updates_for(
             model,
             self.context,
             self.step,
             accumulate=self.accumulate,
-            after_update=self._after_update,
+            after_update=self.rates.after_update,
         )
         self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.kept: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
-        self.warned_of: list[PlannedScheduler] = []  # schedulers whose value is missing
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
-
-    def _after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
-        """Make a function that changes the learning rates after each update of an optimizer."""
-        own = members_of(optimizer)
-        moves = [
-            partial(self._step_plateau_at_update, plan) if plan.watches else plan.stepper()
-            for plan in self.schedulers
-            if plan.interval == "step" and (plan.optimizer is None or plan.optimizer in own)
-        ]
-        return after_update(self.warm_up, moves, leads=self.optimizers[0] in own)
 
     def end_engine(self) -> None:
         """Have the engine give back the module and the optimizers; not called after a failure."""
@@ -360,12 +333,7 @@ class Fit:
             else:
                 values.update(self._validate(callbacks, epoch))
         self._warn_of_non_finite(epoch, values)
-        if self.warm_up is None or self.warm_up.is_over:
-            for plan, move in self.at_epochs:
-                if not plan.watches:
-                    move()
-                elif (epoch + 1) % plan.frequency == 0:
-                    self._step_plateau(plan, epoch, values)
+        self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         with running(model, context):
             ended = callbacks.hooks("on_epoch_end")
@@ -458,10 +426,7 @@ class Fit:
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
         self.validated = {"steps": self.steps_done, "updates": updates, "values": dict(values)}
-        if self.warm_up is None or self.warm_up.is_over:
-            for plan, _ in self.at_epochs:
-                if plan.watches and (epoch + 1) % plan.frequency == 0:
-                    self._step_plateau(plan, epoch, values, within=True)
+        self.rates.after_validation(epoch, values)
         callbacks.call("on_validation_within_epoch", self.steps_done - 1, values)
         self.model.stop_training = self._any_stops()
         return self.model.stop_training
@@ -496,91 +461,6 @@ class Fit:
             place = {"epoch": epoch, "batches": self.steps_done}
             self.history.validations.append({**place, **named})
         return named
-
-    def _step_plateau(
-        self, plan: PlannedScheduler, epoch: int, logs: dict[str, Any], *, within: bool = False
-    ) -> None:
-        """Give a scheduler the value that it watches; if it is missing, raise or warn once.
-
-        The logs of a validation `within` an epoch may lack the value.
-        """
-        watched = plan.monitor or ("val_loss" if self.held_out is not None else "loss")
-        names = (watched, f"{watched}_epoch")  # as `monitor` in callbacks
-        value = next((logs[name] for name in names if logs.get(name) is not None), None)
-        if any(name in self.seen_values for name in names) or (within and value is None):
-            return  # each validation counts once
-        if value is not None:
-            plan.scheduler.step(value)
-            return
-        waits = self.held_out is not None and not self.arguments.validates_after(epoch)
-        if waits and VALIDATION_NAME.match(watched):
-            return
-        self._report_missing(plan, watched, logs)
-
-    def _step_plateau_at_update(self, plan: PlannedScheduler) -> None:
-        """Every `frequency` updates, give a scheduler the last step's value over all ranks.
-
-        Ranks:
-            Collective; with several ranks, it takes one exchange.
-        """
-        plan.passed += 1
-        if plan.passed % plan.frequency:
-            return
-        watched = plan.monitor or "loss"
-        value, weight = self._logged_by_step(watched)
-        ranks = self.strategy.data_ranks
-        if ranks.world_size > 1:
-            # A rank whose batch was padding has no value.
-            own = [0.0, 0.0] if value is None or not weight else [value * weight, weight]
-            total, weight = ranks.sums(own)
-            value = total / weight if weight else None
-        if value is not None:
-            plan.scheduler.step(value)
-        else:
-            self._report_missing(plan, watched, self.step.logbook.results())
-
-    def _logged_by_step(self, name: str) -> tuple[float | None, float]:
-        """Return the last step's value of a name, and its weight in a mean over ranks.
-
-        For the loss and logged values it is the step's; for a metric, the epoch's value so far.
-        """
-        logbook, samples = self.step.logbook, float(self.step.samples)
-        entries = logbook.logged.entries
-        entry = entries.get(name, entries.get(name.removesuffix("_step")))
-        if entry is not None and entry.latest is not None:
-            return float(entry.latest), samples
-        if name == "loss" and logbook.loss.last is not None:
-            count = self.step.count
-            return float(logbook.loss.last), samples if count is None else float(count)
-        value = logbook.results().get(name)
-        return None if value is None else float(value), samples
-
-    def _report_missing(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
-        """Raise because the logs lack what a scheduler watches; if it isn't strict, warn once."""
-        there = ", ".join(logs)
-        if plan.monitor is not None:
-            problem = f"lr_scheduler monitors {watched!r}, but the logs have {there}."
-        else:
-            problem = (
-                f"ReduceLROnPlateau monitors {watched!r} unless lr_scheduler sets another "
-                f'monitor, but the logs have {there}. Write lr_scheduler={{"scheduler": …, '
-                '"monitor": …} with one of these.'
-            )
-        if plan.strict:
-            raise ConfigurationError(problem)
-        if plan not in self.warned_of:
-            self.warned_of.append(plan)
-            warn(f"{problem} The scheduler waits until the logs have it.")
-
-    def _warm_up(self, steps: int | None, factor: float) -> WarmUp | None:
-        """Create the warm-up, at its beginning or where an interrupted training left it."""
-        before = None if self.resumed is None else self.resumed.warm_up
-        begins = self.arguments.initial_epoch == 0 if self.resumed is None else before is not None
-        epochs = self.compilation.warmup_epochs if begins else None
-        found = warm_up(self.model._fitkit.fit_state.groups, epochs, steps, factor)
-        if found is not None and before is not None:
-            found.go_on(before)
-        return found
 
     @property
     def is_between_groups(self) -> bool:
@@ -656,8 +536,6 @@ class Fit:
             epochs.append(self.epoch)
             for name, value in self.logs.items():
                 values.setdefault(name, []).append(value)
-        # A finished warm-up would overwrite rates that a scheduler has changed since.
-        warms_up = self.warm_up is not None and not self.warm_up.is_over
         return Progress(
             epoch=self.epoch + ended,
             steps=0 if is_between else self.steps_done,
@@ -669,7 +547,7 @@ class Fit:
             loader=self.stream.loader_state(ends_pass=new_pass),
             noted=[] if is_between else [*self.carried, *noted_by_all],
             history={"epoch": epochs, "history": values, "validations": validations},
-            warm_up=self.warm_up.state() if warms_up and self.warm_up is not None else None,
+            warm_up=self.rates.state(),
             callbacks=states_of(self.arguments.callback_list.callbacks),
             data=kind_of_data(self.source),
             shares=self.data_rank_count,

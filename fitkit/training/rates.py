@@ -1,20 +1,23 @@
-"""Learning rates for larger batches: scaling by the number of ranks, and a gradual warmup.
-
-Reference: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
-arXiv:1706.02677.
-"""
+"""How the learning rates move during a fit: a gradual warmup, then the schedulers."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fitkit.errors import ConfigurationError
+from fitkit.distributed.collectives import Collectives
+from fitkit.errors import ConfigurationError, warn
+from fitkit.module import Module
+from fitkit.optimizers import members_of
+from fitkit.schedulers import VALIDATION_NAME
+from fitkit.training.own_step import Step
+from fitkit.training.settings import FitArguments
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 """How the rate grows with the number of ranks. None: not at all."""
@@ -97,6 +100,9 @@ class WarmUp:
     Update k of n has the rate `target * (start + (1 - start) * k / n)`. Schedulers wait until the
     warmup is over. If other code sets a rate during it, that is the new target.
 
+    Reference: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
+    arXiv:1706.02677. Scaling by the number of ranks is theirs, too.
+
     Args:
         groups: the optimizers' parameter groups, whose rates it sets from now on.
         updates: the number of updates, n.
@@ -156,51 +162,199 @@ class WarmUp:
                 self._targets[index] = self._last[index] = group["lr"]
 
 
-def warm_up(
-    groups: list[dict[str, Any]], epochs: float | None, steps: int | None, factor: float
-) -> WarmUp | None:
-    """The warmup for `warmup_epochs`.
+class Rates:
+    """Moves the learning rates of one `fit`: first the warmup, after it the schedulers.
+
+    A scheduler moves after an update (`interval="step"`) or after an epoch. `ReduceLROnPlateau`
+    also needs a value: that of the last step, of a validation or of the epoch.
 
     Args:
-        epochs: its length; None or 0 for none.
-        steps: updates per epoch; None if unknown.
-        factor: the factor by which the rates were scaled. The warmup starts at the unscaled rates
-            (at 0 if nothing was scaled).
-
-    Raises:
-        ConfigurationError: the length of an epoch is unknown.
+        model: the model that is trained. Its optimizers exist.
+        arguments: the arguments of `fit`.
+        step: computes the batches, and records their values.
+        updates: the number of updates in an epoch; None if unknown.
     """
-    if not epochs:
-        return None
-    if steps is None:
-        raise ConfigurationError(
-            f"warmup_epochs={epochs} needs an epoch's length, but x has none. Give fit "
-            "steps_per_epoch=…"
+
+    def __init__(
+        self, model: Module, arguments: FitArguments, step: Step, updates: int | None
+    ) -> None:
+        compilation, state = model._fitkit.compilation, model._fitkit.fit_state
+        self._arguments = arguments
+        self._step = step
+        self._data_ranks: Collectives = compilation.strategy.data_ranks
+        factor = state.scale_rates(compilation.scale_lr, self._data_ranks.world_size)
+        self._schedulers: list[PlannedScheduler] = state.schedulers_for(
+            model,
+            epochs=arguments.epochs,
+            initial_epoch=arguments.initial_epoch,
+            steps=updates,
+            resumes=arguments.resumed is not None,
         )
-    start = 1.0 / factor if factor != 1.0 else 0.0
-    return WarmUp(groups, max(1, round(epochs * steps)), start)
+        self._warm_up = self._begin_warm_up(
+            state.groups, compilation.warmup_epochs, updates, factor
+        )
+        self._leading: Optimizer = state.optimizers[0]
+        self._at_epochs = [
+            (plan, plan.stepper())
+            for plan in self._schedulers
+            if plan.interval == "epoch" and model.automatic_optimization
+        ]
+        self._warned_of: list[PlannedScheduler] = []  # schedulers whose value is missing
 
+    def _begin_warm_up(
+        self, groups: list[dict[str, Any]], epochs: float | None, updates: int | None, factor: float
+    ) -> WarmUp | None:
+        """Create the warmup, at its beginning or where an interrupted training left it.
 
-def after_update(
-    warm: WarmUp | None, moves: list[Callable[[], Any]], *, leads: bool = True
-) -> Callable[[], Any] | None:
-    """Make a function to call after each update. It moves the warmup, then the schedulers.
+        It starts at the unscaled rates; at 0 if `factor` says that nothing was scaled.
+        """
+        resumed = self._arguments.resumed
+        before = None if resumed is None else resumed.warm_up
+        begins = self._arguments.initial_epoch == 0 if resumed is None else before is not None
+        if not begins or not epochs:
+            return None
+        if updates is None:
+            raise ConfigurationError(
+                f"warmup_epochs={epochs} needs an epoch's length, but x has none. Give fit "
+                "steps_per_epoch=…"
+            )
+        start = 1.0 / factor if factor != 1.0 else 0.0
+        found = WarmUp(groups, max(1, round(epochs * updates)), start)
+        if before is not None:
+            found.go_on(before)
+        return found
 
-    None if nothing moves.
+    @property
+    def are_warm(self) -> bool:
+        """Whether there is no warmup, or it is over."""
+        return self._warm_up is None or self._warm_up.is_over
 
-    Args:
-        moves: the schedulers' steps.
-        leads: whether the warmup counts this optimizer's updates.
-    """
-    if warm is None and len(moves) <= 1:
-        return moves[0] if moves else None
+    def state(self) -> dict[str, Any] | None:
+        """The warmup's part of a checkpoint. None if it is over, since schedulers move the rates
+        then."""
+        return None if self._warm_up is None or self._warm_up.is_over else self._warm_up.state()
 
-    def step() -> None:
-        if warm is not None and not warm.is_over:
-            if leads:
-                warm.step()
+    def end(self) -> None:
+        """Set the rates to the warmup's targets, if it isn't over."""
+        if self._warm_up is not None:
+            self._warm_up.end()
+
+    def after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
+        """The function to call after each update of an optimizer; None if nothing moves."""
+        own = members_of(optimizer)
+        moves = [
+            partial(self._follow_step, plan) if plan.watches else plan.stepper()
+            for plan in self._schedulers
+            if plan.interval == "step" and (plan.optimizer is None or plan.optimizer in own)
+        ]
+        warm_up, leads = self._warm_up, self._leading in own
+        if warm_up is None and len(moves) <= 1:
+            return moves[0] if moves else None
+
+        def move_all() -> None:
+            if warm_up is not None and not warm_up.is_over:
+                if leads:  # of several optimizers, one's updates count
+                    warm_up.step()
+                return
+            for move in moves:
+                move()
+
+        return move_all
+
+    def after_validation(self, epoch: int, values: dict[str, Any]) -> None:
+        """Move the schedulers that watch a value of a validation within an epoch."""
+        for plan, _ in self._at_epochs if self.are_warm else ():
+            if plan.watches and (epoch + 1) % plan.frequency == 0:
+                value = _value_in(values, self._names_for(plan))
+                if value is not None:
+                    plan.scheduler.step(value)
+
+    def after_epoch(self, epoch: int, values: dict[str, Any], seen: Collection[str]) -> None:
+        """Move the schedulers that move at epochs.
+
+        Args:
+            seen: names of values that `after_validation` has got already. Each counts once.
+
+        Raises:
+            ConfigurationError: the values lack what a strict scheduler watches.
+        """
+        for plan, move in self._at_epochs if self.are_warm else ():
+            if not plan.watches:
+                move()
+                continue
+            names = self._names_for(plan)
+            if (epoch + 1) % plan.frequency or any(name in seen for name in names):
+                continue
+            value = _value_in(values, names)
+            if value is not None:
+                plan.scheduler.step(value)
+            elif not (VALIDATION_NAME.match(names[0]) and self._validates_later(epoch)):
+                self._report_missing(plan, names[0], values)
+
+    def _validates_later(self, epoch: int) -> bool:
+        """Whether there are validations, but none after this epoch."""
+        arguments = self._arguments
+        return arguments.held_out is not None and not arguments.validates_after(epoch)
+
+    def _names_for(self, plan: PlannedScheduler) -> tuple[str, str]:
+        """The names, as callbacks' `monitor` has them, of what a scheduler watches at epochs."""
+        watched = plan.monitor or ("loss" if self._arguments.held_out is None else "val_loss")
+        return watched, f"{watched}_epoch"
+
+    def _follow_step(self, plan: PlannedScheduler) -> None:
+        """Every `frequency` updates, give a scheduler the last step's value over all ranks.
+
+        Ranks:
+            Collective; with several ranks, it takes one exchange.
+        """
+        plan.passed += 1
+        if plan.passed % plan.frequency:
             return
-        for move in moves:
-            move()
+        watched = plan.monitor or "loss"
+        value, weight = self._logged_by_step(watched)
+        if self._data_ranks.world_size > 1:
+            # A rank whose batch was padding has no value.
+            own = [0.0, 0.0] if value is None or not weight else [value * weight, weight]
+            total, weight = self._data_ranks.sums(own)
+            value = total / weight if weight else None
+        if value is not None:
+            plan.scheduler.step(value)
+        else:
+            self._report_missing(plan, watched, self._step.logbook.results())
 
-    return step
+    def _logged_by_step(self, name: str) -> tuple[float | None, float]:
+        """The last step's value of a name, and its weight in a mean over ranks.
+
+        For the loss and logged values it is the step's; for a metric, the epoch's value so far.
+        """
+        logbook, samples = self._step.logbook, float(self._step.samples)
+        entries = logbook.logged.entries
+        entry = entries.get(name, entries.get(name.removesuffix("_step")))
+        if entry is not None and entry.latest is not None:
+            return float(entry.latest), samples
+        if name == "loss" and logbook.loss.last is not None:
+            count = self._step.count
+            return float(logbook.loss.last), samples if count is None else float(count)
+        value = logbook.results().get(name)
+        return None if value is None else float(value), samples
+
+    def _report_missing(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
+        """Raise because the logs lack what a scheduler watches; if it isn't strict, warn once."""
+        there = ", ".join(logs)
+        if plan.monitor is not None:
+            problem = f"lr_scheduler monitors {watched!r}, but the logs have {there}."
+        else:
+            problem = (
+                f"ReduceLROnPlateau monitors {watched!r} unless lr_scheduler sets another "
+                f'monitor, but the logs have {there}. Write lr_scheduler={{"scheduler": …, '
+                '"monitor": …} with one of these.'
+            )
+        if plan.strict:
+            raise ConfigurationError(problem)
+        if plan not in self._warned_of:
+            self._warned_of.append(plan)
+            warn(f"{problem} The scheduler waits until the logs have it.")
+
+
+def _value_in(logs: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((logs[name] for name in names if logs.get(name) is not None), None)
