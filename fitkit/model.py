@@ -409,12 +409,12 @@ class Model(Module):
             if path is not None:
                 for callback in arguments.callback_list.callbacks:
                     callback.prepare_optimizers(self)
-                load(self, path, functools.partial(self._check_place, arguments))
+                load(self, path, functools.partial(self._check_progress, arguments))
             self._prepare(arguments)
             history: History = self._launcher().launch(run_fit, self, arguments)
         return history
 
-    def _check_place(self, arguments: FitArguments, progress: Progress | None) -> None:
+    def _check_progress(self, arguments: FitArguments, progress: Progress | None) -> None:
         """Let `fit` start where the saved run stopped, if the data are the same.
 
         `load` calls it once the file is checked, and before anything changes.

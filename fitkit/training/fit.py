@@ -24,20 +24,16 @@ from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training.context import StepContext, running
 from fitkit.training.evaluate import evaluate_source
-from fitkit.training.log import LazyLogs, noted_by, reduced
+from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.optimizing import warn_of_flags
 from fitkit.training.own_step import Step
 from fitkit.training.rates import Rates
 from fitkit.training.resume import (
     Progress,
-    check_data,
-    copy_lists,
+    continue_from,
+    epoch_continued,
     give_states,
-    kind_of_data,
-    seed_of,
-    set_seed_of,
-    states_of,
-    warn_of_other_ranks,
+    progress_of,
 )
 from fitkit.training.settings import Compilation, FitArguments
 from fitkit.training.snapshot import contents, weights_of
@@ -75,10 +71,8 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                 with running(model, run.context):  # its logs join the first epoch's
                     run.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
                 run.kept = kept_in_evaluation(model._weights_module())
-                if run.resumed is not None:  # restored after on_train_begin
-                    run.history.epoch = list(run.resumed.history["epoch"])
-                    run.history.history = copy_lists(run.resumed.history["history"])
-                    run.history.validations = list(run.resumed.history.get("validations", []))
+                if run.resumed is not None:  # after on_train_begin, which resets callbacks
+                    run.resumed.restore_history(run.history)
                     give_states(arguments.callback_list.callbacks, run.resumed.callbacks)
                 logs: dict[str, Any] = {}
                 for epoch in range(arguments.initial_epoch, arguments.epochs):
@@ -87,7 +81,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                         break
                 callbacks.call("on_train_end", logs)
                 model.history = run.history  # a callback may have called fit
-                state.progress = run.progress()
+                state.progress = progress_of(run)
                 run.end_engine()
         except BaseException as error:
             run.update.flush()  # use the batches before the error, as single steps would
@@ -132,13 +126,13 @@ class Fit:
         self.steps_before: int = 0  # in the epoch before it was interrupted
         self.batch: Any = None  # of the last step, as the source gave it; None between epochs
         self.logs: dict[str, Any] | None = None  # of the last epoch, until the next one begins
-        self.carried: list[dict[str, Any]] = []  # noted in an epoch before it was interrupted
+        self.noted_before: list[dict[str, Any]] = []  # by all ranks, in these steps
         self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
         self.validated: dict[str, Any] | None = None  # see Progress.validated
         self.seen_values: dict[str, Any] = {}
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
-            self._continue_from(self.resumed)
+            continue_from(self, self.resumed)
         self.epoch_steps, self.interval = self.stream.steps, None
         if self.held_out is not None and arguments.validates_within_epochs:
             # Loaders that shard themselves may differ in length. The longest sets the steps.
@@ -246,22 +240,13 @@ class Fit:
         self.kept = to_training(model, self.kept)
         model.current_epoch = epoch
         self.steps_done = done = self.steps_before
-        resumes = self.resumed is not None and epoch == self.resumed.epoch
-        if resumes and not done:
-            self._restore_random_state()
         step.begin()
-        begun = resumes and done > 0
-        with state.settings_kept() if begun else contextlib.nullcontext(), running(model, context):
-            context.call_before_batch(callbacks.hooks("on_epoch_begin"), epoch, {})
-        if begun:
-            context.waiting.clear()  # already noted before the interruption
-        self.epoch, self.logs, self.seen_values = epoch, None, {}
-        self._follow_freezing()
-        state.train(state.stored_weights if begun else None)
-        if begun:
-            self._restore_random_state()
-        else:
-            self.validated = None
+        with epoch_continued(self, epoch):
+            with running(model, context):
+                context.call_before_batch(callbacks.hooks("on_epoch_begin"), epoch, {})
+            self.epoch, self.logs, self.seen_values = epoch, None, {}
+            self._follow_freezing()
+            state.train()
 
         # Train on its batches.
         begin = callbacks.hooks("on_train_batch_begin")
@@ -272,8 +257,9 @@ class Fit:
         index, empty = done - 1, 0
         with running(model, context):
             batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
-            if begun and self._is_validation_due() and self._validate_within(epoch, callbacks):
-                batches = iter(())  # a validation that was due stops the epoch
+            # An interrupted epoch may begin with a validation, which may end it.
+            if self._is_validation_due() and self._validate_within(epoch, callbacks):
+                batches = iter(())
             for group in in_groups(batches, group_size, first=done):
                 has_rows = False
                 for index, batch in group:
@@ -322,8 +308,8 @@ class Fit:
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()
-        values, _ = reduced(logbook, self.strategy.log_ranks, self.carried)
-        self.carried, self.steps_before = [], 0
+        values, _ = reduced(logbook, self.strategy.log_ranks, self.noted_before)
+        self.steps_before, self.noted_before = 0, []
         model._fitkit.log_names = list(values)
         if self.held_out is not None and self.arguments.validates_after(epoch):
             before = self.validated
@@ -335,6 +321,7 @@ class Fit:
         self._warn_of_non_finite(epoch, values)
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
+        self.validated = None
         with running(model, context):
             ended = callbacks.hooks("on_epoch_end")
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
@@ -368,13 +355,6 @@ class Fit:
                 wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
                 self.step.run_first_checks(batch, wrapped)
             set_random_state(drawn, self.stream.generators)
-
-    def _restore_random_state(self) -> None:
-        """Restore the random state, so that draws match those of the interrupted training."""
-        assert self.resumed is not None
-        state = self.resumed.of_rank(self.collectives.rank, "random")
-        if state is not None:
-            set_random_state(state, self.stream.generators)
 
     def _follow_freezing(self) -> None:
         """Wrap the module again if a callback has frozen or unfrozen parameters."""
@@ -458,8 +438,8 @@ class Fit:
         # If a step logs both "x" and "val_x", use "val_x".
         named.update({name: v for name, v in found.items() if validation_name(name) == name})
         if self.interval is not None:
-            place = {"epoch": epoch, "batches": self.steps_done}
-            self.history.validations.append({**place, **named})
+            entry = {"epoch": epoch, "batches": self.steps_done, **named}
+            self.history.validations.append(entry)
         return named
 
     @property
@@ -484,75 +464,6 @@ class Fit:
     def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
         """Return the weights in a checkpoint, as `contents` does."""
         return weights_of(self.model, spread=spread, trainable_only=trainable_only)
-
-    def _continue_from(self, progress: Progress) -> None:
-        """Continue in the data where a training was interrupted."""
-        rank = self.collectives.rank
-        warn_of_other_ranks(progress, self.collectives.world_size)
-        check_data(self.source, progress)
-        place = self.stream.position
-        place.number, place.batches = progress.number, progress.batches
-        # Ranks that are new use rank 0's state, which determines the data's order.
-        place.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
-        set_seed_of(self.source, progress.seed)
-        self.stream.take_loader_state(progress.loader)
-        ranks = progress.shares or len(progress.random)
-        self.steps_before = -(-progress.steps * ranks // self.data_rank_count)
-        self.carried = progress.noted if progress.steps else []
-        self.validated = progress.validated
-        if self.validated is not None:
-            steps = -(-self.validated["steps"] * ranks // self.data_rank_count)
-            self.validated = {**self.validated, "steps": steps}
-
-    def progress(self) -> Progress:
-        """Return how far the training is, as a checkpoint stores it.
-
-        Ranks:
-            Collective.
-        """
-        if not self.is_between_groups:
-            every = self.model._fitkit.fit_state.accumulate
-            raise ConfigurationError(
-                f"A checkpoint can't be saved between two updates, and {every} batches make one "
-                f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
-                "fitkit.callbacks.ModelCheckpoint, which waits for the update."
-            )
-        ended = self.logs is not None
-        is_between = ended or self.steps_done == 0
-        noted: dict[str, Any] = {}
-        if not is_between:
-            steps = self.steps_done - self.steps_before
-            noted = noted_by(self.step.logbook, steps, self.collectives.rank)
-        place = self.stream.position
-        drawn = random_state(self.stream.generators)
-        everyones = self.collectives.gather((place.began, drawn))
-        # Ranks that see the same data have noted the same values.
-        noted_by_all = self.strategy.log_ranks.gather(noted)
-        new_pass = ended and self.arguments.steps_per_epoch is None
-        epochs, values = list(self.history.epoch), copy_lists(self.history.history)
-        validations = list(self.history.validations)
-        if self.logs is not None and self.epoch not in epochs:
-            # The history is updated after the callbacks, one of which may be saving now.
-            epochs.append(self.epoch)
-            for name, value in self.logs.items():
-                values.setdefault(name, []).append(value)
-        return Progress(
-            epoch=self.epoch + ended,
-            steps=0 if is_between else self.steps_done,
-            number=place.number + new_pass,
-            batches=0 if new_pass else place.batches,
-            began=[began for began, _ in everyones],
-            random=[random for _, random in everyones],
-            seed=seed_of(self.source),
-            loader=self.stream.loader_state(ends_pass=new_pass),
-            noted=[] if is_between else [*self.carried, *noted_by_all],
-            history={"epoch": epochs, "history": values, "validations": validations},
-            warm_up=self.rates.state(),
-            callbacks=states_of(self.arguments.callback_list.callbacks),
-            data=kind_of_data(self.source),
-            shares=self.data_rank_count,
-            validated=None if is_between else self.validated,
-        )
 
     def params(self) -> dict[str, Any]:
         """Return what callbacks are given in `params`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -185,13 +185,6 @@ def _checked_name(name: Any) -> str | None:
     raise ArgumentTypeError(f"An lr_scheduler's name={describe(name)} must be a string.")
 
 
-class RunningFit(Run, Protocol):
-    """The running `fit`, as far as checkpoints use it, too."""
-
-    def progress(self) -> Progress:
-        """Report the training's place, on all ranks."""
-
-
 @dataclasses.dataclass
 class FitState:
     """The optimizers and schedulers, made when they are first needed after `compile`.
@@ -231,7 +224,7 @@ class FitState:
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
     stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    run: RunningFit | None = None
+    run: Run | None = None
     progress: Progress | None = None
     stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -434,12 +427,8 @@ class FitState:
                 handle.remove()
 
     @contextlib.contextmanager
-    def settings_kept(self) -> Iterator[None]:
-        """Restore the groups' settings at the end of a block.
-
-        Callbacks' actions at the start of the epoch happened before the training was saved. The
-        rates may have changed since then.
-        """
+    def settings_restored(self) -> Iterator[None]:
+        """Restore the groups' settings, such as the rates, at the end of a block."""
         before = self.settings()
         yield
         for group, settings in zip(self.groups, before, strict=True):

@@ -1,23 +1,27 @@
-"""A training's place in its epochs and data, and how a saved training resumes from there."""
+"""How far a training is in its epochs and data, and how a saved training continues from there."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from fitkit.arguments import describe
-from fitkit.callbacks import Callback
+from fitkit.callbacks import Callback, History
 from fitkit.checkpoint.folders import written_at
 from fitkit.data.arrays import fingerprints
 from fitkit.errors import CheckpointError, ConfigurationError, warn
+from fitkit.random_states import random_state, set_random_state
+from fitkit.training.log import noted_by
 
-PLACE = ("batch_size", "samples", "shuffle")
-"""The facts about the data that a place in them depends on."""
+ORDER = ("batch_size", "samples", "shuffle")
+"""The facts about the data that decide which samples were used before an interruption."""
 
 
 @dataclasses.dataclass
 class Progress:
-    """A training's place, as plain data.
+    """How far a training is, as plain data.
 
     Attributes:
         epoch: the epoch to continue with, from 0.
@@ -33,8 +37,8 @@ class Progress:
         history: the epochs' numbers, and the values by name.
         warm_up: the updates made and the target rates; None without a warmup.
         callbacks: each callback's class, what it watches, and its state, in their order.
-        data: facts that the place depends on, and that identify the data; None in files of earlier
-            versions.
+        data: facts that decide the data's order, and that identify the data; None in files of
+            earlier versions.
         shares: the number of shares of the data, which may be fewer than the ranks. None in files
             of earlier versions.
         validated: the epoch's last validation within it: the `steps` and `updates` made before it,
@@ -80,10 +84,21 @@ class Progress:
             values[item.name] = value
         return cls(**values)
 
+    def restore_history(self, history: History) -> None:
+        """Give a history the epochs so far."""
+        history.epoch = list(self.history["epoch"])
+        history.history = copy_lists(self.history["history"])
+        history.validations = list(self.history.get("validations", []))
+
     def of_rank(self, rank: int, what: str) -> dict[str, Any] | None:
         """A rank's entry of `began` or `random`. Rank 0's, if there were fewer ranks."""
         states: list[dict[str, Any] | None] = getattr(self, what)
         return states[rank] if rank < len(states) else None
+
+
+def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """A copy of a dict of lists, with new lists."""
+    return {name: list(entries) for name, entries in values.items()}
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -96,31 +111,127 @@ def _fits(name: str, value: Any) -> bool:
     return isinstance(value, kinds[name]) and not (kinds[name] is int and value < 0)
 
 
-def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """A copy of a dict of lists, with new lists."""
-    return {name: list(entries) for name, entries in values.items()}
+def progress_of(run: Any) -> Progress:
+    """How far a training is, as a checkpoint stores it.
+
+    Args:
+        run: the running `Fit`.
+
+    Raises:
+        ConfigurationError: batches wait for others to make an update with them.
+
+    Ranks:
+        Collective.
+    """
+    if not run.is_between_groups:
+        every = run.model._fitkit.fit_state.accumulate
+        raise ConfigurationError(
+            f"A checkpoint can't be saved between two updates, and {every} batches make one "
+            f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
+            "fitkit.callbacks.ModelCheckpoint, which waits for the update."
+        )
+    has_ended = run.logs is not None
+    is_within = not has_ended and run.steps_done > 0
+    noted: dict[str, Any] = {}
+    if is_within:
+        noted = noted_by(run.step.logbook, run.steps_done - run.steps_before, run.collectives.rank)
+    # Ranks that see the same data have noted the same values.
+    noted_by_all = run.strategy.log_ranks.gather(noted)
+    position, source = run.stream.position, run.source
+    drawn = random_state(run.stream.generators)
+    everyones = run.collectives.gather((position.began, drawn))
+    begins_pass = has_ended and run.arguments.steps_per_epoch is None
+    epochs, values = list(run.history.epoch), copy_lists(run.history.history)
+    if has_ended and run.epoch not in epochs:
+        # The history is updated after the callbacks, one of which may be saving now.
+        epochs.append(run.epoch)
+        for name, value in run.logs.items():
+            values.setdefault(name, []).append(value)
+    return Progress(
+        epoch=run.epoch + has_ended,
+        steps=run.steps_done if is_within else 0,
+        number=position.number + begins_pass,
+        batches=0 if begins_pass else position.batches,
+        began=[began for began, _ in everyones],
+        random=[random for _, random in everyones],
+        seed=getattr(source.whole, "seed", None),
+        loader=run.stream.loader_state(ends_pass=begins_pass),
+        noted=[*run.noted_before, *noted_by_all] if is_within else [],
+        history={
+            "epoch": epochs,
+            "history": values,
+            "validations": list(run.history.validations),
+        },
+        warm_up=run.rates.state(),
+        callbacks=states_of(run.arguments.callback_list.callbacks),
+        data=facts_of(source),
+        shares=run.data_rank_count,
+        validated=run.validated if is_within else None,
+    )
 
 
-def seed_of(source: Any) -> int | None:
-    """The seed of in-memory data's order, from a source or from the whole that it is a shard of."""
-    found: int | None = getattr(source.whole, "seed", None)
-    return found
+def continue_from(run: Any, progress: Progress) -> None:
+    """Continue in the data where a training was interrupted.
 
-
-def set_seed_of(source: Any, seed: int | None) -> None:
-    """Set the seed that `seed_of` returned."""
-    whole = source.whole
-    if seed is not None and hasattr(whole, "seed"):
-        whole.seed = seed
-
-
-def warn_of_other_ranks(progress: Progress, ranks: int) -> None:
-    """Warn that a training continues on another number of ranks."""
+    Args:
+        run: the `Fit` that continues. No epoch has begun.
+        progress: where the training was interrupted.
+    """
+    ranks, rank = run.collectives.world_size, run.collectives.rank
     if len(progress.random) != ranks:
         warn(
             f"Training continues with {ranks} ranks instead of {len(progress.random)}. Each "
             "remaining sample of the epoch is used once, but in other batches than before."
         )
+    check_data(run.source, progress)
+    position = run.stream.position
+    position.number, position.batches = progress.number, progress.batches
+    # Ranks that are new use rank 0's state, which determines the data's order.
+    position.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
+    if progress.seed is not None and hasattr(run.source.whole, "seed"):
+        run.source.whole.seed = progress.seed
+    run.stream.take_loader_state(progress.loader)
+    shares = progress.shares or len(progress.random)
+
+    def steps_here(steps: int) -> int:
+        """A number of steps of the saved training, as steps of as many ranks as now."""
+        return -(-steps * shares // run.data_rank_count)
+
+    run.steps_before = steps_here(progress.steps)
+    run.noted_before = progress.noted if progress.steps else []
+    if progress.validated is not None:
+        steps = steps_here(progress.validated["steps"])
+        run.validated = {**progress.validated, "steps": steps}
+
+
+@contextlib.contextmanager
+def epoch_continued(run: Any, epoch: int) -> Iterator[None]:
+    """Surround an epoch's beginning, so that an interrupted training continues exactly.
+
+    Within an interrupted epoch, the callbacks' hooks at its beginning ran before the interruption.
+    What they log, draw and set now is undone.
+    """
+    progress: Progress | None = run.resumed
+    if progress is None or epoch != progress.epoch:
+        yield
+        return
+    random = progress.of_rank(run.collectives.rank, "random")
+    if run.steps_before == 0:
+        _restore_random_state(run, random)
+        yield
+        return
+    state = run.model._fitkit.fit_state
+    weights = state.stored_weights
+    with state.settings_restored():
+        yield
+    run.context.waiting.clear()
+    state.train(weights)
+    _restore_random_state(run, random)
+
+
+def _restore_random_state(run: Any, random: dict[str, Any] | None) -> None:
+    if random is not None:
+        set_random_state(random, run.stream.generators)
 
 
 def _words(data: dict[str, Any]) -> str:
@@ -135,7 +246,7 @@ def check_data(source: Any, progress: Progress) -> None:
     """
     if not progress.batches or progress.data is None:
         return
-    now, then = _place_in(source), {name: progress.data.get(name) for name in PLACE}
+    now, then = _order_of(source), {name: progress.data.get(name) for name in ORDER}
     if then != now:
         raise ConfigurationError(
             f"The checkpoint was saved in the middle of an epoch over data with {_words(then)}, "
@@ -152,26 +263,26 @@ def _kind(callback: Callback) -> dict[str, Any]:
     return {"class": type(callback).__name__, "monitor": watched}
 
 
-def _place_in(source: Any) -> dict[str, Any]:
-    """The facts that the place in the data depends on."""
+def _order_of(source: Any) -> dict[str, Any]:
+    """The facts by `ORDER`, of data or of the whole that they are a shard of."""
     whole = source.whole
     values = (whole.batch_size, whole.samples, getattr(whole, "shuffle", None))
-    return dict(zip(PLACE, values, strict=True))
+    return dict(zip(ORDER, values, strict=True))
 
 
-def kind_of_data(source: Any) -> dict[str, Any]:
-    """The facts that the place in the data depends on, and that identify the data."""
+def facts_of(source: Any) -> dict[str, Any]:
+    """The facts that decide the data's order, and that identify the data."""
     loader = getattr(source.whole, "loader", None)
     if loader is None:
         given = getattr(source.whole, "iterable", source.whole)
         return {
-            **_place_in(source),
+            **_order_of(source),
             "kind": "arrays" if given is source.whole else type(given).__name__,
             "digests": fingerprints(getattr(given, "batch", ())),
         }
     dataset = loader.dataset
     return {
-        **_place_in(source),
+        **_order_of(source),
         "kind": type(dataset).__name__,
         "sampler": type(loader.sampler).__name__,
         "workers": loader.num_workers,

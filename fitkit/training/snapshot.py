@@ -27,7 +27,7 @@ from fitkit.training.check_state import (
     plain_options,
     try_scheduler_state,
 )
-from fitkit.training.resume import Progress, copy_lists
+from fitkit.training.resume import Progress, progress_of
 from fitkit.trees import map_leaves
 
 NAMED = (
@@ -107,7 +107,7 @@ def contents(
     """
     run = model._fitkit.fit_state.run
     collect = _collector(model, spread=spread)
-    progress = model._fitkit.fit_state.progress if run is None else run.progress()
+    progress = model._fitkit.fit_state.progress if run is None else progress_of(run)
     state = {
         "compiled": named_arguments(model),
         "settings": plain_settings(model._fitkit.compilation.given),
@@ -251,11 +251,11 @@ def load(
     """Restore weights, optimizers and schedulers. Everything is checked before anything changes.
 
     Args:
-        agree: a function called with the training's place once all else is checked. It raises if
+        agree: a function called with the training's progress once all else is checked. It raises if
             the training can't continue there.
 
     Returns:
-        The training's place; None if it hadn't begun.
+        The training's progress; None if it hadn't begun.
     """
     with files.open_checkpoint(path) as found:
         name = os.fspath(path)
@@ -281,9 +281,7 @@ def load(
     model._fitkit.fit_state.progress = progress
     if progress is not None:
         model.history = History()
-        model.history.epoch = list(progress.history["epoch"])
-        model.history.history = copy_lists(progress.history["history"])
-        model.history.validations = list(progress.history.get("validations", []))
+        progress.restore_history(model.history)
     return progress
 
 
