@@ -28,12 +28,12 @@ from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.html import Results
-from fitkit.training.context import StepContexts
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.jit.net import compile_net
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
 from fitkit.training.optimizing import FitState
+from fitkit.training.own_step import StepContexts
 from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
 from fitkit.training.settings import Compilation, EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights

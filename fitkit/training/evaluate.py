@@ -26,15 +26,13 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage, overridden
 from fitkit.losses import Count
 from fitkit.module import Module
-from fitkit.training.context import StepContext
 from fitkit.training.explain import raise_explained
 from fitkit.training.jit.evaluation import HELD, jit_pass
 from fitkit.training.jit.net import as_written
 from fitkit.training.log import LazyLogs, reduced
-from fitkit.training.own_step import Step
+from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
-from fitkit.training.steps import predict_step_for, step_for
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 
 

@@ -22,11 +22,10 @@ from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
-from fitkit.training.context import StepContext, running
 from fitkit.training.evaluate import evaluate_source
 from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.optimizing import warn_of_flags
-from fitkit.training.own_step import Step
+from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import Rates
 from fitkit.training.resume import (
     Progress,
@@ -38,7 +37,6 @@ from fitkit.training.resume import (
 from fitkit.training.settings import Compilation, FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
-from fitkit.training.steps import step_for
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
 

@@ -29,11 +29,10 @@ from fitkit.modes import (
 )
 from fitkit.module import Module
 from fitkit.optimizers import is_schedule_free, members_of, needs_closure
-from fitkit.training.context import StepContext, running
 from fitkit.training.evaluate import joined, on_host, sees_only_torchs
 from fitkit.training.explain import raise_explained
+from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
 from fitkit.training.step import CompiledStep, PredictStep, forward_of, is_plain_wrapper
-from fitkit.training.steps import predict_step_for, step_for
 from fitkit.training.surroundings import (
     computing,
     evaluating,

@@ -1,9 +1,11 @@
-"""One batch by the steps that a model defines itself."""
+"""The step of a pass: the compiled one, or the hooks that a model defines, and what these know."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,20 +13,260 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import describe
-from fitkit.data.batches import samples_of
+from fitkit.data.arrays import ArraySource
+from fitkit.data.batches import Source, samples_of
+from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
-from fitkit.data.to_device import Mover
+from fitkit.data.sources import targets_of
+from fitkit.data.to_device import Mover, moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
-from fitkit.hooks import overridden, step_arguments
+from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.losses import Count, Term, checked_count
-from fitkit.module import Module, is_metric
-from fitkit.training.context import StepContext
-from fitkit.training.log import Logbook
-from fitkit.training.step import CompiledStep
+from fitkit.module import LogOptions, Module, is_metric
+from fitkit.training.jit.programs import compiles_updates, traces_gradients
+from fitkit.training.log import Logbook, Logged
+from fitkit.training.step import CompiledStep, PredictStep
+
+
+@dataclasses.dataclass
+class StepContext:
+    """One pass over data: an epoch's training, a validation, `evaluate`, `predict`.
+
+    Attributes:
+        name: `"training"`, `"validation"`, `"test"` or `"predict"`.
+        logged: the values of `self.log`.
+        compiled: computes the compiled loss, which hooks get by `super().training_step(…)`. None in
+            `predict`.
+        predicting: computes the net's outputs, which `predict_step` gets by `super()`. None except
+            in `predict`.
+        samples: the samples of the current batch, on this rank.
+        seen: the samples of the pass so far, on this rank.
+        is_over: whether the hook at the end of the pass runs.
+        is_padding: whether the current batch is padding, which doesn't count.
+        is_opening: whether hooks run before a batch whose samples aren't known yet.
+        waiting: the values that they logged, until `take_waiting`.
+        ending: the values logged by a hook that is called with the pass's values; otherwise None.
+        backward: computes a loss's gradients and averages them over the ranks; training only.
+    """
+
+    name: str
+    logged: Logged = dataclasses.field(default_factory=Logged)
+    compiled: CompiledStep | None = None
+    predicting: PredictStep | None = None
+    samples: int = 0
+    seen: int = 0
+    is_over: bool = False
+    is_padding: bool = False
+    is_opening: bool = False
+    waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
+    ending: Logged | None = None
+    backward: Callable[..., None] | None = None
+
+    @staticmethod
+    def moved(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+        """A batch moved by a model's own hook."""
+        return moved_by(own, batch, device)
+
+    def transferred(self, batch: Any) -> Any:
+        """A batch moved to the device in fitkit's way."""
+        step = self.compiled or self.predicting
+        assert step is not None
+        return step.mover.transfer(batch)
+
+    def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        """The compiled loss of a batch that is on the device; compiled metrics count it."""
+        assert self.compiled is not None
+        return self.compiled.inside(model, batch, counts=not self.is_padding)
+
+    def compiled_outputs(self, model: Any, batch: Any) -> Any:
+        """The net's outputs for a batch that is on the device."""
+        assert self.predicting is not None
+        return self.predicting.inside(model, batch)
+
+    def call_before_batch(self, hooks: Iterable[Callable[..., Any]], *arguments: Any) -> None:
+        """Call hooks before a batch. What they log counts with that batch's samples."""
+        self.is_opening = True
+        for hook in hooks:
+            hook(*arguments)
+        self.is_opening = False
+
+    def call_at_end(
+        self,
+        hooks: Iterable[Callable[..., Any]],
+        values: dict[str, Any],
+        ranks: Collectives,
+        *arguments: Any,
+    ) -> None:
+        """Call hooks with a pass's values. What one logs is added to the values for the next.
+
+        Args:
+            hooks: the callbacks' hooks, in their order.
+            values: the pass's values. They stay the same on all ranks.
+            ranks: the ranks that call the hooks, too.
+            *arguments: the hooks' own arguments.
+
+        Ranks:
+            Collective: one exchange per hook that isn't fitkit's own, because its code may log.
+        """
+        for hook in hooks:
+            self.ending = Logged()
+            try:
+                hook(*arguments)
+            finally:
+                ending, self.ending = self.ending, None
+            states, numbers = [ending.state()], [ranks.rank]
+            is_ours = (getattr(hook, "__module__", None) or "").startswith("fitkit.")
+            if ranks.world_size > 1 and not is_ours:
+                states, numbers = ranks.gather(states[0]), list(range(ranks.world_size))
+            if any(states):
+                values.update(ending.merge(states, [1] * len(states), numbers))
+                ending.finish()
+
+    def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
+        """Record a value that a hook logs, unless its batch doesn't count.
+
+        Raises:
+            ConfigurationError: called in `predict`, or `Logged.add` refuses the value.
+        """
+        if self.name == "predict":
+            raise ConfigurationError(
+                f"self.log({name!r}) was called in predict, which has no logs. Return the value "
+                "from predict_step, or log it in test_step and call evaluate."
+            )
+        if self.ending is not None:
+            self.ending.add(name, value, options, 1 if samples is None else samples)
+            return
+        if self.is_opening:
+            self.waiting.append((name, value, options, samples))
+            return
+        own_steps = self.samples or self.seen
+        batch = self.samples if own_steps or self.compiled is None else self.compiled.samples
+        if self.is_padding or (batch == 0 and not self.is_over):
+            return
+        if samples is None:
+            # A value logged at the end of a pass stands for all samples of this rank.
+            samples = max(self.seen, 1) if self.is_over else batch
+        self.logged.add(name, value, options, samples)
+
+    def take_waiting(self) -> None:
+        """Record what was logged before the current batch, now that its samples are known."""
+        waiting, self.waiting = self.waiting, []
+        for entry in waiting:
+            self.log(*entry)
+
+
+class StepContexts:
+    """The contexts of the calls that run on a model, one per thread. A copy of a model has none.
+
+    Attributes:
+        by_thread: the contexts, by thread number.
+        placing: a lock held while a thread moves the model to its device.
+    """
+
+    def __init__(self) -> None:
+        self.by_thread: dict[int, StepContext] = {}
+        self.placing: Any = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepContexts, ()
+
+    @property
+    def current(self) -> StepContext | None:
+        """This thread's context. A helper thread (of a replica or autograd) gets the context of the
+        thread that it helps, if only one is possible."""
+        found = self.by_thread.get(threading.get_ident())
+        if found is None and len(contexts := list(self.by_thread.values())) == 1:
+            return contexts[0]
+        return found
+
+
+class running(contextlib.AbstractContextManager[StepContext]):  # noqa: N801
+    """Make a context the model's current one in this thread. Calls may nest."""
+
+    __slots__ = ("_before", "_context", "_contexts")
+
+    def __init__(self, model: Module, context: StepContext) -> None:
+        self._contexts: dict[int, StepContext] = model._fitkit.contexts.by_thread
+        self._context = context
+
+    def __enter__(self) -> StepContext:
+        thread = threading.get_ident()
+        self._before = self._contexts.get(thread)
+        self._contexts[thread] = self._context
+        return self._context
+
+    def __exit__(self, *error: object) -> None:
+        thread = threading.get_ident()
+        if self._before is None:
+            del self._contexts[thread]
+        else:
+            self._contexts[thread] = self._before
+
+
+def step_for(
+    model: Module,
+    stage: str,
+    *,
+    class_weights: ClassWeights | None = None,
+    all_targets: list[Any] | None = None,
+    name: str = "x",
+    source: Source | None = None,
+) -> tuple[StepContext, Step]:
+    """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
+    compilation = model._fitkit.compilation
+    strategy = compilation.strategy
+    _check_undivided(model, stage)
+    known = None if source is None else [targets_of(source)]
+    may_count = compilation.loss.may_count(known)
+    counts = may_count or has_own_steps(model, stage)
+    wrapped = None
+    if stage != "training":
+        wrapped = strategy.wrap_for_evaluation(model)
+    elif compiles_updates(model) and traces_gradients():
+        wrapped = strategy.wrap_for_compiling(model, may_count=counts)
+    if wrapped is None:
+        averages = model._updates_all
+        wrapped = strategy.wrap_for_training(model, averages=averages, may_count=counts)
+    compiled = CompiledStep(
+        model,
+        wrapped,
+        class_weights=class_weights,
+        all_targets=all_targets,
+        name=name,
+        ranks=strategy.data_ranks if stage == "training" else None,
+        may_count=may_count,
+        keeps_batches=source is not None and isinstance(source.whole, ArraySource),
+    )
+    context = StepContext(stage, compiled.logbook.logged, compiled)
+    by_turns = stage == "training" and not model._updates_all
+    moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
+    if not (has_own_steps(model, stage) or by_turns or moves_parts):
+        return context, compiled
+    return context, OwnStep(model, context, wrapped)
+
+
+def predict_step_for(model: Module) -> tuple[StepContext, Any]:
+    """The step of `predict`."""
+    _check_undivided(model, "predict")
+    wrapped = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
+    compiled = PredictStep(model, wrapped)
+    context = StepContext("predict", predicting=compiled)
+    if has_own_steps(model, "predict"):
+        return context, OwnPredictStep(model, context, wrapped)
+    return context, compiled
+
+
+def _check_undivided(model: Module, stage: str) -> None:
+    """Refuse steps of the model's own where ranks divide sequences: they would see parts."""
+    if model._fitkit.compilation.strategy.context_parallel > 1 and has_own_steps(model, stage):
+        raise ConfigurationError(
+            f"{stage}_step and its hooks would see only a rank's part of each sequence under "
+            "context_parallel. Give compile the loss and the metrics instead."
+        )
 
 
 class OwnStep:

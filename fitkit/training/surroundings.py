@@ -23,10 +23,10 @@ from fitkit.errors import OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use, modules_of, set_mode
 from fitkit.module import Module, is_metric
-from fitkit.training.context import StepContext, running
 from fitkit.training.explain import explanation
 from fitkit.training.jit.net import compile_on_this_rank
 from fitkit.training.jit.programs import traces_gradients
+from fitkit.training.own_step import StepContext, running
 from fitkit.training.settings import MEMORY_FORMATS
 
 LEARNING = ("fit", "train_on_batch")

@@ -34,7 +34,6 @@ from fitkit.optimizers import (
     needs_closure,
     unfuse_if_unreadable,
 )
-from fitkit.training.context import StepContext
 from fitkit.training.jit.net import as_written
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.jit.update import JitUpdate
@@ -46,7 +45,7 @@ from fitkit.training.manual import (
     nothing_if,
 )
 from fitkit.training.optimizing import FitState, configures_its_own
-from fitkit.training.own_step import Step
+from fitkit.training.own_step import Step, StepContext
 from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
