@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal, overload
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -746,37 +745,6 @@ class Model(Module):
             return None
         return self._fitkit.batch_size * self._fitkit.compilation.strategy.data_rank_count
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank, or of this replica under `dp`."""
-        replicas: torch.device | None = vars(self).get("_replica_device")
-        return replicas or self._fitkit.compilation.strategy.device
-
-    @property
-    def device_ids(self) -> list[int]:
-        """The indices of the devices in use, in rank order."""
-        return list(self._fitkit.compilation.strategy.device_ids)
-
-    @property
-    def global_rank(self) -> int:
-        """The rank of this process among all processes."""
-        return self._fitkit.compilation.strategy.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The rank of this process within its node."""
-        return self._fitkit.compilation.strategy.world.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._fitkit.compilation.strategy.world.size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this process is rank 0."""
-        return self.global_rank == 0
-
     # ------------------------------------------------------------------ Keras's looks at weights
 
     get_weights: GivesWay = GivesWay(model_names.get_weights)
@@ -1008,14 +976,6 @@ class Model(Module):
                 precision.convert(self)
             module = self._weights_module()
             return load_weights(path, module, strict=strict, skip_mismatch=skip_mismatch)
-
-    def _weights_module(self) -> nn.Module:
-        """The module whose names weight files use: the net, if the model only wraps it."""
-        if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
-            beside = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
-            if not beside:
-                return self.net
-        return self
 
 
 def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[assignment]

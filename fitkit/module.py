@@ -179,6 +179,14 @@ class Module(nn.Module):
             )
         return net(*args, **kwargs)
 
+    def _weights_module(self) -> nn.Module:
+        """The module whose names weight files use: the net, if the model only wraps it."""
+        if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
+            beside = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
+            if not beside:
+                return self.net
+        return self
+
     # ------------------------------------------------------------------ steps
     # Subclasses write training_step(self, batch, batch_idx). The arguments are left open here for
     # type checkers, because a subclass may take fewer or more.
@@ -408,10 +416,41 @@ class Module(nn.Module):
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0 only."""
-        if self._fitkit.compilation.strategy.world.rank == 0:
+        if self.is_global_zero:
             print(*values, **options)
 
     # ------------------------------------------------------------------ ranks and replicas
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank, or of this replica under `dp`."""
+        replicas: torch.device | None = vars(self).get("_replica_device")
+        return replicas or self._fitkit.compilation.strategy.device
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of the devices in use, in rank order."""
+        return list(self._fitkit.compilation.strategy.device_ids)
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process among all processes."""
+        return self._fitkit.compilation.strategy.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process within its node."""
+        return self._fitkit.compilation.strategy.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._fitkit.compilation.strategy.world.size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.global_rank == 0
 
     def all_gather(self, value: Any) -> Any:
         """Gather the tensors of all ranks, for example for a loss over all ranks' samples.
