@@ -39,7 +39,7 @@ class Manual:
         compilation = model._fitkit.compilation
         self._step = step
         self._state: FitState = model._fitkit.fit_state
-        self._engine: Engine | None = compilation.strategy.engine
+        self._engine: Engine = compilation.strategy.engine or Engine()
         self._parameters = compilation.trainable(model)
         self._steps_count = False  # whether a `step` was seen: then only these count
         self._updates_before: int | None = None  # of the epoch; None before its first batch
@@ -58,8 +58,7 @@ class Manual:
             state.updates += 1
         for scaling in self._state.scalings:
             scaling.update()
-        if self._engine is not None:
-            self._engine.after_update()
+        self._engine.after_update()
 
     def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
-from fitkit.distributed.strategies import Strategy
-from fitkit.distributed.strategies.engine import clip_gradients, norm_of, scale_gradients
+from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Term
@@ -201,19 +200,15 @@ class Update:
         self._step = step
         self._upcoming = Upcoming(iter(()))
         self._looks_at_gradients = _is_named(model)
-        engine = self._engine = strategy.engine
-        self._clip_gradients = clip_gradients if engine is None else engine.clip
-        self._scale_gradients = scale_gradients if engine is None else engine.scale
-        self._norm_of = norm_of if engine is None else engine.norm
+        # Without an engine of the strategy's own, the base class does as torch does.
+        engine = self._engine = strategy.engine or Engine()
         self._after_update = after_update
         self._fit_state: FitState = model._fitkit.fit_state
         self._strategy = strategy
         self._is_alone = strategy.collectives.world_size == 1
         self._ranks = strategy.data_ranks.world_size
         self._scaling = scaling
-        self.backward: Callable[..., None] = torch.Tensor.backward
-        if engine is not None:
-            self.backward = engine.backward
+        self.backward: Callable[..., None] = engine.backward
         if scaling is not None:
             self.backward = partial(scaling.backward, through=self.backward)
         self._clip_value = compilation.gradient_clip_val
@@ -228,11 +223,9 @@ class Update:
         # Sends a count along with the gradients; there is none if they bypass the wrapper.
         self._carrier = None if is_one_of_several else step.wrapped.count_parameter
         # Surrounds all batches of a group but the last, after which gradients are exchanged.
-        self._accumulating: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        if step.wrapped.accumulating is not None:
-            self._accumulating = step.wrapped.accumulating
-        elif engine is not None:
-            self._accumulating = engine.accumulating
+        self._accumulating: Callable[[], AbstractContextManager[Any]] = (
+            step.wrapped.accumulating or engine.accumulating
+        )
         self._batches = 0  # in the group so far
         self._samples = 0  # in the group so far, on all ranks
         self._counted: Any = None  # count in the group so far, on this rank; None if samples count
@@ -254,7 +247,7 @@ class Update:
         """
         options, step = model._fitkit.compilation.jit_compile, self._step
         alone = self._is_alone or self._buffers is not None
-        if not alone or self._engine is not None or not step.wrapped.is_bare:
+        if not alone or self._strategy.engine is not None or not step.wrapped.is_bare:
             return None
         if not compiles_updates(model):
             return None
@@ -508,9 +501,9 @@ class Update:
         self._totals = self._counted = None
         if isinstance(found, torch.Tensor):
             factor = torch.where(found > 0, expected / found, 1.0)
-            self._scale_gradients(self._parameters, factor)
+            self._engine.scale(self._parameters, factor)
         elif found != expected:
-            self._scale_gradients(self._parameters, expected / found if found else 1.0)
+            self._engine.scale(self._parameters, expected / found if found else 1.0)
         self._update()
 
     def _counted_by_all(self) -> Any:
@@ -563,8 +556,7 @@ class Update:
             return value.detach().new_tensor(summed / whole)
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        if self._engine is not None:
-            self._engine.after_update()
+        self._engine.after_update()
         self._count_update()
 
     def _update(self) -> None:
@@ -581,11 +573,8 @@ class Update:
             self._count_update()
             return
         self._clip()
-        if self._engine is None:
-            self.optimizer.step()
-        else:
-            self._engine.update(self.optimizer)
-            self._engine.after_update()
+        self._engine.update(self.optimizer)
+        self._engine.after_update()
         self._count_update()
 
     def _update_scaled(self, scaling: Scaling) -> None:
@@ -595,8 +584,7 @@ class Update:
             self._clip()
         counts = scaling.step(self.optimizer)
         scaling.update()
-        if self._engine is not None:  # even without an update here: other ranks may have made one
-            self._engine.after_update()
+        self._engine.after_update()  # even without one here: other ranks may have made one
         if counts:
             self._count_update()
 
@@ -610,15 +598,15 @@ class Update:
         norms, norm = self._fit_state.grad_norms, None
         if norms is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
-            norm = self._norm_of(gradients)
+            norm = self._engine.norm(gradients)
             norms += [] if norm is None else [norm]
         if self._clip_value is None:
             return
-        if norm is not None and self._engine is None and self._clip_algorithm == "norm":
+        if norm is not None and self._strategy.engine is None and self._clip_algorithm == "norm":
             # As clip_grad_norm_, without a second norm, which costs a twentieth of a small step.
             clip_grads_with_norm_(self._parameters, self._clip_value, norm)
         else:
-            self._clip_gradients(self._parameters, self._clip_value, self._clip_algorithm)
+            self._engine.clip(self._parameters, self._clip_value, self._clip_algorithm)
 
 
 class ByTurns:
