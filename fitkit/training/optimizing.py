@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -526,10 +526,18 @@ class FitState:
         for group in self.groups:
             group.pop("initial_lr", None)
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """The data for `restore`: the objects, and the groups' settings."""
-        objects = {name: getattr(self, name) for name in KEPT}
-        return objects, self.settings()
+    def restorer(self) -> Callable[[], None]:
+        """A function that undoes what a call changes from now on: objects, and groups' settings."""
+        objects, before = {name: getattr(self, name) for name in RESTORED}, self.settings()
+
+        def restore() -> None:
+            vars(self).update(objects)
+            for group, settings in zip(self.groups, before, strict=True):
+                for key in set(group) - set(settings) - {"params"}:
+                    del group[key]
+                put_back(group, settings)
+
+        return restore
 
     def settings(self) -> list[dict[str, Any]]:
         """The groups' settings. Rates in tensors change in place, so they are copied."""
@@ -541,15 +549,6 @@ class FitState:
             }
             for group in self.groups
         ]
-
-    def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Restore the objects and the groups' settings."""
-        objects, settings = snapshot
-        vars(self).update(objects)
-        for group, before in zip(self.groups, settings, strict=True):
-            for key in set(group) - set(before) - {"params"}:
-                del group[key]
-            put_back(group, before)
 
 
 def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -563,11 +562,11 @@ def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
             group[name] = value
 
 
-KEPT = (
+RESTORED = (
     "optimizers", "takes_turns", "schedulers", "frequencies", "rate_factor",
     "stored_schedulers", "stored_groups", "stored_scalings", "stored_weights",
 )  # fmt: skip
-"""The attributes that `snapshot` keeps."""
+"""The attributes that `FitState.restorer` restores."""
 
 
 def configures_its_own(model: Module) -> bool:

@@ -294,8 +294,8 @@ def _assign(
         CheckpointError: an optimizer or a scheduler doesn't take its state. The model is as it
             was.
     """
-    state, places = model._fitkit.fit_state, _places(model)
-    before, updates = state.snapshot(), state.updates
+    state, tensors_before = model._fitkit.fit_state, _dtypes_and_devices(model)
+    restore_objects, updates = state.restorer(), state.updates
     kept = [(each, each.state, each.param_groups) for each in state.optimizers]
     plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
 
@@ -311,7 +311,7 @@ def _assign(
             if plan.keeps_state:
                 plan.scheduler.load_state_dict(its_state)
             plan.passed = passed
-        state.restore(before)
+        restore_objects()
         state.updates = updates
 
     try:
@@ -329,14 +329,14 @@ def _assign(
         ) from error
     try:
         weights.assign()
-        if _places(model) != places:
-            restore()  # optimizers keep their state in the dtype and place of parameters
+        if _dtypes_and_devices(model) != tensors_before:
+            restore()  # optimizers keep their state in the dtype and on the device of parameters
     except BaseException:  # a module's own loading code may raise anything
         undo()
         raise
 
 
-def _places(model: Module) -> list[tuple[torch.dtype, torch.device]]:
+def _dtypes_and_devices(model: Module) -> list[tuple[torch.dtype, torch.device]]:
     return [(parameter.dtype, parameter.device) for parameter in model.parameters()]
 
 
@@ -355,7 +355,7 @@ def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
             _restore_counters(state, training)
 
         return begin_anew
-    before = state.snapshot()
+    undo = state.restorer()
     try:
         optimizers = state.optimizers_for(model)
         classes = [type(optimizer).__name__ for optimizer in optimizers]
@@ -372,7 +372,7 @@ def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
         _check_schedulers(model, training, path)
         _check_losses(model, training, path)
     except BaseException:
-        state.restore(before)
+        undo()
         raise
 
     def restore() -> None:

@@ -176,7 +176,7 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
     named = model.named_buffers() if has_buffers else ()
     buffers = {name: buffer.detach().clone() for name, buffer in named}
     state, history = model._fitkit.fit_state, model.history
-    before, updates = None if modules else state.snapshot(), state.updates
+    restore, updates = None if modules else state.restorer(), state.updates
     try:
         # A no_grad block around a call of fit is meant for the caller's own code.
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
@@ -187,8 +187,8 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
     except BaseException:
         if state.updates == updates:
             _put_back(model, buffers)
-            if before is not None:
-                state.restore(before)
+            if restore is not None:
+                restore()
             model.history = history
         raise
     finally:
