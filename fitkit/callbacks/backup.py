@@ -164,7 +164,7 @@ class BackupAndRestore(Callback):
             if self._since >= self.save_freq:
                 self._since, self._due = 0, True
         run = run_of(self.model)
-        if (self._due or self._ends) and run is not None and run.is_between_groups:
+        if (self._due or self._ends) and run is not None and run.is_between_updates:
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class BackupAndRestore(Callback):
             return
         # With several ranks, no other rank may be left to save with: the last backup is used.
         whole = not several_ranks(self.model) and not self._in_step
-        if whole and run.is_between_groups:
+        if whole and run.is_between_updates:
             self._ends = True
             self._save()
         raise Preempted(self._signals.arrived or 0)

@@ -21,7 +21,7 @@ class Run(Protocol):
 
     Attributes:
         steps_done: the number of steps made in this epoch.
-        is_between_groups: whether no batch waits for others to make an update with it. A save is
+        is_between_updates: whether no batch waits for others to make an update with it. A save is
             complete only then.
         resumed: where the training continues (`epoch`, `steps`); None for a new one.
         batch: the batch of the last step on this rank, as the source gave it; None between epochs.
@@ -34,7 +34,7 @@ class Run(Protocol):
     seen_values: dict[str, Any]
 
     @property
-    def is_between_groups(self) -> bool: ...
+    def is_between_updates(self) -> bool: ...
 
     @property
     def resumed(self) -> Any: ...

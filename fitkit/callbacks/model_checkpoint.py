@@ -263,7 +263,7 @@ class ModelCheckpoint(Callback):
         if self._is_due():
             self._due = True
         run = run_of(self.model)
-        if self._due and run is not None and run.is_between_groups:
+        if self._due and run is not None and run.is_between_updates:
             self._save(logs)
 
     def _is_due(self) -> bool:

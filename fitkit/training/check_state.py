@@ -247,7 +247,7 @@ def check_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> N
     if type(scheduler).__module__ != lr_scheduler.__name__:
         return  # a user's own may keep what it likes
     with _Refusing(path):
-        for problem in _differences(state, scheduler.state_dict(), type(scheduler).__name__):
+        for problem in _misfits(state, scheduler.state_dict(), type(scheduler).__name__):
             raise ValueError(problem)
 
 
@@ -270,25 +270,25 @@ def try_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> Non
         ) from error
 
 
-def _differences(found: Any, there: Any, place: str) -> Iterator[str]:
-    """The places where a part of a scheduler's state has another type than the current one."""
+def _misfits(found: Any, there: Any, path: str) -> Iterator[str]:
+    """The parts where the value of a scheduler's state has another type than the current one."""
     if isinstance(there, Counter):  # MultiStepLR's milestones
         counts = [*found, *found.values()] if isinstance(found, Counter) else [found]
         if not all(type(count) is int for count in counts):
-            yield f"{place} is {describe(found)}"
+            yield f"{path} is {describe(found)}"
     elif isinstance(there, dict) and isinstance(found, dict):
         for name, value in found.items():
             if name in there:
-                yield from _differences(value, there[name], f"{place}[{name!r}]")
+                yield from _misfits(value, there[name], f"{path}[{name!r}]")
             else:
-                yield f"{place} has the unknown entry {describe(name)}"
+                yield f"{path} has the unknown entry {describe(name)}"
     elif isinstance(there, (list, tuple)) and isinstance(found, (list, tuple)):
         if len(found) != len(there):
-            yield f"{place} has {len(found)} entries instead of {len(there)}"
+            yield f"{path} has {len(found)} entries instead of {len(there)}"
         for index, (value, entry) in enumerate(zip(found, there, strict=False)):
-            yield from _differences(value, entry, f"{place}[{index}]")
+            yield from _misfits(value, entry, f"{path}[{index}]")
     elif not _is_same_kind(found, there):
-        yield f"{place} is {describe(found)}, but a value like {describe(there)} is expected"
+        yield f"{path} is {describe(found)}, but a value like {describe(there)} is expected"
 
 
 def _is_same_kind(found: Any, there: Any) -> bool:

@@ -106,7 +106,7 @@ def evaluate_source(
                                 advance = plan.step_after_first(batch)
                         has_rows = True
                     if end and has_rows:
-                        plan.flush_group()
+                        plan.flush_for_hooks()
                         logs = LazyLogs(logbook.results)
                         for hook in end:
                             hook(index, logs)
@@ -177,7 +177,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
                                 advance = plan.step_after_first(batch)
                             has_rows = True
                         if end and has_rows:
-                            plan.flush_group()
+                            plan.flush_for_hooks()
                             logs = LazyLogs(partial(_outputs, copies, index, group_size))
                             for hook in end:
                                 hook(index, logs)
@@ -427,7 +427,7 @@ class EvaluationPlan:
             return _short_prediction(step, forward, first)
         return _short_evaluation(step, forward, first)
 
-    def flush_group(self) -> None:
+    def flush_for_hooks(self) -> None:
         """Compute pending batches at the end of a group, if a callback may read the results."""
         if self._users_look:
             self.flush()

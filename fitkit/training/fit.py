@@ -68,7 +68,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                     model.train()
                 with running(model, run.context):  # its logs join the first epoch's
                     run.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
-                run.kept = kept_in_evaluation(model._weights_module())
+                run.in_evaluation = kept_in_evaluation(model._weights_module())
                 if run.resumed is not None:  # after on_train_begin, which resets callbacks
                     run.resumed.restore_history(run.history)
                     give_states(arguments.callback_list.callbacks, run.resumed.callbacks)
@@ -167,7 +167,7 @@ class Fit:
         )
         self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
-        self.kept: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
+        self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
 
@@ -235,7 +235,7 @@ class Fit:
         model, context, step, update = self.model, self.context, self.step, self.update
         state, logbook = model._fitkit.fit_state, self.step.logbook
         # Begin the epoch, or go on where it was interrupted.
-        self.kept = to_training(model, self.kept)
+        self.in_evaluation = to_training(model, self.in_evaluation)
         model.current_epoch = epoch
         self.steps_done = done = self.steps_before
         step.begin()
@@ -394,7 +394,7 @@ class Fit:
     def _is_validation_due(self) -> bool:
         """Return whether a validation within the epoch is due; it waits for a whole update."""
         steps, interval = self.steps_done, self.interval
-        if interval is None or steps == self.epoch_steps or not self.is_between_groups:
+        if interval is None or steps == self.epoch_steps or not self.is_between_updates:
             return False
         last = 0 if self.validated is None else self.validated["steps"]
         return steps // interval > last // interval
@@ -441,9 +441,9 @@ class Fit:
         return named
 
     @property
-    def is_between_groups(self) -> bool:
+    def is_between_updates(self) -> bool:
         """Whether no batch waits for others to complete an update, so that a save is complete."""
-        return self.update.is_between_groups
+        return self.update.is_between_updates
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False

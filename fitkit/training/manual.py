@@ -64,7 +64,7 @@ class Manual:
         return batches
 
     @property
-    def is_between_groups(self) -> bool:
+    def is_between_updates(self) -> bool:
         return True
 
     def flush(self) -> None:

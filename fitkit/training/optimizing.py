@@ -377,8 +377,8 @@ class FitState:
             plan.load_state(entry["state"])
             plan.passed = entry.get("passed", 0)
         # Making a scheduler has reset the rates.
-        for group, kept in zip(self.groups, groups, strict=True):
-            put_back(group, kept)
+        for group, settings in zip(self.groups, groups, strict=True):
+            put_back(group, settings)
 
     @property
     def groups(self) -> list[dict[str, Any]]:

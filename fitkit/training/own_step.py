@@ -378,7 +378,7 @@ class OwnStep:
             self.synchronization.counts = not is_padding
         if context.waiting and counts:
             context.take_waiting()  # before the ranks exchange the step's values
-        with _metrics_kept(self.model) if context.is_padding else contextlib.nullcontext():
+        with _metrics_restored(self.model) if context.is_padding else contextlib.nullcontext():
             moved = batch if self._moves else self.mover.transfer(batch)
             with self.autocast():
                 outputs = self.enter(moved, *self.arguments(index, optimizer_idx))
@@ -429,7 +429,7 @@ class OwnStep:
             weight = self.samples if self.count is None else self.count
             self.logbook.loss.add(loss.detach(), weight)
         if self.outputs is not None:
-            self.outputs.append(_kept(outputs, training=context.name == "training"))
+            self.outputs.append(_without_gradients(outputs, training=context.name == "training"))
 
     def arguments(self, index: int, optimizer_idx: int = 0) -> list[int]:
         """What the model's step wants to know beside the batch."""
@@ -531,7 +531,7 @@ class _Loss(torch.Tensor):
         return self if key == "loss" else super().__getitem__(key)
 
 
-def _kept(outputs: Any, *, training: bool) -> Any:
+def _without_gradients(outputs: Any, *, training: bool) -> Any:
     """A step's outputs without gradients."""
     if training and isinstance(outputs, torch.Tensor):
         return outputs.detach().as_subclass(_Loss)
@@ -541,7 +541,7 @@ def _kept(outputs: Any, *, training: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _metrics_kept(model: torch.nn.Module) -> Iterator[None]:
+def _metrics_restored(model: torch.nn.Module) -> Iterator[None]:
     """Let a batch that counts for nothing leave the model's torchmetrics objects as they are."""
     metrics: list[Any] = [module for module in model.modules() if is_metric(module)]
     before = [(metric._copy_state_dict(), metric._update_count) for metric in metrics]

@@ -73,8 +73,8 @@ class PlannedScheduler:
         if not self.keeps_state:
             return
         lengths = LENGTHS if self.follows_fit else ()
-        kept = {name: value for name, value in state.items() if name not in lengths}
-        self.scheduler.load_state_dict(kept)
+        taken = {name: value for name, value in state.items() if name not in lengths}
+        self.scheduler.load_state_dict(taken)
 
     def stepper(self) -> Callable[[], None]:
         """The function to call after each of its intervals. Each call counts one."""

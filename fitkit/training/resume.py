@@ -123,7 +123,7 @@ def progress_of(run: Any) -> Progress:
     Ranks:
         Collective.
     """
-    if not run.is_between_groups:
+    if not run.is_between_updates:
         every = run.model._fitkit.fit_state.accumulate
         raise ConfigurationError(
             f"A checkpoint can't be saved between two updates, and {every} batches make one "
@@ -299,10 +299,10 @@ def give_states(callbacks: list[Callback], states: list[dict[str, Any]]) -> None
     """Give callbacks the states that `states_of` returned for callbacks of their kind."""
     left = list(states)
     for callback in callbacks:
-        kept = next((state for state in left if _kind(callback).items() <= state.items()), None)
-        if kept is not None:
-            left.remove(kept)
-            _give_state(callback, kept["state"])
+        stored = next((state for state in left if _kind(callback).items() <= state.items()), None)
+        if stored is not None:
+            left.remove(stored)
+            _give_state(callback, stored["state"])
 
 
 def _give_state(callback: Callback, state: Any) -> None:

@@ -139,8 +139,8 @@ def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], dict[str
     # While sharded, so that no rank ever holds all of a base that isn't saved.
     give = strategy.engine.parts if strategy.engine is not None else lambda make: make()
     wanted = strategy.world.rank == 0
-    kept = files.without_frozen(module, give(module.state_dict), wanted=wanted)
-    return lambda: kept
+    learning = files.without_frozen(module, give(module.state_dict), wanted=wanted)
+    return lambda: learning
 
 
 def _collector(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
@@ -259,11 +259,11 @@ def load(
     """
     with files.open_checkpoint(path) as found:
         name = os.fspath(path)
-        training, kept = found.state.get("training"), found.state.get("progress")
-        if not isinstance(training, dict) or not isinstance(kept, (dict, type(None))):
+        training, stored = found.state.get("training"), found.state.get("progress")
+        if not isinstance(training, dict) or not isinstance(stored, (dict, type(None))):
             raise CheckpointError(f"{name} has no training state. Use load_weights.")
         check_training(training, name)
-        progress = None if kept is None else Progress.from_dict(kept, name)
+        progress = None if stored is None else Progress.from_dict(stored, name)
         if progress is not None:
             check_progress(progress, training, name)
         weights = files.fitting_weights(
@@ -296,7 +296,7 @@ def _assign(
     """
     state, tensors_before = model._fitkit.fit_state, _dtypes_and_devices(model)
     restore_objects, updates = state.restorer(), state.updates
-    kept = [(each, each.state, each.param_groups) for each in state.optimizers]
+    states = [(each, each.state, each.param_groups) for each in state.optimizers]
     plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
 
     losses = [(t, t.detach().clone()) for loss in _losses_of(model) for t in loss.values()]
@@ -305,7 +305,7 @@ def _assign(
         with torch.no_grad():
             for tensor, value in losses:
                 tensor.copy_(value)
-        for optimizer, entries, groups in kept:
+        for optimizer, entries, groups in states:
             optimizer.state, optimizer.param_groups = entries, groups
         for plan, its_state, passed in plans:
             if plan.keeps_state:
@@ -414,8 +414,8 @@ def _check_schedulers(model: Module, training: dict[str, Any], path: str) -> Non
         )
     entries = training.get("schedulers", [])
     schedulers = [plan.scheduler for plan in model._fitkit.fit_state.schedulers]
-    kept = [entry["state"]["param_groups"] for entry in training["optimizers"]]
-    groups = [own for one, own in zip(optimizers, kept, strict=True) if one in among]
+    stored_groups = [entry["state"]["param_groups"] for entry in training["optimizers"]]
+    groups = [own for one, own in zip(optimizers, stored_groups, strict=True) if one in among]
     tried = [choice.trial(one, own) for one, own in zip(among, groups, strict=True) if choice]
     tried = [] if None in tried else tried
     for scheduler, entry in zip(tried or schedulers, entries, strict=False):
@@ -451,15 +451,15 @@ def named_arguments(model: Module) -> dict[str, Any]:
     Optimizer instances of classes with names are described by name, arguments and groups.
     """
     given, names = model._fitkit.compilation.given, _names_of(model)
-    kept: dict[str, Any] = {"named": {}, "objects": []}
+    plain: dict[str, Any] = {"named": {}, "objects": []}
     for name in NAMED:
         value = given[name]
         if name == "optimizer" and value is None:
             continue  # compile was given none
         if is_plain(value):
-            kept["named"][name] = value
+            plain["named"][name] = value
         else:
-            kept["objects"].append(name)
+            plain["objects"].append(name)
     instances = instances_in(given["optimizer"])
     kinds = [class_of(optimizer) for optimizer in instances]
     if instances and all(k.__name__ in OPTIMIZERS and OPTIMIZERS[k.__name__] is k for k in kinds):
@@ -476,8 +476,8 @@ def named_arguments(model: Module) -> dict[str, Any]:
             }
             for optimizer in instances
         ]
-        kept["instance"] = described if len(described) > 1 else described[0]
-    return kept
+        plain["instance"] = described if len(described) > 1 else described[0]
+    return plain
 
 
 def _plain_part(group: dict[str, Any]) -> dict[str, Any]:

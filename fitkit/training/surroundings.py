@@ -214,12 +214,14 @@ class ProcessFlag:
 
     Args:
         put: sets the flag.
-        kept: reads the flag; returns a function that restores that value.
+        restorer: reads the flag; returns a function that restores that value.
     """
 
-    def __init__(self, put: Callable[[Any], None], kept: Callable[[], Callable[[], None]]) -> None:
+    def __init__(
+        self, put: Callable[[Any], None], restorer: Callable[[], Callable[[], None]]
+    ) -> None:
         self._put = put
-        self._kept = kept
+        self._restorer = restorer
         self._put_back: Callable[[], None] | None = None
         self._wanted: list[list[Any]] = []
         self._lock = threading.RLock()
@@ -233,7 +235,7 @@ class ProcessFlag:
         entry = [value]
         with self._lock:
             if not self._wanted:
-                self._put_back = self._kept()
+                self._put_back = self._restorer()
             self._put(value)
             self._wanted.append(entry)
         try:
@@ -251,7 +253,7 @@ def _set_benchmark(value: bool) -> None:
     torch.backends.cudnn.benchmark = value
 
 
-def _benchmark_kept() -> Callable[[], None]:
+def _benchmark_restorer() -> Callable[[], None]:
     before = torch.backends.cudnn.benchmark
     return lambda: _set_benchmark(before)
 
@@ -260,13 +262,13 @@ def _set_deterministic(value: bool | str) -> None:
     torch.use_deterministic_algorithms(bool(value), warn_only=value == "warn")
 
 
-def _deterministic_kept() -> Callable[[], None]:
+def _deterministic_restorer() -> Callable[[], None]:
     strict = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return lambda: torch.use_deterministic_algorithms(strict, warn_only=warn_only)
 
 
-def _matmul_precision_kept() -> Callable[[], None]:
+def _matmul_precision_restorer() -> Callable[[], None]:
     """Read the matmul precision from both of torch's APIs; return a function that restores both.
 
     The two APIs are only partly in sync. After `torch.backends.cuda.matmul.fp32_precision = …` the
@@ -291,25 +293,25 @@ def _matmul_precision_kept() -> Callable[[], None]:
     return put_back
 
 
-BENCHMARK = ProcessFlag(_set_benchmark, _benchmark_kept)
+BENCHMARK = ProcessFlag(_set_benchmark, _benchmark_restorer)
 
 
-DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_kept)
+DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_restorer)
 
 
-MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_kept)
+MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_restorer)
 
 
 def _set_traced_gradients(value: bool) -> None:
     torch._dynamo.config.trace_autograd_ops = value
 
 
-def _traced_gradients_kept() -> Callable[[], None]:
+def _traced_gradients_restorer() -> Callable[[], None]:
     before = torch._dynamo.config.trace_autograd_ops
     return lambda: _set_traced_gradients(before)
 
 
-TRACED_GRADIENTS = ProcessFlag(_set_traced_gradients, _traced_gradients_kept)
+TRACED_GRADIENTS = ProcessFlag(_set_traced_gradients, _traced_gradients_restorer)
 """Whether torch's compiler traces `torch.autograd.grad` into a graph; it has no public name."""
 
 

@@ -280,7 +280,7 @@ class Update:
             self._jit.accumulates(accumulate > 1 or self._ranks > 1)
 
     @property
-    def is_between_groups(self) -> bool:
+    def is_between_updates(self) -> bool:
         """Whether no batch waits for the rest of its group."""
         return self._batches == 0
 
@@ -646,8 +646,8 @@ class ByTurns:
         return batches
 
     @property
-    def is_between_groups(self) -> bool:
-        return all(update.is_between_groups for update in self.updates)
+    def is_between_updates(self) -> bool:
+        return all(update.is_between_updates for update in self.updates)
 
     def flush(self) -> None:
         """Do nothing: no batch waits, since turns aren't compiled as a whole."""
