@@ -170,6 +170,9 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
     with _Refusing(path):
         for name in ("epoch", "steps", "number", "batches"):
             _check_count(name, getattr(progress, name))
+        for name in ("began", "random"):
+            if not isinstance(getattr(progress, name), list):
+                raise ValueError(f"{name} isn't a list")
         for name in ("seed", "shares"):
             value = getattr(progress, name)
             _check_count(name, 0 if value is None else value)

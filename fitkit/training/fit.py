@@ -256,7 +256,7 @@ class Fit:
         with running(model, context):
             batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
             # An interrupted epoch may begin with a validation, which may end it.
-            if self._is_validation_due() and self._validate_within(epoch, callbacks):
+            if self._validate_if_due(epoch, callbacks):
                 batches = iter(())
             for group in in_groups(batches, group_size, first=done):
                 has_rows = False
@@ -286,7 +286,7 @@ class Fit:
                     break
                 if validates:
                     self.note(index + 1)
-                    if self._is_validation_due() and self._validate_within(epoch, callbacks):
+                    if self._validate_if_due(epoch, callbacks):
                         break
             update.finish()
             self.batch = None
@@ -391,16 +391,17 @@ class Fit:
         self.model.stop_training = True
         return batches == 0
 
-    def _is_validation_due(self) -> bool:
-        """Return whether a validation within the epoch is due; it waits for a whole update."""
+    def _validate_if_due(self, epoch: int, callbacks: CallbackList) -> bool:
+        """Validate within an epoch where that is due; return whether training stops.
+
+        A validation waits for a whole update. Schedulers and callbacks get its values.
+        """
         steps, interval = self.steps_done, self.interval
         if interval is None or steps == self.epoch_steps or not self.is_between_updates:
             return False
         last = 0 if self.validated is None else self.validated["steps"]
-        return steps // interval > last // interval
-
-    def _validate_within(self, epoch: int, callbacks: CallbackList) -> bool:
-        """Validate within an epoch for schedulers and callbacks; return whether training stops."""
+        if steps // interval <= last // interval:
+            return False
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
         self.validated = {"steps": self.steps_done, "updates": updates, "values": dict(values)}

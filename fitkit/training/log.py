@@ -168,7 +168,8 @@ class Entry:
         found: dict[str, float | None] = {}
         if self.metric is not None:
             if self.options.on_epoch:
-                found[epoch] = _number(local_value(self.metric))
+                own = metric_states(self.metric)  # on this rank, without the metric's own exchange
+                found[epoch] = _number(merged_metric_value(self.metric, [own]))
         elif self.options.on_epoch:
             found[epoch] = merged(self.options.reduce_fx, [self.running.state()])
         if self.options.on_step and self.latest is not None:
@@ -354,11 +355,6 @@ def check_names(gathered: list[tuple[str, ...]]) -> None:
         f"The {len(gathered)} ranks logged different names with sync_dist=True: {by_rank} only. "
         "Log the same names on every rank, or give rank_zero_only=True."
     )
-
-
-def local_value(metric: Any) -> Any:
-    """A torchmetrics object's value on this rank, without its own exchange."""
-    return merged_metric_value(metric, [metric_states(metric)])
 
 
 def _number(value: Any) -> float:

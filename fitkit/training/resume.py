@@ -70,15 +70,14 @@ class Progress:
         """Read what `as_dict` returned. Names that a later version has added are ignored.
 
         Raises:
-            CheckpointError: something is missing or has another type.
+            CheckpointError: something is missing. `check_progress` refuses invalid values.
         """
         values: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
             value = data.get(item.name)
-            lacks = item.name not in data and item.default is dataclasses.MISSING
-            if lacks or not _fits(item.name, value):
+            if item.name not in data and item.default is dataclasses.MISSING:
                 raise CheckpointError(
-                    f"{path} has no valid {item.name!r} in its progress, so this version of "
+                    f"{path} has no {item.name!r} in its progress, so this version of "
                     "fitkit can't resume from it. Load its weights with load_weights."
                 )
             values[item.name] = value
@@ -99,16 +98,6 @@ class Progress:
 def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """A copy of a dict of lists, with new lists."""
     return {name: list(entries) for name, entries in values.items()}
-
-
-def _fits(name: str, value: Any) -> bool:
-    kinds: dict[str, Any] = {
-        "epoch": int, "steps": int, "number": int, "batches": int, "began": list,
-        "random": list, "noted": list, "history": dict, "callbacks": list,
-    }  # fmt: skip
-    if name not in kinds:
-        return value is None or isinstance(value, (int, dict))
-    return isinstance(value, kinds[name]) and not (kinds[name] is int and value < 0)
 
 
 def progress_of(run: Any) -> Progress:
