@@ -45,19 +45,8 @@ SCHEDULER_KEYS = (
 OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 
 
-@dataclasses.dataclass
-class OwnOptimizers:
-    """The optimizers of `configure_optimizers`.
-
-    Attributes:
-        optimizers: the optimizers, in their order.
-        schedulers: the schedulers, in theirs.
-        frequencies: for how many batches in a row each optimizer is used. None uses all each time.
-    """
-
-    optimizers: list[Optimizer]
-    schedulers: list[PlannedScheduler]
-    frequencies: list[int] | None = None
+OwnOptimizers = tuple[list[Optimizer], list[PlannedScheduler], list[int] | None]
+"""What `configure_optimizers` makes: optimizers, schedulers, and `FitState.frequencies`."""
 
 
 def read_optimizers(returned: Any) -> OwnOptimizers:
@@ -73,12 +62,12 @@ def read_optimizers(returned: Any) -> OwnOptimizers:
             f"the model without training it, call evaluate or predict. {SHAPES}."
         )
     if isinstance(returned, Optimizer):
-        return OwnOptimizers([returned], [])
+        return [returned], [], None
     if isinstance(returned, Mapping):
         return _of_dicts([returned])
     if isinstance(returned, (list, tuple)) and returned:
         if all(isinstance(entry, Optimizer) for entry in returned):
-            return OwnOptimizers(list(returned), [])
+            return list(returned), [], None
         if all(isinstance(entry, Mapping) for entry in returned):
             return _of_dicts(list(returned))
         if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
@@ -95,7 +84,7 @@ def _of_two_lists(optimizers: Any, schedulers: Any) -> OwnOptimizers:
     if not optimizers:
         raise ConfigurationError(f"configure_optimizers returned no optimizer. {SHAPES}.")
     planned = [_planned(given, list(optimizers), None) for given in schedulers]
-    return OwnOptimizers(list(optimizers), planned)
+    return list(optimizers), planned, None
 
 
 def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
@@ -121,7 +110,7 @@ def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
             "configure_optimizers gave some optimizers a 'frequency' and others none. Give one to "
             "each, or to none."
         )
-    return OwnOptimizers(optimizers, schedulers, frequencies or None)
+    return optimizers, schedulers, frequencies or None
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -277,12 +266,11 @@ class FitState:
                     f"compile was given {name}, but {type(model).__name__} makes its optimizers "
                     "in configure_optimizers. Set it there, or give compile the optimizer too."
                 )
-        found = read_optimizers(model.configure_optimizers())
-        for optimizer in found.optimizers:
+        optimizers, schedulers, frequencies = read_optimizers(model.configure_optimizers())
+        for optimizer in optimizers:
             OptimizerChoice(optimizer).check_parameters(compilation.trainable(model))
-        self.optimizers, self.schedulers = found.optimizers, found.schedulers
-        self.takes_turns = len(found.optimizers) > 1
-        self.frequencies = found.frequencies
+        self.optimizers, self.schedulers, self.frequencies = optimizers, schedulers, frequencies
+        self.takes_turns = len(optimizers) > 1
 
     def schedulers_for(
         self,

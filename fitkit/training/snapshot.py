@@ -44,22 +44,16 @@ def save(model: Module, path: Any) -> None:
     Ranks:
         Collective within a run: all ranks call it, and rank 0 writes. For a folder, all write.
     """
-    strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
-    weights, state = contents(model, spread=is_folder)
-    if is_folder:
-        _write_folder(strategy, path, weights, state)
-        return
-    collectives = strategy.collectives
-    if collectives.world_size == 1:
-        write = functools.partial(files.save_checkpoint, path, weights, state)
-        strategy.launcher.on_rank_zero(os.fspath(path), write)
+    collectives = model._fitkit.compilation.strategy.collectives
+    weights, state = contents(model, spread=files.is_folder_name(path))
+    if files.is_folder_name(path) or collectives.world_size == 1:
+        _write(model, path, weights, state)
         return
     problem: BaseException | None = None
-    if strategy.world.rank == 0:
-        try:
-            files.save_checkpoint(path, weights, state)
-        except Exception as error:
-            problem = error
+    try:
+        _write(model, path, weights, state)
+    except Exception as error:
+        problem = error
     # The others wait until the file is written, and share its failure.
     problem = collectives.broadcast(problem)
     if problem is not None:
@@ -72,24 +66,23 @@ def save_weights(model: Module, path: Any, *, trainable_only: bool = False) -> N
     Ranks:
         Local within a run. Collective if a strategy has sharded the weights.
     """
+    spread = files.is_folder_name(path)
+    _write(model, path, weights_of(model, spread=spread, trainable_only=trainable_only), None)
+
+
+def _write(model: Module, path: Any, weights: dict[str, Any], state: dict[str, Any] | None) -> None:
+    """Write a file, or a folder: within a run rank 0 writes the file, and all ranks the folder."""
     strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
-    weights = weights_of(model, spread=is_folder, trainable_only=trainable_only)
     if is_folder:
-        _write_folder(strategy, path, weights, None)
-    elif strategy.collectives.world_size == 1:
+        write = functools.partial(files.save_folder, path, weights, state, strategy.collectives)
+    elif state is None:
         write = functools.partial(files.save_weights, path, weights)
-        strategy.launcher.on_rank_zero(os.fspath(path), write)
-    elif strategy.world.rank == 0:
-        files.save_weights(path, weights)
-
-
-def _write_folder(strategy: Any, path: Any, weights: dict[str, Any], state: Any) -> None:
-    """Write a folder. Within a run, all ranks do."""
-    write = functools.partial(files.save_folder, path, weights, state, strategy.collectives)
-    if strategy.collectives.world_size > 1:
-        write()
     else:
+        write = functools.partial(files.save_checkpoint, path, weights, state)
+    if strategy.collectives.world_size == 1:
         strategy.launcher.on_rank_zero(os.fspath(path), write)
+    elif is_folder or strategy.world.rank == 0:
+        write()
 
 
 def contents(
