@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -211,12 +212,8 @@ class CompiledStep:
             counts: whether the metrics count it.
         """
         x, y, weight = self.parts(batch)
-        with self._replicas:  # the first batch's checks, and the metrics' sums
-            if not self.checked:
-                prediction, loss, parts = self.compute(model, x, y, weight)
-            else:
-                prediction = None
-        if prediction is None:
+        # Replicas take turns at the first batch, whose checks build the metrics, and at their sums.
+        with contextlib.nullcontext() if self.checked else self._replicas:
             prediction, loss, parts = self.compute(model, x, y, weight)
         self.inside_loss = loss
         with self._replicas, torch.no_grad():
