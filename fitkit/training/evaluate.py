@@ -72,8 +72,7 @@ def evaluate_source(
         ConfigurationError: no rank had a batch with rows.
     """
     strategy: Strategy = model._fitkit.compilation.strategy
-    data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
-    logbook = step.logbook
+    data_ranks, logbook = strategy.data_ranks, step.logbook
     if source.steps == 1:
         logbook.meters.waits = False  # no later batch is measured with it
     step.begin()
@@ -81,42 +80,16 @@ def evaluate_source(
     with evaluating(model, context):
         share_buffers(model)
         context.call_before_batch(callbacks.hooks("on_test_begin"), {})
-        begin, end = callbacks.hooks("on_test_batch_begin"), callbacks.hooks("on_test_batch_end")
         plan = EvaluationPlan(model, step, callbacks, "test", source)
-        index, empty = -1, 0
+        together = InStep(_first(source, steps, data_ranks), strategy)
         try:
-            with plan:
-                advance = plan.first_step
-                together = InStep(_first(source, steps, data_ranks), strategy)
-                batches = plan.batches(step.mover.bring_each(iter(together)))
-                for group in in_groups(batches, group_size):
-                    has_rows = False
-                    for index, batch in group:
-                        if batch is NoRows:
-                            empty += 1
-                            continue
-                        if begin and not has_rows:
-                            context.call_before_batch(begin, index, {})
-                        advance(batch, index)
-                        if context.waiting:
-                            context.take_waiting()
-                        if index == empty:
-                            step.undo_writes()
-                            if source.steps != 1:
-                                advance = plan.step_after_first(batch)
-                        has_rows = True
-                    if end and has_rows:
-                        plan.flush_for_hooks()
-                        logs = LazyLogs(logbook.results)
-                        for hook in end:
-                            hook(index, logs)
-                    if model.stop_evaluating and together.ends_here():
-                        break
-                plan.flush()
+            count, empty = plan.run(
+                context, together, "stop_evaluating", lambda _: logbook.results()
+            )
         except BaseException:
             logbook.logged.finish()
             raise
-        count, logbook.steps = index + 1, index + 1 - empty
+        logbook.steps = count - empty
         wanted = None if model.stop_evaluating else steps
         if wanted is not None and count and data_ranks.world_size == 1 and count < wanted:
             warn(f"{name} ended after {count} of {wanted} batches.")
@@ -154,36 +127,10 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         try:
             with evaluating(model, context):
                 callbacks.call("on_predict_begin", {})
-                begin = callbacks.hooks("on_predict_batch_begin")
-                end = callbacks.hooks("on_predict_batch_end")
                 plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
-                index, empty = -1, 0
-                with plan:
-                    advance = plan.first_step
-                    batches = plan.batches(step.mover.bring_each(iter(together)))
-                    for group in in_groups(batches, group_size):
-                        has_rows = False
-                        for index, batch in group:
-                            if batch is NoRows:
-                                empty += 1
-                                plan.flush()
-                                copies.add(batch)
-                                continue
-                            if begin and not has_rows:
-                                context.call_before_batch(begin, index, {})
-                            if (outputs := advance(batch, index)) is not HELD:
-                                copies.add(outputs)
-                            if index == empty and source.steps != 1:
-                                advance = plan.step_after_first(batch)
-                            has_rows = True
-                        if end and has_rows:
-                            plan.flush_for_hooks()
-                            logs = LazyLogs(partial(_outputs, copies, index, group_size))
-                            for hook in end:
-                                hook(index, logs)
-                        if model.stop_predicting and together.ends_here():
-                            break
-                    plan.flush()
+                plan.run(
+                    context, together, "stop_predicting", partial(_outputs, copies, group_size)
+                )
                 copies.wait()
                 callbacks.call("on_predict_end", {})
         finally:
@@ -197,7 +144,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     return joined(whole)
 
 
-def _outputs(copies: HostCopies, index: int, group_size: int) -> dict[str, Any]:
+def _outputs(copies: HostCopies, group_size: int, index: int) -> dict[str, Any]:
     """Return the outputs of the group of batches that ends with number `index`, for its hooks.
 
     This waits for outputs that are still being copied. The outputs of several batches are joined,
@@ -338,10 +285,7 @@ class EvaluationPlan:
         callbacks: the pass's callbacks.
         stage: the stage in the names of callbacks' hooks, `"test"` or `"predict"`.
         source: gives the batches.
-        take: receives the outputs of `predict` that don't come with their batch's step.
-
-    Attributes:
-        first_step: makes the first step.
+        take: in `predict`, receives the outputs of each batch, and `NoRows` for one without rows.
     """
 
     def __init__(
@@ -355,14 +299,16 @@ class EvaluationPlan:
     ) -> None:
         self._model = model
         self._step = step
+        self._take = take
+        self._begin = callbacks.hooks(f"on_{stage}_batch_begin")
+        self._end = callbacks.hooks(f"on_{stage}_batch_end")
+        self._has_one_batch = source.steps == 1
         self._sees_only_torchs = partial(sees_only_torchs, model, step, callbacks, stage)
         # A single batch is computed by the first step, which doesn't ask.
-        self._may_infer = source.steps != 1 and self._sees_only_torchs()
+        self._may_infer = not self._has_one_batch and self._sees_only_torchs()
         shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
         self._jit = jit_pass(model, step, take, is_announced=shows)
-        self.first_step: Callable[..., Any] = step
-        if self._jit is not None:
-            self.first_step = self._jit.first
+        self._first_step: Callable[..., Any] = step if self._jit is None else self._jit.first
         self._users_look = users_look(callbacks, stage)
         # Whether batches are views or rows of tensors in memory. Other batches are made outside of
         # inference mode, since their maker may keep them. Ranks in step don't qualify: they may
@@ -373,6 +319,60 @@ class EvaluationPlan:
         self._mode: torch.inference_mode | None = None
         self._no_grad = torch.no_grad()
         self._as_written = contextlib.ExitStack()
+
+    def run(
+        self,
+        context: StepContext,
+        together: InStep,
+        stop: str,
+        logs_of: Callable[[int], dict[str, Any]],
+    ) -> tuple[int, int]:
+        """Compute the batches, and call the callbacks' hooks of batches.
+
+        Args:
+            context: the pass's context.
+            together: this rank's batches.
+            stop: the name of the model's attribute that ends the pass.
+            logs_of: returns the logs for the hooks after a batch, by its number.
+
+        Returns:
+            The number of batches, and how many of them had no rows.
+        """
+        model, begin, end, take = self._model, self._begin, self._end, self._take
+        advance = self._first_step
+        index, empty = -1, 0
+        with self:
+            batches = self.batches(self._step.mover.bring_each(iter(together)))
+            for group in in_groups(batches, model._fitkit.compilation.steps_per_execution):
+                has_rows = False
+                for index, batch in group:
+                    if batch is NoRows:
+                        empty += 1
+                        if take is not None:  # in the batches' order
+                            self.flush()
+                            take(batch)
+                        continue
+                    if begin and not has_rows:
+                        context.call_before_batch(begin, index, {})
+                    outputs = advance(batch, index)
+                    if take is not None and outputs is not HELD:
+                        take(outputs)
+                    if context.waiting:
+                        context.take_waiting()
+                    if index == empty:
+                        self._step.mover.transfer.undo_writes()
+                        if not self._has_one_batch:
+                            advance = self.step_after_first(batch)
+                    has_rows = True
+                if end and has_rows:
+                    self.flush_for_hooks()
+                    logs = LazyLogs(partial(logs_of, index))
+                    for hook in end:
+                        hook(index, logs)
+                if getattr(model, stop) and together.ends_here():
+                    break
+            self.flush()
+        return index + 1, empty
 
     def __enter__(self) -> EvaluationPlan:
         self._no_grad.__enter__()
