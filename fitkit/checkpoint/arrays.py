@@ -9,7 +9,8 @@ stored as unsigned integers, and complex numbers as pairs of floats in a last di
 from __future__ import annotations
 
 import os
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 import torch
@@ -55,6 +56,41 @@ def dtype_named(name: str) -> torch.dtype | None:
     """The dtype of that name; None where fitkit can't store it or this torch lacks it."""
     dtype = getattr(torch, name, None) if name in STORED_AS else None
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a document says of a tensor."""
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+
+
+def read_description(found: object, what: str) -> Described:
+    """What `describe_tensor` said.
+
+    Args:
+        what: which tensor it is, for messages.
+
+    Raises:
+        ValueError: no tensor that can be stored is like that.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"its document doesn't describe {what}")
+    name, shape = found.get("dtype"), found.get("shape")
+    dtype = dtype_named(name) if isinstance(name, str) else None
+    if dtype is None:
+        # Not damage, perhaps: a newer torch may know more dtypes than this one.
+        raise ValueError(f"the dtype {name!r} of {what} is unknown to this torch or fitkit")
+    if not is_shape(shape):
+        raise ValueError(f"{what} has an impossible shape in its document")
+    return tuple(shape), dtype
+
+
+def is_shape(found: object) -> TypeGuard[list[int]]:
+    """Whether what a document has can be the shape of a tensor, or a place in one."""
+    return (
+        isinstance(found, list)
+        and len(found) <= LARGEST_RANK
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in found)
+    )
 
 
 def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -256,6 +292,10 @@ class Numbering:
             self.arrays.append(tensor)
             self._numbers[identity] = number
         return number
+
+    def add_all(self, tensors: Mapping[str, object]) -> dict[str, int]:
+        """The number of each of these, by name."""
+        return {name: self.add(tensor) for name, tensor in tensors.items()}
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-import torch
-
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import Numbering
 from fitkit.checkpoint.codec import decode_state, encode_state
@@ -30,10 +28,10 @@ from fitkit.checkpoint.formats import (
     FORMATS,
     SUFFIXES,
     Arrays,
-    StoredWeights,
-    WeightSource,
+    OpenWeights,
     encode_weights,
     software,
+    weights_in,
 )
 from fitkit.checkpoint.sharded_folder import SUFFIX as FOLDER
 from fitkit.checkpoint.sharded_folder import is_folder_name, open_folder, save_folder
@@ -58,7 +56,7 @@ class Checkpoint:
     """
 
     path: str
-    weights: WeightSource
+    weights: OpenWeights
     state: dict[str, Any]
     software: Mapping[str, str]
 
@@ -85,11 +83,11 @@ def save_checkpoint(
     if is_folder_name(path):
         save_folder(path, state_dict, state, Solo())
         return
-    numbering = Numbering()
+    numbering, weights = Numbering(), collect_weights(state_dict)
     content = {
         "kind": _CHECKPOINT,
         "software": software(),
-        "weights": encode_weights(collect_weights(state_dict), numbering),
+        "weights": encode_weights(weights, numbering.add_all(weights.tensors)),
         "state": encode_state(state, numbering),
     }
     write_container(path, content, numbering.arrays)
@@ -135,7 +133,7 @@ def checkpoint_in(name: str, stored: Arrays) -> Checkpoint:
     found = stored.document.get("software")
     items = found.items() if isinstance(found, dict) else ()
     software = {key: value for key, value in items if isinstance(value, str)}
-    return Checkpoint(name, StoredWeights(name, stored), state, software)
+    return Checkpoint(name, weights_in(name, stored), state, software)
 
 
 def write_state(path: str | os.PathLike[str], kind: str, content: dict[str, Any]) -> None:
@@ -180,14 +178,10 @@ def _decode(name: str, stored: Arrays, kind: str) -> dict[str, Any]:
             f"{name} holds {str(found)[:40]!r}, not {kind!r}. Give the path of another file."
         )
 
-    def read(number: int) -> torch.Tensor:
-        place = stored.place_of(number)
-        if place is None:
-            raise ValueError("its state names tensors that it doesn't have")
-        return stored.read(place)
-
     with refusals(name):
-        state = decode_state(stored.document.get("state"), read)
+        state = decode_state(
+            stored.document.get("state"), lambda number: stored.read(stored.place_of(number))
+        )
         if type(state) is not dict:
             raise ValueError("its state isn't a dict")
     return state

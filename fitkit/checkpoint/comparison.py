@@ -16,7 +16,7 @@ import torch
 from fitkit.checkpoint.checkpoint_file import open_stored
 from fitkit.checkpoint.codec import decode_state
 from fitkit.checkpoint.container import refusals
-from fitkit.checkpoint.formats import StoredWeights, WeightSource, format_of
+from fitkit.checkpoint.formats import OpenWeights, open_weights, weights_in
 from fitkit.checkpoint.inspection import clean, holds_checkpoints
 
 if TYPE_CHECKING:
@@ -184,19 +184,15 @@ def _differences(facts: Facts, others: Facts) -> list[Difference]:
     ]
 
 
-def _opened(
-    path: str | os.PathLike[str], files: contextlib.ExitStack
-) -> tuple[WeightSource, Facts]:
+def _opened(path: str | os.PathLike[str], files: contextlib.ExitStack) -> tuple[OpenWeights, Facts]:
     """A file's weights, and what it says beside them."""
     name = os.fspath(path)
     if not holds_checkpoints(path):
-        return files.enter_context(format_of(path).open(path)), {}
+        return files.enter_context(open_weights(path)), {}
     stored = files.enter_context(open_stored(path))
 
     def read(number: int) -> torch.Tensor:
         place = stored.place_of(number)
-        if place is None:
-            raise ValueError("its state names tensors that it doesn't have")
         shape, _ = stored.describe(place)
         if math.prod(shape) > SMALL:
             return torch.empty(1)  # stands for what isn't read
@@ -209,7 +205,7 @@ def _opened(
         (part, key): _text(value)
         for part, key, value in _facts(stored.document.get("software"), state)
     }
-    return StoredWeights(name, stored), facts
+    return weights_in(name, stored), facts
 
 
 def _facts(software: Any, state: Any) -> Iterator[tuple[str, str, Any]]:
@@ -320,7 +316,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _weights(one: WeightSource, other: WeightSource) -> WeightDifference:
+def _weights(one: OpenWeights, other: OpenWeights) -> WeightDifference:
     """Compare tensors one by one."""
     mine, others = one.describe(), other.describe()
     shared = [n for n, (shape, _) in mine.items() if n in others and others[n][0] == shape]

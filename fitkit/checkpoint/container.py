@@ -23,12 +23,11 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import (
-    LARGEST_RANK,
     Described,
     StoredArrays,
-    dtype_name,
-    dtype_named,
+    describe_tensor,
     file_dtype,
+    read_description,
     storable,
     stored_shape,
     write_array,
@@ -153,9 +152,15 @@ class Reader:
     def __len__(self) -> int:
         return len(self._described)
 
-    def place_of(self, number: int) -> int | None:
-        """The place of what a state gives a number: the number itself; None where there is none."""
-        return number if self.has(number) else None
+    def place_of(self, number: int) -> int:
+        """The place of what a state gives a number: the number itself.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.has(number):
+            raise ValueError("its state names tensors that it doesn't have")
+        return number
 
     def has(self, place: object) -> bool:
         """Whether there is an array of that number."""
@@ -235,7 +240,7 @@ def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Describ
         _check_count(root, "/", 2)
         if h5a.get_num_attrs(root):
             raise ValueError("'/' has attributes, which fitkit never writes")
-        dataset = _open_numbers(root, "document", _BYTE, None, verified.size_bytes)
+        dataset = _open_numbers(root, "document", _BYTE, None, verified.state[0])
         (length,) = dataset.shape
         if length > LARGEST_DOCUMENT:
             raise ValueError(
@@ -249,7 +254,7 @@ def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Describ
             math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
             for shape, dtype in described
         )
-        if total > verified.size_bytes:
+        if total > verified.state[0]:
             raise ValueError(f"its arrays declare {total} bytes, more than the file has")
         arrays = _open_linked(root, "arrays")
         if not isinstance(arrays, h5g.GroupID):
@@ -258,7 +263,7 @@ def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Describ
         offsets = []
         for index, (shape, dtype) in enumerate(described):
             stored = file_dtype(dtype), stored_shape(dtype, shape)
-            dataset = _open_numbers(arrays, str(index), *stored, verified.size_bytes)
+            dataset = _open_numbers(arrays, str(index), *stored, verified.state[0])
             offsets.append(int(dataset.get_offset() or 0))
     return document, described, offsets
 
@@ -384,9 +389,7 @@ def encode_document(content: dict[str, Any], tensors: list[torch.Tensor]) -> byt
         ConfigurationError: `content` isn't plain data, or is too large.
     """
     check_plain_data(content, "document")
-    arrays = [
-        {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)} for tensor in tensors
-    ]
+    arrays = [describe_tensor(tensor) for tensor in tensors]
     # Escaped to ASCII, so that a lone surrogate in a string can be written too.
     text = json.dumps({"arrays": arrays, "content": content}, separators=(",", ":")).encode("ascii")
     if len(text) > LARGEST_DOCUMENT:
@@ -416,7 +419,8 @@ def decode_document(text: bytes) -> tuple[dict[str, Any], list[Described]]:
     arrays = document.get("arrays")
     if not isinstance(arrays, list):
         raise ValueError("its document doesn't describe the arrays")
-    return document["content"], [_description(index, item) for index, item in enumerate(arrays)]
+    described = [read_description(item, f"array {index}") for index, item in enumerate(arrays)]
+    return document["content"], described
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -425,20 +429,3 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) != len(pairs):
         raise ValueError("a name stands in it twice")
     return mapping
-
-
-def _description(index: int, item: object) -> Described:
-    if not isinstance(item, dict):
-        raise ValueError(f"its document doesn't describe array {index}")
-    name, shape = item.get("dtype"), item.get("shape")
-    dtype = dtype_named(name) if isinstance(name, str) else None
-    if dtype is None:
-        # Not damage, perhaps: a newer torch may know more dtypes than this one.
-        raise ValueError(f"the dtype {name!r} of array {index} is unknown to this torch or fitkit")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > LARGEST_RANK
-        or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
-    ):
-        raise ValueError(f"array {index} has an impossible shape in its document")
-    return tuple(shape), dtype

@@ -10,7 +10,7 @@ import contextlib
 import os
 import platform
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -24,7 +24,7 @@ from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import Described, Numbering
 from fitkit.checkpoint.container import read_container, refusals, write_container
 from fitkit.checkpoint.frozen import NOTHING_FROZEN, Frozen, add_note
-from fitkit.errors import ArgumentTypeError, CheckpointError
+from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, is_out_of_memory
 from fitkit.registry import Registry, unknown_name
 from fitkit.version import __version__
 
@@ -56,7 +56,10 @@ class Weights:
 
 
 class WeightSource(Protocol):
-    """An open and checked file of weights."""
+    """An open and checked file of weights, as the `open` of a format gives it.
+
+    What its methods raise reaches users as a CheckpointError with the file's name.
+    """
 
     @property
     def foreign(self) -> bool:
@@ -79,8 +82,7 @@ class WeightSource(Protocol):
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype; several threads may.
 
-        Raises:
-            CheckpointError: it can't be read; the tensor may have some of its numbers.
+        After an error, the tensor may have some of its numbers.
         """
 
 
@@ -91,7 +93,7 @@ class WeightFormat(Protocol):
         """Write a file, whole or not at all."""
 
     def open(self, path: str | os.PathLike[str]) -> AbstractContextManager[WeightSource]:
-        """Open a file after checking it; CheckpointError where it can't be trusted."""
+        """Open a file after checking it."""
 
 
 FORMATS: Registry[WeightFormat] = Registry("suffix")
@@ -117,6 +119,144 @@ def format_of(path: str | os.PathLike[str]) -> WeightFormat:
     return FORMATS[suffix]
 
 
+class TensorReader(Protocol):
+    """What reads the tensors of an open file by their places, which each format chooses."""
+
+    def read(self, place: Any) -> torch.Tensor:
+        """What is at a place, as a tensor of its own on the CPU."""
+
+    def read_into(self, place: Any, tensor: torch.Tensor) -> None:
+        """Copy what is at a place into a tensor of its shape and dtype."""
+
+
+class OpenWeights:
+    """The weights in an open file of any format.
+
+    Args:
+        path: what the file is called in messages.
+        reader: reads a tensor by its place.
+        places: where each tensor is, by name; tied names have one place.
+        described: the shape and dtype of each tensor, by name.
+
+    Attributes:
+        extra: the entries of the state dict that aren't tensors.
+        versions: the version of each submodule's state, by the submodule's name.
+        frozen: the parameters that are left out on purpose.
+        foreign: whether other programs write such files too.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        reader: TensorReader,
+        places: Mapping[str, Any],
+        described: Mapping[str, Described],
+        *,
+        extra: Mapping[str, Any],
+        versions: Mapping[str, int],
+        frozen: Frozen = NOTHING_FROZEN,
+        foreign: bool = False,
+    ) -> None:
+        self.extra = extra
+        self.versions = versions
+        self.frozen = frozen
+        self.foreign = foreign
+        self._path = path
+        self._reader = reader
+        self._places = places
+        self._described = described
+        self._used: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
+
+    def describe(self) -> dict[str, Described]:
+        """The shape and dtype of each tensor, by name; reads none of them."""
+        return dict(self._described)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
+        place = self._places[name]
+        tensor = self._used.get(place)
+        if tensor is None:
+            with _naming(self._path):
+                tensor = self._used[place] = self._reader.read(place)
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        with _naming(self._path):
+            self._reader.read_into(self._places[name], tensor)
+
+    def content(self, names: Collection[str]) -> Weights:
+        """What the file has under these names, in main memory."""
+        extra = {name: self.extra[name] for name in names if name in self.extra}
+        tensors = {name: self.read(name) for name in names if name not in extra}
+        return Weights(tensors, extra, self.versions, self.frozen)
+
+    def without_prefix(self, prefix: str) -> OpenWeights:
+        """The same weights under names without what all of them begin with."""
+
+        def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
+            return {name[len(prefix) :]: value for name, value in mapping.items()}
+
+        # A submodule's name has no dot at its end; the wrapper itself has no place here.
+        versions = {f"{name}.": version for name, version in self.versions.items()}
+        inside = {name: v for name, v in versions.items() if name.startswith(prefix)}
+        return OpenWeights(
+            self._path,
+            self._reader,
+            renamed(self._places),
+            renamed(self._described),
+            extra=renamed(self.extra),
+            versions={name[:-1]: version for name, version in renamed(inside).items()},
+            frozen=Frozen(renamed(self.frozen.dtypes), self.frozen.digest),
+            foreign=True,
+        )
+
+
+@contextlib.contextmanager
+def open_weights(path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
+    """The weights in a file, which its format has checked.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigurationError: there is no format of that name.
+        CheckpointError: the file can't be read, whatever its format raised.
+    """
+    name, chosen = os.fspath(path), format_of(path)
+    with contextlib.ExitStack() as stack:
+        with _naming(name):
+            source = stack.enter_context(chosen.open(path))
+            if not isinstance(source, OpenWeights):  # of a format that a user has added
+                described = source.describe()
+                source = OpenWeights(
+                    name,
+                    source,
+                    {tensor: tensor for tensor in described},
+                    described,
+                    extra=source.extra,
+                    versions=source.versions,
+                    frozen=getattr(source, "frozen", NOTHING_FROZEN),
+                    foreign=source.foreign,
+                )
+        yield source
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Turn what a format raises, which may be anything, into an error that names the file."""
+    try:
+        yield
+    except (FitkitError, FileNotFoundError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{path} can't be read: its format, {PurePath(path).suffix}, failed "
+            f"({type(error).__name__}: {error}). The file is damaged or isn't of that format. Use "
+            "another copy."
+        ) from error
+
+
 #: How the names of our HDF5 files end.
 SUFFIXES = (".h5", ".hdf5")
 
@@ -130,15 +270,15 @@ class HDF5:
         content = {
             "kind": "weights",
             "software": software(),
-            "weights": encode_weights(weights, numbering),
+            "weights": encode_weights(weights, numbering.add_all(weights.tensors)),
         }
         write_container(path, content, numbering.arrays)
 
     @contextlib.contextmanager
-    def open(self, path: str | os.PathLike[str]) -> Iterator[StoredWeights]:
+    def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
         """The weights in a checked file."""
         with read_container(path) as reader:
-            yield StoredWeights(os.fspath(path), reader)
+            yield weights_in(os.fspath(path), reader)
 
 
 def software() -> dict[str, str]:
@@ -151,17 +291,17 @@ def software() -> dict[str, str]:
     }
 
 
-def encode_weights(weights: Weights, numbering: Numbering) -> dict[str, Any]:
-    """The part of a document that describes `weights`, whose tensors get numbers."""
+def encode_weights(weights: Weights, places: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a document that describes weights, whose tensors are at these places."""
     return {
-        "tensors": {name: numbering.add(tensor) for name, tensor in weights.tensors.items()},
+        "tensors": dict(places),
         "extra": dict(weights.extra),
         "versions": dict(weights.versions),
         **({"frozen": weights.frozen.as_data()} if weights.frozen.dtypes else {}),
     }
 
 
-class Arrays(Protocol):
+class Arrays(TensorReader, Protocol):
     """An open and checked file or folder of fitkit's: its document, and tensors by place."""
 
     @property
@@ -173,7 +313,7 @@ class Arrays(Protocol):
         """The digest of all of it, in hexadecimal digits."""
 
     def place_of(self, number: int) -> Any:
-        """The place of what a state gives a number; None where there is none."""
+        """The place of what a state gives a number; ValueError where there is none."""
 
     def has(self, place: object) -> bool:
         """Whether there is such a place."""
@@ -181,61 +321,32 @@ class Arrays(Protocol):
     def describe(self, place: Any) -> Described:
         """The shape and dtype of what is at a place; reads nothing."""
 
-    def read(self, place: Any) -> torch.Tensor:
-        """What is at a place, as a tensor of its own on the CPU."""
 
-    def read_into(self, place: Any, tensor: torch.Tensor) -> None:
-        """Copy what is at a place into a tensor of its shape and dtype."""
-
-
-class StoredWeights:
+def weights_in(path: str, arrays: Arrays) -> OpenWeights:
     """The weights in an open file or folder of fitkit's.
 
-    Attributes:
-        extra: the entries of the state dict that aren't tensors.
-        versions: the version of each submodule's state, by the submodule's name.
-        frozen: the parameters that are left out on purpose.
-        foreign: whether other programs write such files too.
+    Raises:
+        CheckpointError: it has none, or they aren't as fitkit writes them.
     """
-
-    foreign = False
-
-    def __init__(self, path: str, arrays: Arrays) -> None:
-        part = arrays.document.get("weights")
-        if not isinstance(part, dict):
-            raise CheckpointError(
-                f"{path} has no weights in it: it holds {arrays.document.get('kind')!r}. "
-                "Give the path of a file of weights or of a checkpoint."
-            )
-        with refusals(path):
-            self.extra: Mapping[str, Any] = _mapping(part, "extra")
-            self.versions: Mapping[str, int] = _mapping(part, "versions")
-            self.frozen: Frozen = Frozen.from_data(part.get("frozen"))
-            self._places = _mapping(part, "tensors")
-            if not all(type(version) is int for version in self.versions.values()):
-                raise ValueError("its versions aren't numbers")
-            if not all(map(arrays.has, self._places.values())):
-                raise ValueError("it names tensors that it doesn't have")
-            if self.extra.keys() & self._places.keys():
-                raise ValueError("one name stands for a tensor and for other data")
-        self._arrays = arrays
-        self._used: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
-
-    def describe(self) -> dict[str, Described]:
-        """The shape and dtype of each tensor, by name; reads none of them."""
-        return {name: self._arrays.describe(place) for name, place in self._places.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
-        place = self._places[name]
-        tensor = self._used.get(place)
-        if tensor is None:
-            tensor = self._used[place] = self._arrays.read(place)
-        return tensor
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the tensor of that name into one of its shape and dtype."""
-        self._arrays.read_into(self._places[name], tensor)
+    part = arrays.document.get("weights")
+    if not isinstance(part, dict):
+        raise CheckpointError(
+            f"{path} has no weights in it: it holds {arrays.document.get('kind')!r}. "
+            "Give the path of a file of weights or of a checkpoint."
+        )
+    with refusals(path):
+        extra, versions, places = (_mapping(part, key) for key in ("extra", "versions", "tensors"))
+        frozen = Frozen.from_data(part.get("frozen"))
+        if not all(type(version) is int for version in versions.values()):
+            raise ValueError("its versions aren't numbers")
+        if not all(map(arrays.has, places.values())):
+            raise ValueError("it names tensors that it doesn't have")
+        if extra.keys() & places.keys():
+            raise ValueError("one name stands for a tensor and for other data")
+    described = {name: arrays.describe(place) for name, place in places.items()}
+    return OpenWeights(
+        path, arrays, places, described, extra=extra, versions=versions, frozen=frozen
+    )
 
 
 def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:

@@ -96,13 +96,6 @@ class Frozen:
 NOTHING_FROZEN = Frozen({}, "")
 
 
-def frozen_in(source: object) -> Frozen:
-    """What an open file leaves out on purpose; nothing in a format that doesn't say."""
-    found = getattr(source, "frozen", NOTHING_FROZEN)
-    assert isinstance(found, Frozen)
-    return found
-
-
 def _feed(digest: Any, name: str, tensor: torch.Tensor) -> None:
     """Let a digest have a tensor's name, dtype, shape and numbers."""
     tensor = tensor.detach()

@@ -27,8 +27,6 @@ FORMAT_VERSION = 1
 _MAGIC = b"fitkit file "
 _VERSION = re.compile(rb"fitkit file ([1-9][0-9]{0,8})\n")
 _HEADER = re.compile(rb"fitkit file 1\nbody ([0-9]{20})\nxxh3-128 ([0-9a-f]{32})\n\0*")
-# How files began that were written before the first release.
-_FORMER_MAGIC = b"fitkit container "
 _BLOCK_BYTES = 1 << 20
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -40,13 +38,11 @@ class Verified:
     Attributes:
         file: the file, unbuffered. Whatever takes its name meanwhile, this is what was checked.
         digest: the digest that its header states, in hexadecimal digits.
-        size_bytes: the size of all of it.
-        state: its `state_of` before it was checked.
+        state: its `state_of` before it was checked; the first of it is its size in bytes.
     """
 
     file: BinaryIO
     digest: str
-    size_bytes: int
     state: tuple[int, int]
 
 
@@ -117,8 +113,6 @@ def open_verified(path: str | os.PathLike[str]) -> Iterator[Verified]:
 
 def _verify(name: str, file: BinaryIO) -> Verified:
     header = file.read(HEADER_SIZE)
-    if header.startswith(_FORMER_MAGIC):
-        raise former(name)
     if not header.startswith(_MAGIC):
         raise CheckpointError(_foreign(name, header, file.read(len(_HDF5_SIGNATURE))))
     found = _VERSION.match(header)
@@ -141,15 +135,7 @@ def _verify(name: str, file: BinaryIO) -> Verified:
     digest = fields[2].decode("ascii")
     if digest_of(file, HEADER_SIZE) != digest:
         raise damaged(name, "its content doesn't match its digest, so it was changed")
-    return Verified(file, digest, size_bytes, state)
-
-
-def former(name: str) -> CheckpointError:
-    """The error for a file in a format that was left before the first release."""
-    return CheckpointError(
-        f"{name} can't be read: it was made by a version of fitkit before 0.1. Save it again with "
-        "this one."
-    )
+    return Verified(file, digest, state)
 
 
 def damaged(name: str, what: str) -> CheckpointError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import describe
 from fitkit.checkpoint import remote
@@ -14,14 +14,14 @@ from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_c
 from fitkit.checkpoint.formats import (
     SUFFIXES,
     Arrays,
-    StoredWeights,
-    Weights,
-    WeightSource,
+    OpenWeights,
     format_of,
+    open_weights,
+    weights_in,
 )
-from fitkit.checkpoint.frozen import frozen_in
 from fitkit.checkpoint.header import FORMAT_VERSION
 from fitkit.checkpoint.sharded_folder import is_folder_name
+from fitkit.checkpoint.weights import save_weights
 from fitkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
 
     name = os.fspath(path)
     if not holds_checkpoints(path):
-        with format_of(path).open(path) as source:
+        with open_weights(path) as source:
             size = _size(remote.size(name) if remote.is_url(name) else os.path.getsize(path))
             yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
             yield from _weights(source)
@@ -73,7 +73,7 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
         }
         yield _heading(name, {key: str(fact) for key, fact in facts.items()})
         if "weights" in document:
-            yield from _weights(StoredWeights(name, stored))
+            yield from _weights(weights_in(name, stored))
         if "state" in document:
             tree = Tree("state")
             _grow(tree, document["state"], stored, 0)
@@ -96,7 +96,7 @@ def _heading(name: str, facts: Mapping[str, str]) -> RenderableType:
     return table
 
 
-def _weights(source: WeightSource) -> Iterator[RenderableType]:
+def _weights(source: OpenWeights) -> Iterator[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
@@ -116,10 +116,9 @@ def _weights(source: WeightSource) -> Iterator[RenderableType]:
         table.add_row(Text(clean(name)), "", "extra state", Text(describe(value)))
     yield table
     yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
-    frozen = frozen_in(source)
-    if frozen.dtypes:
-        left_out = f"without {len(frozen.dtypes)} frozen parameters, whose digest is "
-        yield Text(left_out + clean(frozen.digest))
+    if source.frozen.dtypes:
+        left_out = f"without {len(source.frozen.dtypes)} frozen parameters, whose digest is "
+        yield Text(left_out + clean(source.frozen.digest))
 
 
 def _grow(tree: Tree, encoded: object, stored: Arrays, level: int) -> None:
@@ -211,22 +210,23 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
             the other format can't hold.
         CheckpointError: the source is damaged, or the target can't be written.
     """
-    to, read = format_of(target), format_of(source)
+    format_of(target)  # refused before the source is read
+    format_of(source)
     if os.path.realpath(source) == os.path.realpath(target):
         raise ConfigurationError(
             f"{os.fspath(source)} can't be converted into itself. Give the target another name."
         )
     if not (holds_checkpoints(target) and holds_checkpoints(source)):
-        with read.open(source) as weights:
-            to.write(target, _weights_to_convert(weights))
+        with open_weights(source) as weights:
+            save_weights(target, _state_dict(weights))
         return "weights"
     name = os.fspath(source)
     with open_stored(source) as stored:
         if stored.document.get("kind") == "weights":
-            to.write(target, _weights_to_convert(StoredWeights(name, stored)))
+            save_weights(target, _state_dict(weights_in(name, stored)))
             return "weights"
         found = checkpoint_in(name, stored)
-        save_checkpoint(target, _weights_to_convert(found.weights).state_dict(), found.state)
+        save_checkpoint(target, _state_dict(found.weights), found.state)
         return "checkpoint"
 
 
@@ -234,6 +234,5 @@ def holds_checkpoints(path: str | os.PathLike[str]) -> bool:
     return is_folder_name(path) or PurePath(path).suffix.lower() in SUFFIXES
 
 
-def _weights_to_convert(source: WeightSource) -> Weights:
-    tensors = {name: source.read(name) for name in source.describe()}
-    return Weights(tensors, source.extra, source.versions, frozen_in(source))
+def _state_dict(source: OpenWeights) -> Mapping[str, Any]:
+    return source.content([*source.describe(), *source.extra]).state_dict()

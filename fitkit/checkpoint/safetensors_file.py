@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -30,9 +29,9 @@ from fitkit.checkpoint.arrays import (
     write_array,
 )
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
-from fitkit.checkpoint.formats import FORMATS, Weights
+from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights
 from fitkit.checkpoint.frozen import Frozen
-from fitkit.checkpoint.header import damaged, digest_of, former, open_file, unreadable
+from fitkit.checkpoint.header import damaged, digest_of, open_file, unreadable
 from fitkit.checkpoint.remote import downloaded, is_url
 from fitkit.errors import ConfigurationError
 
@@ -61,8 +60,6 @@ _VERSIONS = "fitkit.versions"
 _FROZEN = "fitkit.frozen"
 _DIGEST = "fitkit.xxh3-128"
 _NO_DIGEST = "0" * 32
-# What files have instead that were written before the first release.
-_FORMER_DIGESTS = ("fitkit.sums", "fitkit.sha256")
 
 
 class SafeTensors:
@@ -73,22 +70,20 @@ class SafeTensors:
         write_tensors(path, weights, {})
 
     @contextlib.contextmanager
-    def open(self, path: str | os.PathLike[str]) -> Iterator[SafeTensorsWeights]:
+    def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
         """The weights in a checked file."""
         name = os.fspath(path)
-        with contextlib.ExitStack() as stack:
-            if is_url(path):
-                path = stack.enter_context(downloaded(name))
-            while True:
-                file = stack.enter_context(open_file(path))
-                with unreadable(name):
-                    header = _read_header(name, path, file)
-                # Of another file, where one was renamed to the path meanwhile.
-                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    break
-            with unreadable(name):
-                weights = SafeTensorsWeights(name, file, *header)
-            yield weights
+        with open_tensors(path) as file:
+            yield OpenWeights(
+                name,
+                file,
+                {**{tensor: tensor for tensor in file.described}, **file.aliases},
+                {**file.described, **{n: file.described[kept] for n, kept in file.aliases.items()}},
+                extra={},
+                versions=_versions(name, file.metadata),
+                frozen=_frozen(name, file.metadata),
+                foreign=True,
+            )
 
 
 def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping[str, str]) -> str:
@@ -183,20 +178,39 @@ def _read_header(
         raise damaged(name, f"it is no .safetensors file ({error})") from error
 
 
-class SafeTensorsWeights:
-    """The weights in an open file whose header, and digest if it has one, are right.
+@contextlib.contextmanager
+def open_tensors(path: str | os.PathLike[str]) -> Iterator[SafeTensorsFile]:
+    """Open a file after checking its header, and its digest if it has one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it can't be read, is none of the format, or was changed.
+    """
+    name = os.fspath(path)
+    with contextlib.ExitStack() as stack:
+        if is_url(path):
+            path = stack.enter_context(downloaded(name))
+        while True:
+            file = stack.enter_context(open_file(path))
+            with unreadable(name):
+                header = _read_header(name, path, file)
+            # Of another file, where one was renamed to the path meanwhile.
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                break
+        with unreadable(name):
+            found = SafeTensorsFile(name, file, *header)
+        yield found
+
+
+class SafeTensorsFile:
+    """An open file whose header, and digest if it has one, are right; its tensors by their names.
 
     Attributes:
-        extra: nothing.
-        versions: the version of each submodule's state, where fitkit wrote the file.
-        frozen: the parameters that are left out on purpose, where fitkit wrote the file.
         metadata: the texts that the file has beside its tensors.
-        digest: that of a file that we wrote, which was checked; None for others.
+        described: the shape and dtype of each tensor, by name.
         aliases: further names of tensors, each with the one that its numbers are stored under.
-        foreign: other programs write such files too.
+        digest: that of a file that we wrote, which was checked; None for others.
     """
-
-    foreign = True
 
     def __init__(
         self,
@@ -208,46 +222,34 @@ class SafeTensorsWeights:
     ) -> None:
         state = state_of(file)
         self.metadata = metadata
-        self._entries: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-        begin = 8 + len(text)
+        self.described: dict[str, Described] = {}
+        self._offsets: dict[str, int] = {}
+        end = 8 + len(text)
         for name, (kind, shape) in listed.items():
             dtype = _DTYPES.get(kind)
             if dtype is None or len(shape) > LARGEST_RANK:
                 raise damaged(path, f"{name!r} is of {kind} {shape}, unknown here")
-            self._entries[name] = begin, shape, dtype
-            begin += math.prod(shape) * dtype.itemsize
-        self.digest: str | None = _checked_digest(path, self.metadata, text, file)
-        self.versions: dict[str, int] = _versions(path, self.metadata)
-        self.frozen: Frozen = _frozen(path, self.metadata)
-        self.extra: Mapping[str, Any] = {}
+            self.described[name] = shape, dtype
+            self._offsets[name] = end
+            end += math.prod(shape) * dtype.itemsize
+        self.digest: str | None = _checked_digest(path, metadata, text, file)
         self.aliases: dict[str, str] = {
             name: kept
-            for name, kept in self.metadata.items()
+            for name, kept in metadata.items()
             if name not in listed and name != "format" and kept in listed
         }
-        for name, kept in self.aliases.items():
-            self._entries[name] = self._entries[kept]
         self._path = path
         self._arrays = StoredArrays(file, state)
-        self._used: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-
-    def describe(self) -> dict[str, Described]:
-        """The shape and dtype of each tensor, by name."""
-        return {name: (shape, dtype) for name, (_, shape, dtype) in self._entries.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
-        entry = self._entries[name]
-        tensor = self._used.get(id(entry))
-        if tensor is None:
-            with unreadable(self._path):
-                tensor = self._used[id(entry)] = self._arrays.read(*entry)
-        return tensor
+        """A tensor of its own on the CPU."""
+        with unreadable(self._path):
+            return self._arrays.read(self._offsets[name], *self.described[name])
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype."""
         with unreadable(self._path):
-            self._arrays.read_into(self._entries[name][0], tensor)
+            self._arrays.read_into(self._offsets[name], tensor)
 
 
 def _checked_digest(
@@ -260,8 +262,6 @@ def _checked_digest(
     if not any(key.startswith(_OURS) for key in metadata):
         return None
     stated = metadata.get(_DIGEST, "")
-    if not stated and any(key in metadata for key in _FORMER_DIGESTS):
-        raise former(path)
     blank = text.replace(stated.encode("ascii", "replace"), _NO_DIGEST.encode("ascii"), 1)
     before = len(text).to_bytes(8, "little") + blank
     if len(stated) != len(_NO_DIGEST) or digest_of(file, len(before), before) != stated:

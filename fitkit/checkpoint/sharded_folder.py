@@ -31,23 +31,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from fitkit.checkpoint.arrays import (
-    LARGEST_RANK,
     Described,
     Numbering,
-    dtype_name,
-    dtype_named,
+    describe_tensor,
+    is_shape,
+    read_description,
     storable,
 )
 from fitkit.checkpoint.codec import encode_state
 from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
 from fitkit.checkpoint.folders import INDEX, SHARD, UnfinishedFolder
-from fitkit.checkpoint.formats import FORMATS, StoredWeights, Weights, software
+from fitkit.checkpoint.formats import (
+    FORMATS,
+    OpenWeights,
+    Weights,
+    encode_weights,
+    software,
+    weights_in,
+)
 from fitkit.checkpoint.header import damaged
 from fitkit.checkpoint.remote import refuse_url
 from fitkit.checkpoint.safetensors_file import (
-    SafeTensors,
-    SafeTensorsWeights,
+    SafeTensorsFile,
     has_dtype,
+    open_tensors,
     write_tensors,
 )
 from fitkit.checkpoint.weights import collect_weights
@@ -86,10 +93,10 @@ class ShardedFolder:
         save_folder(path, weights.state_dict(), None, Solo())
 
     @contextlib.contextmanager
-    def open(self, path: str | os.PathLike[str]) -> Iterator[StoredWeights]:
+    def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
         """The weights in a checked folder."""
         with open_folder(path) as folder:
-            yield StoredWeights(os.fspath(path), folder)
+            yield weights_in(os.fspath(path), folder)
 
 
 # ---------------------------------------------------------------------- writing
@@ -199,22 +206,13 @@ class Content:
             else self._numbering.array(self._weights.tensors[name])
             for name in self._names
         }
-        frozen = self._weights.frozen
         content: dict[str, Any] = {
             "kind": "weights" if self._state is None else "checkpoint",
             "software": software(),
-            "weights": {
-                "tensors": places,
-                "extra": dict(self._weights.extra),
-                "versions": dict(self._weights.versions),
-                **({"frozen": frozen.as_data()} if frozen.dtypes else {}),
-            },
+            "weights": encode_weights(self._weights, places),
             "numbers": self._numbering.places,
             "files": {},
-            "shards": {
-                key: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
-                for key, tensor in tensors.items()
-            },
+            "shards": {key: describe_tensor(tensor) for key, tensor in tensors.items()},
         }
         if self._state is not None:
             content["state"] = self._state
@@ -445,11 +443,11 @@ class Folder:
                 if not SHARD.fullmatch(file) or not isinstance(digest, str):
                     raise ValueError("it names files that fitkit never writes")
             described = _dict(self.document.get("shards"))
-        self._shards: dict[str, SafeTensorsWeights] = {}
+        self._shards: dict[str, SafeTensorsFile] = {}
         for file, digest in self.files.items():
             if not (folder / file).is_file():
                 raise damaged(name, f"{file} is missing")
-            shard = stack.enter_context(SafeTensors().open(folder / file))
+            shard = stack.enter_context(open_tensors(folder / file))
             if shard.digest != digest:
                 raise damaged(name, f"{file} belongs to another save")
             self._shards[file] = shard
@@ -468,7 +466,7 @@ class Folder:
                 raise ValueError("two numbers stand for the same tensor")
             self._numbers = numbers
 
-    def _note_chunks(self, name: str, shard: SafeTensorsWeights) -> None:
+    def _note_chunks(self, name: str, shard: SafeTensorsFile) -> None:
         """Add a shard's chunks to those of the tensors that they are of."""
         if shard.aliases:  # each name would be read into memory of its own
             raise ValueError(f"{name} has one chunk under several names")
@@ -476,15 +474,18 @@ class Folder:
             places = _dict(json.loads(shard.metadata.get(SHARDING, "")))
         except (ValueError, RecursionError):
             raise ValueError(f"{name} doesn't say where its chunks are") from None
-        for key, (sizes, dtype) in shard.describe().items():
-            begin = _counts(_dict(places.get(key)).get("saved_offsets"))
-            if key not in self._chunks or len(begin) != len(sizes):
+        for key, (sizes, dtype) in shard.described.items():
+            begin = _dict(places.get(key)).get("saved_offsets")
+            if key not in self._chunks or not is_shape(begin) or len(begin) != len(sizes):
                 raise ValueError(f"{name} doesn't say where its chunk of {key!r} is")
-            self._chunks[key].append(Chunk(name, begin, sizes, dtype))
+            self._chunks[key].append(Chunk(name, tuple(begin), sizes, dtype))
 
-    def place_of(self, number: int) -> int | str | None:
-        """The place of what a state gives a number; None where there is none."""
-        return self._numbers[number] if 0 <= number < len(self._numbers) else None
+    def place_of(self, number: int) -> int | str:
+        """The place of what a state gives a number; ValueError where there is none."""
+        if not 0 <= number < len(self._numbers):
+            raise ValueError("its state names tensors that it doesn't have")
+        place: int | str = self._numbers[number]
+        return place
 
     def has(self, place: object) -> bool:
         """Whether there is such a place."""
@@ -516,13 +517,9 @@ class Folder:
 
 def _checked_whole(key: str, entry: object, chunks: list[Chunk]) -> Described:
     """The shape and dtype of a tensor; ValueError where its chunks aren't its whole."""
-    described = _dict(entry)
-    shape, name = _counts(described.get("shape")), described.get("dtype")
-    dtype = dtype_named(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise ValueError(f"the dtype {name!r} of {key!r} is unknown to this torch or fitkit")
+    shape, dtype = read_description(entry, repr(key))
     if math.prod(size or 1 for size in shape) >= 1 << 63:
-        raise ValueError("its index has an impossible shape")
+        raise ValueError(f"{key!r} has an impossible shape in its document")
     alike = all(chunk.dtype == dtype and len(chunk.sizes) == len(shape) for chunk in chunks)
     if not alike or not _make_up(shape, chunks):
         raise ValueError(f"the chunks of {key!r} don't make it up")
@@ -555,16 +552,6 @@ def _dict(found: object) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("its index isn't as fitkit writes it")
     return found
-
-
-def _counts(found: object) -> tuple[int, ...]:
-    if (
-        not isinstance(found, list)
-        or len(found) > LARGEST_RANK
-        or not all(type(size) is int and 0 <= size < 1 << 63 for size in found)
-    ):
-        raise ValueError("its index has an impossible shape")
-    return tuple(found)
 
 
 FORMATS.add(SUFFIX, ShardedFolder())

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fitkit.checkpoint.arrays import Described, state_of, storable
+from fitkit.checkpoint.arrays import state_of, storable
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
-from fitkit.checkpoint.formats import FORMATS, Weights
-from fitkit.checkpoint.frozen import Frozen, noted
+from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights
+from fitkit.checkpoint.frozen import noted
 from fitkit.checkpoint.header import damaged, open_file, unreadable
 from fitkit.errors import CheckpointError, ConfigurationError
 
@@ -51,7 +51,7 @@ class TorchFile:
             interrupts.deliver()
 
     @contextlib.contextmanager
-    def open(self, path: str | os.PathLike[str]) -> Iterator[TorchFileWeights]:
+    def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
         """The weights in a file whose checksums are right."""
         name = os.fspath(path)
         # Opened once, so that torch reads what was checked; and read, not mapped: where another
@@ -67,7 +67,7 @@ class TorchFile:
                     content = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
                 if state_of(file) != state:
                     raise damaged(name, "it was written to while it was read")
-                weights = TorchFileWeights(name, content, state[0])
+                weights = _weights_in(name, content, state[0])
             except CheckpointError:
                 raise
             except Exception as error:
@@ -172,38 +172,11 @@ def _check_archive(name: str, file: BinaryIO) -> None:
         raise damaged(name, f"the checksum of its part {wrong!r} is wrong")
 
 
-class TorchFileWeights:
-    """The weights that a file had.
+class _InMemory:
+    """Tensors that were read already, by their names."""
 
-    Attributes:
-        extra: the entries of the state dict that aren't tensors.
-        versions: the version of each submodule's state, by the submodule's name.
-        frozen: the parameters that are left out on purpose, where fitkit wrote the file.
-        foreign: other programs write such files too.
-    """
-
-    foreign = True
-
-    def __init__(self, path: str, content: object, file_bytes: int) -> None:
-        state, metadata = _state_dict(path, content)
-        self.extra: dict[str, Any] = {
-            name: value for name, value in state.items() if not isinstance(value, torch.Tensor)
-        }
-        self.versions: dict[str, int] = _versions(metadata)
-        try:
-            self.frozen: Frozen = noted(metadata)
-        except ValueError as error:
-            raise CheckpointError(f"{path} is refused: {error}.") from None
-        self._tensors = {
-            name: _plain(path, name, value)
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-        _check_sizes(path, self._tensors, file_bytes)
-
-    def describe(self) -> dict[str, Described]:
-        """The shape and dtype of each tensor, by name."""
-        return {name: (tuple(item.shape), item.dtype) for name, item in self._tensors.items()}
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that name, on the CPU."""
@@ -213,6 +186,31 @@ class TorchFileWeights:
         """Copy the tensor of that name into one of its shape and dtype."""
         with torch.no_grad():
             tensor.copy_(self._tensors[name])
+
+
+def _weights_in(path: str, content: object, file_bytes: int) -> OpenWeights:
+    """The weights that a file had."""
+    state, metadata = _state_dict(path, content)
+    try:
+        frozen = noted(metadata)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is refused: {error}.") from None
+    tensors = {
+        name: _plain(path, name, value)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    _check_sizes(path, tensors, file_bytes)
+    return OpenWeights(
+        path,
+        _InMemory(tensors),
+        {name: name for name in tensors},
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+        extra={name: value for name, value in state.items() if name not in tensors},
+        versions=_versions(metadata),
+        frozen=frozen,
+        foreign=True,
+    )
 
 
 def _state_dict(path: str, content: object) -> tuple[dict[str, Any], object]:

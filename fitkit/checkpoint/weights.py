@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit.arguments import check_flag, describe
-from fitkit.checkpoint.arrays import Described, dtype_name, storable, takes_bytes
+from fitkit.checkpoint.arrays import dtype_name, storable, takes_bytes
 from fitkit.checkpoint.container import check_plain_data
-from fitkit.checkpoint.formats import Weights, WeightSource, format_of
-from fitkit.checkpoint.frozen import Frozen, frozen_in, noted
+from fitkit.checkpoint.formats import OpenWeights, Weights, format_of, open_weights
+from fitkit.checkpoint.frozen import noted
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 
@@ -107,7 +107,7 @@ class Matching:
         return f"{path}: the module keeps its own values{listing('for', lines)}"
 
 
-def compare(source: WeightSource, expected: Mapping[str, Any]) -> Matching:
+def compare(source: OpenWeights, expected: Mapping[str, Any]) -> Matching:
     """Compare an open file with a module's state dict; reads no tensor."""
     found = source.describe()
     names = found.keys() | source.extra.keys()
@@ -122,7 +122,7 @@ def compare(source: WeightSource, expected: Mapping[str, Any]) -> Matching:
         mismatched=mismatched,
         missing=missing,
         unexpected=tuple(name for name in (*found, *source.extra) if name not in expected),
-        lost=tuple(name for name in missing if name not in frozen_in(source).dtypes),
+        lost=tuple(name for name in missing if name not in source.frozen.dtypes),
     )
 
 
@@ -281,9 +281,8 @@ def load_weights(
     """
     check_flag("strict", strict)
     check_flag("skip_mismatch", skip_mismatch)
-    file_format = format_of(path)
     _check_module(module)
-    with file_format.open(path) as source:
+    with open_weights(path) as source:
         return fitting_weights(
             source, os.fspath(path), module, strict=strict, skip_mismatch=skip_mismatch
         ).assign()
@@ -300,7 +299,7 @@ class FittingWeights:
     outcome: LoadedWeights
     _path: str
     _module: torch.nn.Module
-    _source: WeightSource
+    _source: OpenWeights
     _held: OrderedDict[str, Any]
     _waiting: Mapping[str, torch.dtype]  # what is still in the file
 
@@ -320,7 +319,7 @@ class FittingWeights:
             targets = plain_targets(self._module)  # the module may have been converted since
             filled = {name: targets[name] for name in self._waiting if name in targets}
             others = [name for name in self._waiting if name not in filled]
-            state.update(_held(self._source, others))
+            state.update(self._source.content(others).state_dict())
             _fill(self._source, filled, self._waiting)
             # A tensor that is copied into itself stays as it is.
             state.update(filled)
@@ -329,7 +328,7 @@ class FittingWeights:
 
 
 def fitting_weights(
-    source: WeightSource,
+    source: OpenWeights,
     path: str,
     module: torch.nn.Module,
     *,
@@ -355,7 +354,7 @@ def fitting_weights(
         source = without_wrapper(source, expected, path)
     comparison = compare(source, expected)
     comparison.check(path, module, strict=strict, skip_mismatch=skip_mismatch)
-    frozen = frozen_in(source)
+    frozen = source.frozen
     if frozen.dtypes and (reason := frozen.differs(expected)):
         problem = f"{path} was saved beside another base: {reason}."
         if same_base:
@@ -365,7 +364,7 @@ def fitting_weights(
             )
         warn(f"{problem} What it has was loaded; the rest of the module stays as it is.")
     waiting = _waiting(source, comparison, module)
-    held = _held(source, [name for name in comparison.fitting if name not in waiting])
+    held = source.content([n for n in comparison.fitting if n not in waiting]).state_dict()
     if comparison.mismatched:
         warn(comparison.describe_skipped(path))
     return FittingWeights(comparison.outcome(), path, module, source, held, waiting)
@@ -390,7 +389,7 @@ def _expected(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _waiting(
-    source: WeightSource, comparison: Matching, module: torch.nn.Module
+    source: OpenWeights, comparison: Matching, module: torch.nn.Module
 ) -> dict[str, torch.dtype]:
     """The names of what is read straight into the module, with the dtypes in the file.
 
@@ -414,14 +413,8 @@ def _waiting(
     }
 
 
-def _held(source: WeightSource, names: list[str]) -> OrderedDict[str, Any]:
-    extra = {name: source.extra[name] for name in names if name in source.extra}
-    tensors = {name: source.read(name) for name in names if name not in extra}
-    return Weights(tensors, extra, source.versions).state_dict()
-
-
 def _fill(
-    source: WeightSource,
+    source: OpenWeights,
     targets: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
@@ -505,13 +498,13 @@ def _memory(tensor: torch.Tensor) -> int:
 _PREFIXES = ("module.", "_orig_mod.", "net.", "model.")
 
 
-def without_wrapper(source: WeightSource, expected: Mapping[str, Any], path: str) -> WeightSource:
+def without_wrapper(source: OpenWeights, expected: Mapping[str, Any], path: str) -> OpenWeights:
     """`source`, without a wrapper's prefix where all names have one and fit without it.
 
     Says so with a warning. Where the names fit as they are, or don't fit either way, `source`
     itself is returned.
     """
-    names = [*source.describe(), *source.extra, *frozen_in(source).dtypes]
+    names = [*source.describe(), *source.extra, *source.frozen.dtypes]
     if not names or set(names) & expected.keys():
         return source
     prefix = ""
@@ -519,7 +512,7 @@ def without_wrapper(source: WeightSource, expected: Mapping[str, Any], path: str
         prefix += shared
         if {name[len(prefix) :] for name in names} == expected.keys():
             warn(f"{path}: all names begin with {prefix!r}, as a wrapper's do; it was left out.")
-            return _Unwrapped(source, prefix)
+            return source.without_prefix(prefix)
     return source
 
 
@@ -528,37 +521,3 @@ def _shared_prefix(names: list[str], start: int) -> str:
         if all(name.startswith(prefix, start) for name in names):
             return prefix
     return ""
-
-
-class _Unwrapped:
-    """A source of weights whose names lack a prefix."""
-
-    foreign = True
-
-    def __init__(self, source: WeightSource, prefix: str) -> None:
-        self._source = source
-        self._prefix = prefix
-        self.extra = self._renamed(source.extra)
-        self.frozen = Frozen(self._renamed(frozen_in(source).dtypes), frozen_in(source).digest)
-        # A submodule's name has no dot at its end; the wrapper itself has no place here.
-        versions = {f"{name}.": value for name, value in source.versions.items()}
-        self.versions = {
-            name[len(prefix) : -1]: value
-            for name, value in versions.items()
-            if name.startswith(prefix)
-        }
-
-    def _renamed(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        return {name[len(self._prefix) :]: value for name, value in mapping.items()}
-
-    def describe(self) -> dict[str, Described]:
-        """The shape and dtype of each tensor, by name."""
-        return self._renamed(self._source.describe())
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU."""
-        return self._source.read(self._prefix + name)
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the tensor of that name into one of its shape and dtype."""
-        self._source.read_into(self._prefix + name, tensor)
