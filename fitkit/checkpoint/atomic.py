@@ -66,12 +66,7 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
         return
     target = _target_of(path)
     try:
-        if not target.parent.is_dir():
-            raise CheckpointError(
-                f"{os.fspath(path)} can't be written: there is no folder {target.parent}. "
-                f"Create it first: os.makedirs({str(target.parent)!r}, exist_ok=True).",
-                code="FK059",
-            )
+        check_folder_of(path, target)
         with _opened_folder(target.parent) as folder:
             existing = _check_target(path, target, folder)
             remove_abandoned(target.parent, target.name, folders=False)
@@ -89,11 +84,18 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(
-            f"{os.fspath(path)} can't be written: {_reason(error, target.parent, size_bytes)} "
-            "Nothing was changed."
-        ) from error
+        raise unwritten(path, error, target.parent, size_bytes) from error
     flush_folder(target.parent)
+
+
+def check_folder_of(path: str | os.PathLike[str], target: Path) -> None:
+    """Refuse a path whose folder is missing."""
+    if not target.parent.is_dir():
+        raise CheckpointError(
+            f"{os.fspath(path)} can't be written: there is no folder {target.parent}. "
+            f"Create it first: os.makedirs({str(target.parent)!r}, exist_ok=True).",
+            code="FK059",
+        )
 
 
 def _target_of(path: str | os.PathLike[str]) -> Path:
@@ -283,19 +285,23 @@ def flush_folder(folder: str | os.PathLike[str]) -> None:
             os.close(descriptor)
 
 
-def _reason(error: OSError, folder: Path, size_bytes: int) -> str:
+def unwritten(
+    path: str | os.PathLike[str], error: OSError, folder: Path, size_bytes: int = 0
+) -> CheckpointError:
+    """The error for what the system refuses to write into a folder."""
     needed = f"{size_bytes / 1e6:.1f} MB are needed, " if size_bytes else ""
+    reason = f"{error.strerror or error}. Choose another path."
     if error.errno == errno.EFBIG:
-        return f"{needed}more than the system or `ulimit -f` allows one file to have."
+        reason = f"{needed}more than the system or `ulimit -f` allows one file to have."
     if error.errno in _FULL:
         free = shutil.disk_usage(folder).free / 1e6
-        return (
+        reason = (
             f"the disk is full or a quota is reached ({needed}{free:.1f} MB are free in "
             f"{folder}). Make room or choose another folder."
         )
     if error.errno in _FORBIDDEN:
-        return f"the folder {folder} can't be written to. Choose another, or change its rights."
-    return f"{error.strerror or error}. Choose another path."
+        reason = f"the folder {folder} can't be written to. Choose another, or change its rights."
+    return CheckpointError(f"{os.fspath(path)} can't be written: {reason} Nothing was changed.")
 
 
 class HeldInterrupts:

@@ -23,12 +23,14 @@ except ImportError:  # Windows
 
 from fitkit.checkpoint import remote
 from fitkit.checkpoint.atomic import (
+    check_folder_of,
     flush_folder,
     is_still,
     remove_abandoned,
     remove_tree,
     replacing,
     unfinished_name,
+    unwritten,
 )
 from fitkit.checkpoint.remote import is_url
 from fitkit.errors import CheckpointError
@@ -70,7 +72,7 @@ class UnfinishedFolder:
         except CheckpointError:
             raise
         except OSError as error:
-            raise self._failed(error) from error
+            raise unwritten(path, error, self._target.parent) from error
 
     def link(self, path: str) -> None:
         """Give a file a second name in the folder."""
@@ -106,7 +108,7 @@ class UnfinishedFolder:
                 os.rename(self.place, self._target)
             flush_folder(self._target.parent)
         except OSError as error:
-            raise self._failed(error) from error
+            raise unwritten(self._path, error, self._target.parent) from error
         finally:
             self.discard()
 
@@ -119,20 +121,9 @@ class UnfinishedFolder:
         if self._lock is not None:
             os.close(self._lock)
 
-    def _failed(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path} can't be written: {error.strerror or error}. Nothing was changed; "
-            "choose another path."
-        )
-
 
 def _check_target(path: str, target: Path) -> None:
-    if not target.parent.is_dir():
-        raise CheckpointError(
-            f"{path} can't be written: there is no folder {target.parent}. Create it first: "
-            f"os.makedirs({str(target.parent)!r}, exist_ok=True).",
-            code="FK059",
-        )
+    check_folder_of(path, target)
     if not os.path.lexists(target):
         return
     if not target.is_dir():

@@ -12,7 +12,7 @@ import platform
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -129,61 +129,50 @@ class TensorReader(Protocol):
         """Copy what is at a place into a tensor of its shape and dtype."""
 
 
+@dataclass
 class OpenWeights:
     """The weights in an open file of any format.
 
-    Args:
+    Attributes:
         path: what the file is called in messages.
         reader: reads a tensor by its place.
         places: where each tensor is, by name; tied names have one place.
         described: the shape and dtype of each tensor, by name.
-
-    Attributes:
         extra: the entries of the state dict that aren't tensors.
         versions: the version of each submodule's state, by the submodule's name.
         frozen: the parameters that are left out on purpose.
         foreign: whether other programs write such files too.
     """
 
-    def __init__(
-        self,
-        path: str,
-        reader: TensorReader,
-        places: Mapping[str, Any],
-        described: Mapping[str, Described],
-        *,
-        extra: Mapping[str, Any],
-        versions: Mapping[str, int],
-        frozen: Frozen = NOTHING_FROZEN,
-        foreign: bool = False,
-    ) -> None:
-        self.extra = extra
-        self.versions = versions
-        self.frozen = frozen
-        self.foreign = foreign
-        self._path = path
-        self._reader = reader
-        self._places = places
-        self._described = described
+    path: str
+    reader: TensorReader
+    places: Mapping[str, Any]
+    described: dict[str, Described]
+    extra: Mapping[str, Any]
+    versions: Mapping[str, int]
+    frozen: Frozen = NOTHING_FROZEN
+    foreign: bool = False
+
+    def __post_init__(self) -> None:
         self._used: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
 
     def describe(self) -> dict[str, Described]:
         """The shape and dtype of each tensor, by name; reads none of them."""
-        return dict(self._described)
+        return self.described
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
-        place = self._places[name]
+        place = self.places[name]
         tensor = self._used.get(place)
         if tensor is None:
-            with _naming(self._path):
-                tensor = self._used[place] = self._reader.read(place)
+            with _naming(self.path):
+                tensor = self._used[place] = self.reader.read(place)
         return tensor
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype."""
-        with _naming(self._path):
-            self._reader.read_into(self._places[name], tensor)
+        with _naming(self.path):
+            self.reader.read_into(self.places[name], tensor)
 
     def content(self, names: Collection[str]) -> Weights:
         """What the file has under these names, in main memory."""
@@ -200,15 +189,13 @@ class OpenWeights:
         # A submodule's name has no dot at its end; the wrapper itself has no place here.
         versions = {f"{name}.": version for name, version in self.versions.items()}
         inside = {name: v for name, v in versions.items() if name.startswith(prefix)}
-        return OpenWeights(
-            self._path,
-            self._reader,
-            renamed(self._places),
-            renamed(self._described),
+        return replace(
+            self,
+            places=renamed(self.places),
+            described=renamed(self.described),
             extra=renamed(self.extra),
             versions={name[:-1]: version for name, version in renamed(inside).items()},
             frozen=Frozen(renamed(self.frozen.dtypes), self.frozen.digest),
-            foreign=True,
         )
 
 
@@ -227,16 +214,10 @@ def open_weights(path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
             source = stack.enter_context(chosen.open(path))
             if not isinstance(source, OpenWeights):  # of a format that a user has added
                 described = source.describe()
-                source = OpenWeights(
-                    name,
-                    source,
-                    {tensor: tensor for tensor in described},
-                    described,
-                    extra=source.extra,
-                    versions=source.versions,
-                    frozen=getattr(source, "frozen", NOTHING_FROZEN),
-                    foreign=source.foreign,
-                )
+                places = {tensor: tensor for tensor in described}
+                frozen = getattr(source, "frozen", NOTHING_FROZEN)
+                rest = source.extra, source.versions, frozen, source.foreign
+                source = OpenWeights(name, source, places, described, *rest)
         yield source
 
 
@@ -344,9 +325,7 @@ def weights_in(path: str, arrays: Arrays) -> OpenWeights:
         if extra.keys() & places.keys():
             raise ValueError("one name stands for a tensor and for other data")
     described = {name: arrays.describe(place) for name, place in places.items()}
-    return OpenWeights(
-        path, arrays, places, described, extra=extra, versions=versions, frozen=frozen
-    )
+    return OpenWeights(path, arrays, places, described, extra, versions, frozen)
 
 
 def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:

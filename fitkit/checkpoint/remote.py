@@ -174,11 +174,9 @@ def downloaded(url: str) -> Iterator[str]:
         FileNotFoundError: there is no such file.
         CheckpointError: the file can't be read completely.
     """
-    store, path = _store(url)
     with tempfile.TemporaryDirectory(prefix="fitkit-", ignore_cleanup_errors=True) as folder:
         local = os.path.join(folder, "file")
-        with _failures(url, "read"):
-            store.invalidate_cache()
+        with _reached(url, "read") as (store, path):
             info = store.info(path)
             if info.get("type") != "file":
                 raise CheckpointError(
@@ -197,9 +195,7 @@ def downloaded(url: str) -> Iterator[str]:
 
 def exists(url: str) -> bool:
     """Return whether there is a file at a URL."""
-    store, path = _store(url)
-    with _failures(url, "read"):
-        store.invalidate_cache()
+    with _reached(url, "read") as (store, path):
         try:  # not isfile, which takes a refusal for a missing file
             return bool(store.info(path).get("type") == "file")
         except FileNotFoundError:
@@ -208,16 +204,13 @@ def exists(url: str) -> bool:
 
 def size(url: str) -> int:
     """Return the size of a file in bytes."""
-    store, path = _store(url)
-    with _failures(url, "read"):
+    with _reached(url, "read") as (store, path):
         return int(store.size(path) or 0)
 
 
 def written_at(url: str) -> int | None:
     """Return when a file was written, in ns; None if it doesn't exist or the store can't say."""
-    store, path = _store(url)
-    with _failures(url, "read"):
-        store.invalidate_cache()
+    with _reached(url, "read") as (store, path):
         try:
             return int(store.modified(path).timestamp() * 1e9)
         except (FileNotFoundError, NotImplementedError):
@@ -231,9 +224,7 @@ def remove(url: str) -> None:
         FileNotFoundError: there is no such file.
         CheckpointError: the file can't be removed.
     """
-    store, path = _store(url)
-    with _failures(url, "removed"):
-        store.invalidate_cache()
+    with _reached(url, "removed") as (store, path):
         store.info(path)
         store.rm_file(path)
 
@@ -258,8 +249,7 @@ def copy(url: str, twin: str) -> None:
 
 def make_folder(url: str) -> None:
     """Create a missing folder in a store that has folders; other stores need none."""
-    store, path = _store(url)
-    with _failures(url, "written"):
+    with _reached(url, "written") as (store, path):
         # Only paths in a tree begin with "/". Elsewhere this could create a bucket by accident.
         if path.startswith("/"):
             store.makedirs(path, exist_ok=True)
@@ -278,9 +268,7 @@ def check_writable(folder: str) -> None:
     Raises:
         ConfigurationError, MissingPackageError, CheckpointError: the folder can't be written to.
     """
-    store, path = _store(folder)
-    with _failures(folder, "written"):
-        store.invalidate_cache()
+    with _reached(folder, "written") as (store, path):
         try:
             try:
                 store.info(path)
@@ -296,10 +284,8 @@ def check_writable(folder: str) -> None:
 
 def files_in(url: str, depth: int = 1) -> list[str]:
     """Return the URLs of the files in a folder, down to `depth` levels; 1 is the folder alone."""
-    store, path = _store(url)
-    path = path.rstrip("/")
-    with _failures(url, "read"):
-        store.invalidate_cache()
+    with _reached(url, "read") as (store, path):
+        path = path.rstrip("/")
         try:
             found = store.find(path, maxdepth=depth)
         except FileNotFoundError:
@@ -344,6 +330,19 @@ def _store(url: str) -> tuple[Any, str]:
     except Exception as error:
         raise _failed(url, "reached", error) from error
     return store, path
+
+
+@contextlib.contextmanager
+def _reached(url: str, what: str) -> Iterator[tuple[Any, str]]:
+    """The store of a URL, as it is now, and the path in it, with its errors as `_failures`.
+
+    Raises:
+        MissingPackageError, ConfigurationError, CheckpointError: the store can't be reached.
+    """
+    store, path = _store(url)
+    with _failures(url, what):
+        store.invalidate_cache()
+        yield store, path
 
 
 @contextlib.contextmanager

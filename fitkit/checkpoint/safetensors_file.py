@@ -74,16 +74,10 @@ class SafeTensors:
         """The weights in a checked file."""
         name = os.fspath(path)
         with open_tensors(path) as file:
-            yield OpenWeights(
-                name,
-                file,
-                {**{tensor: tensor for tensor in file.described}, **file.aliases},
-                {**file.described, **{n: file.described[kept] for n, kept in file.aliases.items()}},
-                extra={},
-                versions=_versions(name, file.metadata),
-                frozen=_frozen(name, file.metadata),
-                foreign=True,
-            )
+            places = {**{tensor: tensor for tensor in file.described}, **file.aliases}
+            described = {tensor: file.described[place] for tensor, place in places.items()}
+            texts = _versions(name, file.metadata), _frozen(name, file.metadata)
+            yield OpenWeights(name, file, places, described, {}, *texts, foreign=True)
 
 
 def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping[str, str]) -> str:

@@ -201,16 +201,11 @@ def _weights_in(path: str, content: object, file_bytes: int) -> OpenWeights:
         if isinstance(value, torch.Tensor)
     }
     _check_sizes(path, tensors, file_bytes)
-    return OpenWeights(
-        path,
-        _InMemory(tensors),
-        {name: name for name in tensors},
-        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
-        extra={name: value for name, value in state.items() if name not in tensors},
-        versions=_versions(metadata),
-        frozen=frozen,
-        foreign=True,
-    )
+    places = {name: name for name in tensors}
+    described = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    extra = {name: value for name, value in state.items() if name not in tensors}
+    rest = extra, _versions(metadata), frozen
+    return OpenWeights(path, _InMemory(tensors), places, described, *rest, foreign=True)
 
 
 def _state_dict(path: str, content: object) -> tuple[dict[str, Any], object]:
