@@ -272,49 +272,46 @@ def _copied(net: nn.Module) -> nn.Module:
 # ------------------------------------------------------------------ the rows
 
 
-@dataclasses.dataclass
-class _Node:
-    """A module with its children, and what it adds to the numbers above it."""
-
-    row: Row
-    all_parameters: int | None
-    all_multiply_adds: int
-    children: list[_Node]
-
-
 def _rows(net: nn.Module, depth: int | None, watch: _Watch) -> tuple[list[Row], int | None]:
     """The table's rows, and the level of the last ones where there are deeper modules."""
-    tree = _node("", net, 0, watch, set(), set())
-    levels = Counter(_levels(tree))
-    deepest = max(levels)
+    rows = list(_all_rows("", net, 0, watch, set(), set()))
+    levels = Counter(row.level for row in rows)
     if depth is None:
-        depth = deepest
+        depth = max(levels)
         while depth > 1 and sum(levels[level] for level in range(depth + 1)) > LONGEST_TABLE:
             depth -= 1
-    return list(_flat(tree, depth)), depth if depth < deepest else None
+    shown: list[Row] = []
+    for row in rows:
+        if row.level <= depth:
+            shown.append(row)
+            continue
+        above = shown[-1]  # the module at that depth that holds this one
+        known = None not in (above.parameters, row.parameters)
+        shown[-1] = dataclasses.replace(
+            above,
+            parameters=above.parameters + row.parameters if known else None,  # type: ignore[operator]
+            multiply_adds=above.multiply_adds + row.multiply_adds,
+            is_group=False,
+        )
+    return shown, depth if depth < max(levels) else None
 
 
-def _node(
+def _all_rows(
     name: str, module: nn.Module, level: int, watch: _Watch, seen: set[nn.Module], counted: set[int]
-) -> _Node:
+) -> Iterator[Row]:
+    """A module's row, then those of all modules in it."""
     reused = module in seen
     seen.add(module)
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     new = [parameter for parameter in own if id(parameter) not in counted]
     counted.update(map(id, new))
-    known = None if any(map(is_lazy, new)) else sum(parameter.numel() for parameter in new)
-    children = []
-    if not reused:
-        for child_name, child in module._modules.items():
-            if child is not None:
-                children.append(_node(child_name, child, level + 1, watch, seen, counted))
-    parts = [known, *(child.all_parameters for child in children)]
-    row = Row(
+    children = {} if reused else {n: c for n, c in module._modules.items() if c is not None}
+    yield Row(
         name=name,
         type=type(module).__name__,
         level=level,
         output=watch.shapes.get(module, ""),
-        parameters=known,
+        parameters=None if any(map(is_lazy, new)) else sum(p.numel() for p in new),
         trainable=_trainable(module),
         calls=watch.calls[module],
         multiply_adds=0 if reused else watch.multiply_adds[module],
@@ -322,33 +319,13 @@ def _node(
         shared=len(new) < len(own) and not reused,
         is_group=bool(children),
     )
-    operations = row.multiply_adds + sum(child.all_multiply_adds for child in children)
-    return _Node(row, None if None in parts else sum(filter(None, parts)), operations, children)
+    for child_name, child in children.items():
+        yield from _all_rows(child_name, child, level + 1, watch, seen, counted)
 
 
 def _trainable(module: nn.Module) -> str:
     flags = {parameter.requires_grad for parameter in module.parameters()}
     return "partly" if len(flags) == 2 else "yes" if True in flags else "no" if flags else ""
-
-
-def _levels(node: _Node) -> Iterator[int]:
-    yield node.row.level
-    for child in node.children:
-        yield from _levels(child)
-
-
-def _flat(node: _Node, depth: int) -> Iterator[Row]:
-    if node.row.level == depth and node.children:
-        yield dataclasses.replace(
-            node.row,
-            parameters=node.all_parameters,
-            multiply_adds=node.all_multiply_adds,
-            is_group=False,
-        )
-        return
-    yield node.row
-    for child in node.children:
-        yield from _flat(child, depth)
 
 
 PLAIN_WIDTH = 80

@@ -11,15 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fitkit.arguments import check_choice, describe
 from fitkit.data.batches import Source, marked
-from fitkit.data.loaders import (
-    GivenOrder,
-    batches_by_index,
-    draw_as_iterating_does,
-    reads_by_index,
-    sampler_name,
-    tell_epoch,
-    with_sampler,
-)
+from fitkit.data.loaders import ReadInOrder, begin_order, generators_of, sampler_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 MODES = ("min_size", "max_size_cycle", "max_size")
@@ -132,18 +124,11 @@ class CombinedSource(Source):
         self.combined = combined
         self.loaders = loaders
         self.steps: int | None = combined.length(map(len, loaders))
-        # Kept from pass to pass, so that workers can stay alive.
-        self._orders = [GivenOrder() for _ in loaders]
-        self._ordered = [
-            with_sampler(loader, order) for loader, order in zip(loaders, self._orders, strict=True)
-        ]
+        self._readers = [ReadInOrder(loader) for loader in loaders]
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """The loaders' and their samplers' own generators."""
-        owners = [(each, each.sampler, each.batch_sampler) for each in self.loaders]
-        found = [getattr(one, "generator", None) for these in owners for one in these]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+        return generators_of(*self.loaders)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         return self.read([order[skip:] for order in self.draw(number)])
@@ -151,11 +136,7 @@ class CombinedSource(Source):
     def draw(self, number: int) -> list[list[Any]]:
         """The indices of each loader's batches in a pass; `EMPTY` for one that has ended."""
         assert self.steps is not None
-        begun = []
-        for loader in self.loaders:
-            tell_epoch(loader, number)
-            begun.append(iter(getattr(loader, sampler_name(loader))))
-            draw_as_iterating_does(loader)
+        begun = [begin_order(loader, number) for loader in self.loaders]
         orders = [list(itertools.islice(indices, self.steps)) for indices in begun]
         for loader, order in zip(self.loaders, orders, strict=True):
             if self.combined.mode == "max_size":
@@ -169,23 +150,16 @@ class CombinedSource(Source):
 
     def read(self, orders: list[list[Any]]) -> Iterator[Any]:
         """The batches of these indices, without drawing more random numbers."""
-        readers = [self._reader(at, chosen) for at, chosen in enumerate(orders)]
-        return marked(map(self.combined.structured, zip(*readers, strict=True)))
+        found = [
+            self._batches(reader, chosen)
+            for reader, chosen in zip(self._readers, orders, strict=True)
+        ]
+        return marked(map(self.combined.structured, zip(*found, strict=True)))
 
-    def _reader(self, at: int, chosen: list[Any]) -> Iterator[Any]:
+    def _batches(self, reader: ReadInOrder, chosen: list[Any]) -> Iterator[Any]:
         filled = [indices for indices in chosen if indices is not EMPTY]
         ended = itertools.repeat(None, len(chosen) - len(filled))
-        loader = self.loaders[at]
-        if not filled:
-            return ended
-        if reads_by_index(loader):
-            return itertools.chain(batches_by_index(loader, filled), ended)
-        self._orders[at].items = filled
-        generator = loader.generator or torch.default_generator
-        state = generator.get_state()
-        batches = iter(self._ordered[at])
-        generator.set_state(state)
-        return itertools.chain(batches, ended)
+        return itertools.chain(reader(filled), ended) if filled else ended
 
 
 EMPTY = None

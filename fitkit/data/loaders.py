@@ -79,11 +79,23 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return other
 
 
-class GivenOrder:
-    """A sampler over given items, which may be replaced for each pass.
+def begin_order(loader: DataLoader[Any], number: int) -> Iterator[Any]:
+    """The indices of the batches of pass `number`, with the draws that iterating a loader makes."""
+    tell_epoch(loader, number)
+    indices = iter(getattr(loader, sampler_name(loader)))
+    draw_as_iterating_does(loader)
+    return indices
 
-    So a loader's workers can stay alive from pass to pass.
-    """
+
+def generators_of(*loaders: DataLoader[Any]) -> list[torch.Generator]:
+    """The loaders' and their samplers' own generators, each once."""
+    owners = [(each, each.sampler, each.batch_sampler) for each in loaders]
+    found = [getattr(one, "generator", None) for these in owners for one in these]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+class GivenOrder:
+    """A sampler over given items, which may be replaced for each pass."""
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
         self.items = items
@@ -93,6 +105,29 @@ class GivenOrder:
 
     def __len__(self) -> int:
         return len(self.items)  # type: ignore[arg-type]
+
+
+class ReadInOrder:
+    """Reads the batches of a loader in orders that are given, without drawing random numbers.
+
+    It is kept from pass to pass, so that the loader's workers can stay alive.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._order = GivenOrder()
+        self._ordered = with_sampler(loader, self._order)
+
+    def __call__(self, chosen: Iterable[Any]) -> Iterator[Any]:
+        """The batches of these indices, as the loader's sampler gives them or `index_batches`."""
+        if reads_by_index(self._loader):
+            return batches_by_index(self._loader, chosen)
+        self._order.items = chosen
+        generator = self._loader.generator or torch.default_generator
+        state = generator.get_state()
+        batches = iter(self._ordered)
+        generator.set_state(state)
+        return batches
 
 
 def reads_by_index(loader: DataLoader[Any]) -> bool:

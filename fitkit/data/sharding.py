@@ -28,15 +28,11 @@ from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, marked, samples_of
 from fitkit.data.combined import CombinedSource
 from fitkit.data.loaders import (
-    GivenOrder,
-    batches_by_index,
+    ReadInOrder,
+    begin_order,
     computed_batches,
-    draw_as_iterating_does,
     is_mosaic_stream,
     reads_by_index,
-    sampler_name,
-    tell_epoch,
-    with_sampler,
 )
 from fitkit.data.permutation import IndexBatches
 from fitkit.data.sources import IterableSource, LoaderSource, length_of
@@ -220,8 +216,7 @@ class _DealtByIndex(_Shard):
         super().__init__(source, ranks, training)
         self._by_sample, self._drop_last = True, False
         if isinstance(source, LoaderSource):
-            self._mine = GivenOrder()
-            self._loader = with_sampler(source.loader, self._mine)
+            self._reader = ReadInOrder(source.loader)
             self._drop_last = bool(getattr(source.loader, "drop_last", False))
             # Without a batch sampler each index stands for a whole batch, of unknown size.
             self._by_sample = source.loader.batch_sampler is not None
@@ -245,9 +240,7 @@ class _DealtByIndex(_Shard):
             return source.index_batches(number)
         drawn = None
         if is_first:
-            tell_epoch(source.loader, number)
-            indices = iter(getattr(source.loader, sampler_name(source.loader)))
-            draw_as_iterating_does(source.loader)
+            indices = begin_order(source.loader, number)
             computed = computed_batches(source.loader)  # a seed instead of all indices
             drawn = list(indices) if computed is None else computed
         return self.ranks.broadcast(drawn)
@@ -262,17 +255,12 @@ class _DealtByIndex(_Shard):
         if isinstance(source, ArraySource):
             return source.read(chosen)
         if reads_by_index(source.loader):
-            return batches_by_index(source.loader, chosen)
+            return self._reader(chosen)
         indices = map(torch.Tensor.tolist, chosen) if is_computed else iter(chosen)
         first = list(itertools.islice(indices, 1))
         if not first:
             return iter(())
-        self._mine.items = itertools.chain(first, indices)
-        generator = source.loader.generator or torch.default_generator
-        state = generator.get_state()
-        batches = iter(self._loader)
-        generator.set_state(state)
-        return marked(batches)
+        return marked(self._reader(itertools.chain(first, indices)))
 
 
 class _DealtCombined(_Shard):

@@ -39,6 +39,7 @@ from fitkit.data.loaders import (
     batches_by_index,
     computed_batches,
     draw_as_iterating_does,
+    generators_of,
     index_batches,
     iterate,
     own_state_of,
@@ -104,10 +105,7 @@ class LoaderSource(Source):
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """The loader's and its samplers' own generators."""
-        owners = (self.loader, self.loader.sampler, self.loader.batch_sampler)
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+        return generators_of(self.loader)
 
 
 def _without_masks(loader: DataLoader[Any]) -> DataLoader[Any]:
