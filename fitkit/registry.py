@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from fitkit.errors import ConfigurationError
@@ -91,10 +91,6 @@ class Registry(Generic[Entry]):
             self._entries[form] = entry
             self._spelling[form] = spelling
         return entry
-
-    def register(self, name: str, *aliases: str) -> Callable[[Entry], Entry]:
-        """Register the decorated object."""
-        return lambda entry: self.add(name, entry, *aliases)
 
     def __contains__(self, name: str) -> bool:
         form = normalise(name)

@@ -204,7 +204,8 @@ def _call(
             handles.append(module.register_forward_pre_hook(watch.enter, prepend=True))
             # Called after an error too, so that a net may catch it and go on.
             handles.append(module.register_forward_hook(watch.leave, always_call=True))
-        with _untouched(net), watch.operations if watch.counts else contextlib.nullcontext():
+        counting = watch.operations if watch.counts else contextlib.nullcontext()
+        with evaluating(net), _module_by_module(), counting:
             run(net, example)
     except Exception as error:
         raise ConfigurationError(
@@ -219,7 +220,7 @@ def _call(
 
 
 @contextlib.contextmanager
-def _untouched(net: nn.Module) -> Iterator[None]:
+def evaluating(net: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards modes, buffers and random state are back."""
     buffers = [
         (module, name, buffer, buffer.detach().clone(), buffer._version)
@@ -227,28 +228,36 @@ def _untouched(net: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and not is_lazy(buffer)
     ]
-    gpus = {p.device.index for p in net.parameters() if p.device.type == "cuda"}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=sorted(gpus)))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(modes_restored(net))
-        # A compiled net would be compiled again. (The stance imports dynamo, which takes seconds;
-        # without it nothing is compiled.)
-        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        fast = torch.backends.mha.get_fastpath_enabled()
-        # One fused operation would pass by the modules inside.
-        torch.backends.mha.set_fastpath_enabled(False)
+    gpus = {parameter.device.index for parameter in net.parameters() if parameter.is_cuda}
+    with (
+        torch.random.fork_rng(devices=sorted(gpus)),
+        torch.no_grad(),
+        modes_restored(net),
+    ):
         try:
             for module in net.modules():
                 module.training = False
             yield
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
             for module, name, buffer, value, version in buffers:
                 module._buffers[name] = buffer
                 if buffer._version != version:
                     buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _module_by_module() -> Iterator[None]:
+    """No compiled net and no fused operation, which would pass by the modules inside."""
+    # A compiled net would be compiled again. (The stance imports dynamo, which takes seconds;
+    # without it nothing is compiled.)
+    can_stand = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager") if can_stand else contextlib.nullcontext():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _copied(net: nn.Module) -> nn.Module:

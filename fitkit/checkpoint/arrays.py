@@ -156,20 +156,11 @@ def _tensor_from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def to_stored(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The numbers to write for a tensor that `storable` has passed; shares memory where it can."""
-    bits = _stored_view(tensor.detach().resolve_conj().resolve_neg())
+    plain, name = tensor.detach().resolve_conj().resolve_neg(), dtype_name(tensor.dtype)
+    bits = (
+        torch.view_as_real(plain) if name in _PAIRS else plain.view(getattr(torch, STORED_AS[name]))
+    )
     return bits.cpu().contiguous().numpy()
-
-
-def _stored_view(tensor: torch.Tensor) -> torch.Tensor:
-    if dtype_name(tensor.dtype) in _PAIRS:
-        return torch.view_as_real(tensor)
-    return tensor.view(getattr(torch, STORED_AS[dtype_name(tensor.dtype)]))
-
-
-def empty_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Room on the CPU for what is stored for a tensor of this dtype and shape."""
-    stored = getattr(torch, STORED_AS[dtype_name(dtype)])
-    return torch.empty(stored_shape(dtype, shape), dtype=stored)
 
 
 def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -220,7 +211,8 @@ class StoredArrays:
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor on the CPU."""
-        stored = empty_stored(dtype, shape)
+        kind = getattr(torch, STORED_AS[dtype_name(dtype)])
+        stored = torch.empty(stored_shape(dtype, shape), dtype=kind)
         self._fill(offset, stored.numpy())
         return from_stored(stored, dtype)
 
@@ -285,7 +277,9 @@ class Numbering:
             ArgumentTypeError, ConfigurationError: it can't be written to a file.
         """
         tensor = storable(value)
-        identity = _identity(tensor)
+        memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
+        kind = tensor.dtype, tuple(tensor.shape), tensor.is_conj(), tensor.is_neg()
+        identity = (str(tensor.device), *memory, *kind)
         number = self._numbers.get(identity, len(self.arrays))
         if number == len(self.arrays):
             # Kept in the list, so that its memory isn't given to another tensor meanwhile.
@@ -296,16 +290,3 @@ class Numbering:
     def add_all(self, tensors: Mapping[str, object]) -> dict[str, int]:
         """The number of each of these, by name."""
         return {name: self.add(tensor) for name, tensor in tensors.items()}
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (
-        str(tensor.device),
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )

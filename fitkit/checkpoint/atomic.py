@@ -18,7 +18,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, BinaryIO
 
 from fitkit.checkpoint.remote import is_url, uploading
@@ -77,7 +77,12 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
                 _finish(file, existing)
                 if fcntl is not None:
                     # Before it is closed: closing gives up the lock that says it isn't abandoned.
-                    _check_still(path, temporary, folder, file)
+                    if not is_still(temporary, file.fileno(), folder):
+                        raise CheckpointError(
+                            f"{os.fspath(path)} can't be written: somebody has removed or replaced "
+                            f"the unfinished file {temporary} meanwhile. Nothing was changed. "
+                            "Choose a folder that nobody else may write to."
+                        )
                     os.replace(temporary, final, src_dir_fd=folder, dst_dir_fd=folder)
             if fcntl is None:  # Windows renames no open file
                 os.replace(temporary, final)
@@ -263,17 +268,6 @@ def _finish(file: BinaryIO, existing: os.stat_result | None) -> None:
     os.fsync(file.fileno())
 
 
-def _check_still(
-    path: str | os.PathLike[str], temporary: str, folder: int | None, file: BinaryIO
-) -> None:
-    if not is_still(temporary, file.fileno(), folder):
-        raise CheckpointError(
-            f"{os.fspath(path)} can't be written: somebody has removed or replaced the unfinished "
-            f"file {temporary} meanwhile. Nothing was changed. Choose a folder that nobody else "
-            "may write to."
-        )
-
-
 def flush_folder(folder: str | os.PathLike[str]) -> None:
     # The rename itself reaches the disk with its folder. Some systems (Windows, some network
     # file systems) can't, and the file is already in place: no reason to call the save failed.
@@ -324,12 +318,7 @@ class HeldInterrupts:
                     signal.signal(number, self._hold)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.deliver()

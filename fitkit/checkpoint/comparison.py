@@ -173,9 +173,6 @@ def _differences(facts: Facts, others: Facts) -> list[Difference]:
         for part, name in sorted(names, key=lambda key: parts.index(key[0]))
         if facts.get((part, name)) != others.get((part, name))
     ]
-    if not all(("versions", "python") in each for each in (facts, others)):
-        # A file of an earlier version says less.
-        found = [row for row in found if MISSING not in (row.one, row.other)]
     if any(row.part == "progress" for row in found):
         found = [row for row in found if not row.name.endswith(MOVING)]
     epochs = [row.name.rpartition(" ")[0] for row in found if row.part == "history"]
@@ -213,9 +210,7 @@ def _facts(software: Any, state: Any) -> Iterator[tuple[str, str, Any]]:
     state = _dict(state)
     for name, value in _dict(software).items():
         yield "versions", str(name), value
-    compiled = _dict(state.get("compiled"))
-    settings = state.get("settings", compiled.get("named"))  # files of before have the latter
-    for name, value in _dict(settings).items():
+    for name, value in _dict(state.get("settings")).items():
         yield "settings", str(name), value
     training, progress = _dict(state.get("training")), _dict(state.get("progress"))
     optimizers = _list(training.get("optimizers"))

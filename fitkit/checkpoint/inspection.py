@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
@@ -11,6 +12,7 @@ from fitkit.arguments import describe
 from fitkit.checkpoint import remote
 from fitkit.checkpoint.arrays import dtype_name
 from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_checkpoint
+from fitkit.checkpoint.container import refusals
 from fitkit.checkpoint.formats import (
     SUFFIXES,
     Arrays,
@@ -23,6 +25,7 @@ from fitkit.checkpoint.header import FORMAT_VERSION
 from fitkit.checkpoint.sharded_folder import is_folder_name
 from fitkit.checkpoint.weights import save_weights
 from fitkit.errors import ConfigurationError
+from fitkit.summary import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -53,20 +56,16 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
     name = os.fspath(path)
     if not holds_checkpoints(path):
         with open_weights(path) as source:
-            size = _size(remote.size(name) if remote.is_url(name) else os.path.getsize(path))
+            size = _size_of(name)
             yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
             yield from _weights(source)
         return
     with open_stored(path) as stored:
         document = stored.document
-        size = _size(remote.size(name) if remote.is_url(name) else os.path.getsize(path))
-        if is_folder_name(path):
-            sizes = [entry.stat().st_size for entry in os.scandir(path) if entry.is_file()]
-            size = f"{_size(sum(sizes))} in {len(sizes)} files"
         versions = document.get("software")
         facts = {
             "kind": str(document.get("kind")),
-            "size": size,
+            "size": _size_of(name),
             "format": f"version {FORMAT_VERSION}",
             **(versions if isinstance(versions, dict) else {}),
             "digest": stored.digest,
@@ -76,8 +75,19 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
             yield from _weights(weights_in(name, stored))
         if "state" in document:
             tree = Tree("state")
-            _grow(tree, document["state"], stored, 0)
+            with refusals(name):
+                _grow(tree, document["state"], stored, 0)
             yield tree
+
+
+def _size_of(path: str) -> str:
+    """The size of a file, or of a folder and its files."""
+    if remote.is_url(path):
+        return human_bytes(remote.size(path))
+    if not is_folder_name(path):
+        return human_bytes(os.path.getsize(path))
+    sizes = [entry.stat().st_size for entry in os.scandir(path) if entry.is_file()]
+    return f"{human_bytes(sum(sizes))} in {len(sizes)} files"
 
 
 def clean(text: str) -> str:
@@ -105,17 +115,15 @@ def _weights(source: OpenWeights) -> Iterator[RenderableType]:
     table.columns[3].justify = "right"
     numbers = total = 0
     for name, (shape, dtype) in found.items():
-        count = 1
-        for length in shape:
-            count *= length
+        count = math.prod(shape)
         numbers, total = numbers + count, total + count * dtype.itemsize
         table.add_row(
-            Text(clean(name)), str(shape), dtype_name(dtype), _size(count * dtype.itemsize)
+            Text(clean(name)), str(shape), dtype_name(dtype), human_bytes(count * dtype.itemsize)
         )
     for name, value in source.extra.items():
         table.add_row(Text(clean(name)), "", "extra state", Text(describe(value)))
     yield table
-    yield Text(f"{len(found)} tensors, {numbers:,} numbers, {_size(total)}")
+    yield Text(f"{len(found)} tensors, {numbers:,} numbers, {human_bytes(total)}")
     if source.frozen.dtypes:
         left_out = f"without {len(source.frozen.dtypes)} frozen parameters, whose digest is "
         yield Text(left_out + clean(source.frozen.digest))
@@ -162,9 +170,8 @@ def _words(encoded: object, stored: Arrays) -> str:
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((kind, part),) = encoded.items()
         is_numbered = kind in ("tensor", "array", "scalar") and type(part) is int
-        place = stored.place_of(part) if is_numbered else None
-        if place is not None:
-            shape, dtype = stored.describe(place)
+        if is_numbered:
+            shape, dtype = stored.describe(stored.place_of(part))
             return f"{kind} {dtype_name(dtype)} {shape}"
     items = _items(encoded)
     if not items:
@@ -180,14 +187,6 @@ def _plain(encoded: object) -> str:
         ((kind, part),) = encoded.items()
         return f"{kind} {describe(part)}" if part else f"empty {kind}"
     return describe(encoded)
-
-
-def _size(size_bytes: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.1f} {unit}" if unit != "B" else f"{size_bytes} B"
-        size_bytes /= 1000  # type: ignore[assignment]
-    return f"{size_bytes:.2f} GB"
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> str:

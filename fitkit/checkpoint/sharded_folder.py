@@ -135,6 +135,10 @@ def save_folder(
             made.append(UnfinishedFolder(path))
         return made[0].place if made else None
 
+    def write_index(files: dict[str, str]) -> None:
+        document, arrays = content.index(tensors)
+        write_container(place / INDEX, {**document, "files": files}, arrays)
+
     place = collectives.broadcast(together(collectives, begin))
     try:
         write_shards(
@@ -142,7 +146,7 @@ def save_folder(
             place,
             tensors if leads else spread_alone(tensors),
             collectives,
-            lambda files: content.write_index(place / INDEX, tensors, files),
+            write_index,
         )
         together(collectives, lambda: made[0].finish() if leads else None)
     except BaseException:
@@ -190,13 +194,6 @@ class Content:
                 self.ties[name] = first.setdefault(seen.add(tensor), name)
                 found[self.ties[name]] = tensor
         return {**found, **self._numbering.spread}
-
-    def write_index(
-        self, path: Path, tensors: Mapping[str, torch.Tensor], files: dict[str, str]
-    ) -> None:
-        """Write the document, and the arrays that aren't in shards."""
-        document, arrays = self.index(tensors)
-        write_container(path, {**document, "files": files}, arrays)
 
     def index(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[Any]]:
         """The document without the files' digests, and the arrays that aren't in shards."""

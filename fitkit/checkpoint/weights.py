@@ -63,10 +63,6 @@ class Matching:
     unexpected: tuple[str, ...]
     lost: tuple[str, ...]
 
-    def outcome(self) -> LoadedWeights:
-        """What is left out when all that fits is loaded."""
-        return LoadedWeights(self.missing, self.unexpected, tuple(self.mismatched))
-
     def check(
         self, path: str, module: torch.nn.Module, *, strict: bool, skip_mismatch: bool
     ) -> None:
@@ -78,8 +74,7 @@ class Matching:
             problems.append(listing("in the file only", self.unexpected))
             remedies.append("strict=False (what both have)")
         if self.mismatched and not skip_mismatch:
-            lines = [f"{name}: {what}" for name, what in self.mismatched.items()]
-            problems.append(listing("of another shape or kind", lines))
+            problems.append(self.list_mismatched("of another shape or kind"))
             remedies.append("skip_mismatch=True (all but what differs)")
         if problems:
             raise CheckpointError(
@@ -101,10 +96,9 @@ class Matching:
                 return f"All names {where} begin with {prefix!r}, and the others don't. "
         return ""
 
-    def describe_skipped(self, path: str) -> str:
-        """The warning for what `skip_mismatch` leaves out."""
-        lines = [f"{name}: {what}" for name, what in self.mismatched.items()]
-        return f"{path}: the module keeps its own values{listing('for', lines)}"
+    def list_mismatched(self, title: str) -> str:
+        """What differs in shape or kind, under a title."""
+        return listing(title, [f"{name}: {what}" for name, what in self.mismatched.items()])
 
 
 def compare(source: OpenWeights, expected: Mapping[str, Any]) -> Matching:
@@ -366,8 +360,9 @@ def fitting_weights(
     waiting = _waiting(source, comparison, module)
     held = source.content([n for n in comparison.fitting if n not in waiting]).state_dict()
     if comparison.mismatched:
-        warn(comparison.describe_skipped(path))
-    return FittingWeights(comparison.outcome(), path, module, source, held, waiting)
+        warn(f"{path}: the module keeps its own values{comparison.list_mismatched('for')}")
+    outcome = LoadedWeights(comparison.missing, comparison.unexpected, tuple(comparison.mismatched))
+    return FittingWeights(outcome, path, module, source, held, waiting)
 
 
 def _check_module(module: object) -> None:

@@ -151,31 +151,12 @@ def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:
     return batches
 
 
-class Elsewhere:
-    """Stands for an iterable that only rank 0 has.
-
-    Args:
-        steps: how many batches it has; None where unknown.
-    """
-
-    def __init__(self, steps: int | None) -> None:
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        if self._steps is None:
-            raise TypeError("unknown")
-        return self._steps
-
-
 def for_other_ranks(source: Source | None) -> Source | None:
     """A source as other processes get it: a plain iterable stays with rank 0."""
     if not isinstance(source, IterableSource):
         return source
-    placeholder = IterableSource(Elsewhere(source.steps))
-    placeholder.repeatable = source.repeatable
+    placeholder = IterableSource(())
+    placeholder.steps, placeholder.repeatable = source.steps, source.repeatable
     return placeholder
 
 
@@ -294,7 +275,7 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
         return LoaderSource(x)
     if isinstance(x, IterableDataset):
         return LoaderSource(DataLoader(x, batch_size=batch_size))
-    if isinstance(x, Dataset) or hasattr(x, "__getitems__"):
+    if _is_map_style(x):
         _refuse_lists(x, name)
         if length_of(x) is None:
             raise ConfigurationError(

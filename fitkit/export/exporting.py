@@ -17,8 +17,7 @@ from fitkit.checkpoint.atomic import replacing
 from fitkit.distributed.precision import plain_layers
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.export.formats import FORMATS, Call, Format, Labels, Runner, on_cpu, reason_of, traced
-from fitkit.modes import modes_restored
-from fitkit.summary import example_batch
+from fitkit.summary import evaluating, example_batch
 
 Caller = Callable[[Callable[..., Any], Any], Any]
 """Calls a function with a batch's inputs, by position or by keyword."""
@@ -125,23 +124,16 @@ def _of_size(batch: Any, size: int) -> Any:
 
 @contextlib.contextmanager
 def _evaluating(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes, buffers and random state are back."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in net.buffers()]
+    """As `evaluating`, and with plain layers, of which none is compiled."""
     compiled = [(module, module._compiled_call_impl) for module in net.modules()]
-    gpus = {parameter.device.index for parameter in net.parameters() if parameter.is_cuda}
-    random = torch.random.fork_rng(devices=sorted(gpus))
-    with random, torch.no_grad(), plain_layers(net), modes_restored(net):
+    with evaluating(net), plain_layers(net):
         try:
             for module in net.modules():
-                module.training = False
                 module._compiled_call_impl = None  # jit_compile: what is traced is the net itself
             yield
         finally:
             for module, call in compiled:
                 module._compiled_call_impl = call
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
 
 
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -41,8 +41,7 @@ class Call:
 
     def tensors(self) -> list[torch.Tensor]:
         """The arguments' tensors, in order."""
-        given = trees.leaves([list(self.args), self.kwargs])
-        return [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        return trees.tensors([list(self.args), self.kwargs])
 
     def batch_shapes(self) -> Any:
         """Which dimensions are free: the first of each tensor that is as long as the batch."""

@@ -31,9 +31,9 @@ def test_a_file_of_weights_is_listed_with_shapes_dtypes_and_sizes(tmp_path, modu
     save_weights(path, module.state_dict())
     text = shown(path)
     assert "kind weights" in text
-    assert "0.weight (40, 30) float32 4.8 kB" in text
+    assert "0.weight (40, 30) float32 4.7 KiB" in text
     assert "1.num_batches_tracked () int64 8 B" in text
-    assert "7 tensors, 1,401 numbers, 5.6 kB" in text
+    assert "7 tensors, 1,401 numbers, 5.5 KiB" in text
 
 
 def test_a_checkpoint_is_listed_with_versions_and_its_state_in_short(tmp_path, module):
