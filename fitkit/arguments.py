@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -32,6 +33,11 @@ def describe(value: object) -> str:
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}…"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def only_known_arguments(function: Function) -> Function:
     """Make a call with an unknown keyword fail with the nearest name (`Did you mean …?`).
 
@@ -45,14 +51,15 @@ def only_known_arguments(function: Function) -> Function:
     ]
     required = sum(item.default is item.empty for item in parameters.values())
     most = len(by_place)
-    makes = function.__name__ == "__init__"
+
+    def called(args: tuple[Any, ...]) -> str:
+        return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in parameters:
-                call = type(args[0]).__name__ if makes else function.__name__
-                raise _unknown_argument(call, name, accepted)
+                raise _unknown_argument(called(args), name, accepted)
         # Binding takes longer than these, which see that nothing is missing, nor given twice.
         count = len(args)
         if not required <= count <= most or (
@@ -61,24 +68,14 @@ def only_known_arguments(function: Function) -> Function:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                call = type(args[0]).__name__ if makes else function.__name__
-                raise _unbound(call, signature, error) from None
+                named = ", ".join(name for name in by_place if name != "self")
+                raise ArgumentTypeError(
+                    f"{called(args)}() {error}. By position it takes {named}; write all else by "
+                    "name, like batch_size=32."
+                ) from None
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
-
-
-def _unbound(call: str, signature: inspect.Signature, error: TypeError) -> ArgumentTypeError:
-    """The error for arguments that are missing, or too many by position."""
-    by_place = [
-        item.name
-        for item in signature.parameters.values()
-        if item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and item.name != "self"
-    ]
-    return ArgumentTypeError(
-        f"{call}() {error}. By position it takes {', '.join(by_place)}; write all else by name, "
-        "like batch_size=32."
-    )
 
 
 def _unknown_argument(call: str, name: str, accepted: list[str]) -> ArgumentTypeError:

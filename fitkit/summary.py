@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fitkit import trees
-from fitkit.arguments import check_count, describe
+from fitkit.arguments import check_count, describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import modes_restored
 
@@ -72,7 +72,7 @@ def summarize(
     buffers = [buffer for buffer in net.buffers() if not is_lazy(buffer)]
     memory: Counter[str] = Counter()
     for parameter in known:
-        memory[str(parameter.dtype).removeprefix("torch.")] += trees.tensor_bytes(parameter)
+        memory[dtype_name(parameter.dtype)] += trees.tensor_bytes(parameter)
     total = sum(parameter.numel() for parameter in known)
     trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
     return Summary(

@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def is_named_tuple(tree: object) -> bool:
@@ -20,9 +23,12 @@ def is_named_tuple(tree: object) -> bool:
 
 def is_container(tree: object) -> bool:
     """Whether `tree` has children, rather than being a leaf."""
-    return isinstance(tree, (tuple, list, Mapping)) or (
-        dataclasses.is_dataclass(tree) and not isinstance(tree, type)
-    )
+    return isinstance(tree, (tuple, list, Mapping)) or _is_record(tree)
+
+
+def _is_record(tree: object) -> TypeGuard[DataclassInstance]:
+    """Whether `tree` is an instance of a dataclass, and not the class."""
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -45,7 +51,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return type(tree)(*(map_leaves(function, item) for item in tree))
     if isinstance(tree, (tuple, list)):
         return type(tree)(map_leaves(function, item) for item in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if _is_record(tree):
         values = {
             field.name: map_leaves(function, getattr(tree, field.name))
             for field in dataclasses.fields(tree)
@@ -79,7 +85,7 @@ def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, (tuple, list)):
         for index, item in enumerate(tree):
             yield from leaves_with_paths(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    elif _is_record(tree):
         for field in dataclasses.fields(tree):
             yield from leaves_with_paths(getattr(tree, field.name), f"{path}.{field.name}")
     else:
@@ -143,7 +149,7 @@ def concatenate(trees: list[Any]) -> Any:
         return [entry for tree in trees for entry in tree]  # one entry per sample: texts
     if isinstance(first, (tuple, list)):
         return type(first)(concatenate(list(items)) for items in zip(*trees, strict=True))
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+    if _is_record(first):
         return {
             field.name: concatenate([getattr(tree, field.name) for tree in trees])
             for field in dataclasses.fields(first)

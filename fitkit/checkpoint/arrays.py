@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeGuard
 import numpy as np
 import torch
 
-from fitkit.arguments import describe
+from fitkit.arguments import describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 _NUMBERS = (
@@ -45,11 +45,6 @@ Described = tuple[tuple[int, ...], torch.dtype]
 
 #: HDF5's limit (H5S_MAX_RANK); torch allows 64.
 LARGEST_RANK = 32
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`"float32"` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import xxhash
 
-from fitkit.checkpoint.arrays import dtype_name, dtype_named
+from fitkit.arguments import dtype_name
+from fitkit.checkpoint.arrays import dtype_named
 from fitkit.distributed.spread.in_place import is_spread, whole
 from fitkit.errors import ConfigurationError
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from fitkit.arguments import describe
+from fitkit.arguments import describe, dtype_name
 from fitkit.checkpoint import remote
-from fitkit.checkpoint.arrays import dtype_name
 from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_checkpoint
 from fitkit.checkpoint.container import refusals
 from fitkit.checkpoint.formats import (

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from fitkit.arguments import describe
-from fitkit.checkpoint.arrays import dtype_name
+from fitkit.arguments import describe, dtype_name
 from fitkit.checkpoint.weights import listing
 from fitkit.errors import CheckpointError, ConfigurationError
 

@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 
 import torch
 
+from fitkit.arguments import dtype_name
 from fitkit.checkpoint.arrays import (
     LARGEST_RANK,
     Described,
     Numbering,
     StoredArrays,
-    dtype_name,
     state_of,
     write_array,
 )

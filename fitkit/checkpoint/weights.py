@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fitkit.arguments import check_flag, describe
-from fitkit.checkpoint.arrays import dtype_name, storable, takes_bytes
+from fitkit.arguments import check_flag, describe, dtype_name
+from fitkit.checkpoint.arrays import storable, takes_bytes
 from fitkit.checkpoint.container import check_plain_data
 from fitkit.checkpoint.formats import OpenWeights, Weights, format_of, open_weights
 from fitkit.checkpoint.frozen import noted

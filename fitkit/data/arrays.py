@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from fitkit import trees
-from fitkit.arguments import describe
+from fitkit.arguments import describe, dtype_name
 from fitkit.data import permutation
 from fitkit.data.batches import Source
 from fitkit.data.permutation import IndexBatches, Permutation
@@ -332,8 +332,9 @@ def fingerprints(tree: Any) -> dict[str, str]:
             if leaf.nbytes > MOST_BYTES and leaf.ndim:
                 rows = rows[:: -(-leaf.nbytes // MOST_BYTES)]
             raw: Any = rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-            kind = str(leaf.dtype).removeprefix("torch.")
-            found[path] = f"{kind} {tuple(leaf.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
+            found[path] = (
+                f"{dtype_name(leaf.dtype)} {tuple(leaf.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
+            )
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
+from fitkit.arguments import dtype_name
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
 
@@ -190,7 +191,7 @@ def warn_of_second_target(y: Any, weight: Any) -> None:
     if looks_like_labels or (has_several and y.is_floating_point() and weight.shape == y.shape):
         warn(
             f"The third entry of the batches, of shape {tuple(weight.shape)} and type "
-            f"{str(weight.dtype).removeprefix('torch.')}, is taken as sample weights. If it is a "
+            f"{dtype_name(weight.dtype)}, is taken as sample weights. If it is a "
             "second target, write (x, (y, y2))."
         )
 

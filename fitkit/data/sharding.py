@@ -24,6 +24,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 from torch.utils.data.distributed import DistributedSampler
 
 from fitkit import trees
+from fitkit.arguments import dtype_name
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, marked, samples_of
 from fitkit.data.combined import CombinedSource
@@ -482,7 +483,7 @@ def _array_facts(name: str, value: Any) -> tuple[str, int]:
     """An array's name, shape and dtype, and the checksum of some of its numbers."""
     if not isinstance(value, torch.Tensor):
         return f"{name} {type(value).__name__}", 0
-    words = f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    words = f"{name} {tuple(value.shape)} {dtype_name(value.dtype)}"
     if value.layout is not torch.strided or value.numel() == 0:
         return words, 0
     positions = torch.linspace(0, value.numel() - 1, LOOKED_AT, dtype=torch.float64).long()
