@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import nn
@@ -135,8 +135,8 @@ LARGEST_ONNX = 2**31 - 1
 """Bytes: a protobuf message can't be longer."""
 
 
-class Format(Protocol):
-    """One format of files.
+class TorchExport:
+    """torch.export's own files, for `torch.export.load`.
 
     Attributes:
         name: as users write it.
@@ -144,47 +144,20 @@ class Format(Protocol):
         has_opsets: whether it comes in versions of an operator set.
     """
 
-    name: str
-    suffix: str
-    has_opsets: bool
+    name = "torch_export"
+    suffix = ".pt2"
+    has_opsets = False
 
     def check_installed(self) -> None:
         """Raise MissingPackageError where writing needs what isn't installed."""
 
-    def write(
-        self,
-        program: torch.export.ExportedProgram,
-        file: BinaryIO,
-        labels: Labels,
-    ) -> None:
+    def write(self, program: torch.export.ExportedProgram, file: BinaryIO, labels: Labels) -> None:
         """Write the program to an empty file."""
-
-    def runner(self, file: BinaryIO) -> Runner | None:
-        """What runs the file that was written; None where nothing is installed that can."""
-
-
-class TorchExport:
-    """torch.export's own files, for `torch.export.load`."""
-
-    name: str = "torch_export"
-    suffix: str = ".pt2"
-    has_opsets: bool = False
-
-    def check_installed(self) -> None:
-        """Part of torch."""
-
-    def write(
-        self,
-        program: torch.export.ExportedProgram,
-        file: BinaryIO,
-        labels: Labels,
-    ) -> None:
-        """Write by `torch.export.save`."""
         with _quietly():
             torch.export.save(program, file)
 
     def runner(self, file: BinaryIO) -> Runner | None:
-        """The net that `torch.export.load` gives."""
+        """What runs the file that was written; None where nothing is installed that can."""
         file.seek(0)
         with _quietly():
             net = torch.export.load(file).module()
@@ -197,23 +170,18 @@ class TorchExport:
 
 
 class Onnx:
-    """ONNX, through torch's exporter."""
+    """ONNX, through torch's exporter; its members are those of `TorchExport`."""
 
-    name: str = "onnx"
-    suffix: str = ".onnx"
-    has_opsets: bool = True
+    name = "onnx"
+    suffix = ".onnx"
+    has_opsets = True
 
     def check_installed(self) -> None:
         for package in ("onnx", "onnxscript"):
             if importlib.util.find_spec(package) is None:
                 raise missing_package(package, "onnx", "Exporting to ONNX")
 
-    def write(
-        self,
-        program: torch.export.ExportedProgram,
-        file: BinaryIO,
-        labels: Labels,
-    ) -> None:
+    def write(self, program: torch.export.ExportedProgram, file: BinaryIO, labels: Labels) -> None:
         """Write one file with the weights inside.
 
         Raises:
@@ -282,6 +250,8 @@ def _name_batch(graph: Any) -> None:
         for dimension in dimensions:
             dimension.dim_param = re.sub(r"\bs\d+\b", "batch", dimension.dim_param)
 
+
+Format: TypeAlias = TorchExport | Onnx
 
 FORMATS: dict[str, Format] = {item.name: item for item in (TorchExport(), Onnx())}
 """The formats by name."""
