@@ -6,9 +6,7 @@ from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.checkpoint.checkpoint_file import (
     Checkpoint,
     open_checkpoint,
-    read_state,
     save_checkpoint,
-    write_state,
 )
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
@@ -37,7 +35,6 @@ __all__ = [
     "load_weights",
     "open_checkpoint",
     "read_container",
-    "read_state",
     "remove_abandoned",
     "remove_checkpoint",
     "save_checkpoint",
@@ -45,5 +42,4 @@ __all__ = [
     "save_weights",
     "without_frozen",
     "write_container",
-    "write_state",
 ]

@@ -65,7 +65,7 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
             yield file
         return
     target = _target_of(path)
-    try:
+    with refused_writes(path, target.parent, size_bytes):
         check_folder_of(path, target)
         with _opened_folder(target.parent) as folder:
             existing = _check_target(path, target, folder)
@@ -86,10 +86,6 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
                     os.replace(temporary, final, src_dir_fd=folder, dst_dir_fd=folder)
             if fcntl is None:  # Windows renames no open file
                 os.replace(temporary, final)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise unwritten(path, error, target.parent, size_bytes) from error
     flush_folder(target.parent)
 
 
@@ -279,23 +275,35 @@ def flush_folder(folder: str | os.PathLike[str]) -> None:
             os.close(descriptor)
 
 
-def unwritten(
-    path: str | os.PathLike[str], error: OSError, folder: Path, size_bytes: int = 0
-) -> CheckpointError:
-    """The error for what the system refuses to write into a folder."""
+@contextlib.contextmanager
+def refused_writes(
+    path: str | os.PathLike[str], folder: Path, size_bytes: int = 0
+) -> Iterator[None]:
+    """Turn what the system refuses to write into a folder into an error that says what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{os.fspath(path)} can't be written: {_reason(error, folder, size_bytes)} "
+            "Nothing was changed."
+        ) from error
+
+
+def _reason(error: OSError, folder: Path, size_bytes: int) -> str:
     needed = f"{size_bytes / 1e6:.1f} MB are needed, " if size_bytes else ""
-    reason = f"{error.strerror or error}. Choose another path."
     if error.errno == errno.EFBIG:
-        reason = f"{needed}more than the system or `ulimit -f` allows one file to have."
+        return f"{needed}more than the system or `ulimit -f` allows one file to have."
     if error.errno in _FULL:
         free = shutil.disk_usage(folder).free / 1e6
-        reason = (
+        return (
             f"the disk is full or a quota is reached ({needed}{free:.1f} MB are free in "
             f"{folder}). Make room or choose another folder."
         )
     if error.errno in _FORBIDDEN:
-        reason = f"the folder {folder} can't be written to. Choose another, or change its rights."
-    return CheckpointError(f"{os.fspath(path)} can't be written: {reason} Nothing was changed.")
+        return f"the folder {folder} can't be written to. Choose another, or change its rights."
+    return f"{error.strerror or error}. Choose another path."
 
 
 class HeldInterrupts:

@@ -1,4 +1,4 @@
-"""The root of all that a run saves and loads: whole checkpoints, and states without weights.
+"""The root of all that a run saves and loads: whole checkpoints.
 
 A checkpoint is a file of weights with a `state` beside them, so `load_weights` reads it too.
 `save_checkpoint` goes `weights.py` and `codec.py` (what there is, as JSON and numbered arrays) →
@@ -79,7 +79,8 @@ def save_checkpoint(
         CheckpointError: the file can't be written; what was at `path` is still there.
     """
     _check_suffix(path, *SUFFIXES, FOLDER)
-    _check_state(state)
+    if type(state) is not dict:
+        raise ArgumentTypeError(f"state={describe(state)} must be a dict.")
     if is_folder_name(path):
         save_folder(path, state_dict, state, Solo())
         return
@@ -129,67 +130,20 @@ def checkpoint_in(name: str, stored: Arrays) -> Checkpoint:
             "the progress that a checkpoint needs.",
             code="FK054",
         )
-    state = _decode(name, stored, _CHECKPOINT)
-    found = stored.document.get("software")
-    items = found.items() if isinstance(found, dict) else ()
-    software = {key: value for key, value in items if isinstance(value, str)}
-    return Checkpoint(name, weights_in(name, stored), state, software)
-
-
-def write_state(path: str | os.PathLike[str], kind: str, content: dict[str, Any]) -> None:
-    """Write a state without weights to a file, whole or not at all.
-
-    Args:
-        path: the file to create or to replace; its name ends in `.h5` or `.hdf5`.
-        kind: what the file is, for its readers; anything but "weights" and "checkpoint".
-        content: data of the kinds that `encode_state` lists.
-
-    Raises:
-        ConfigurationError: something in it can't be written; the message names its place.
-        CheckpointError: the file can't be written; what was at `path` is still there.
-    """
-    _check_suffix(path, *SUFFIXES)
-    if not isinstance(kind, str) or kind in ("weights", _CHECKPOINT):
-        raise ConfigurationError(f"kind={describe(kind)} must be a name of your own.")
-    _check_state(content)
-    numbering = Numbering()
-    encoded = encode_state(content, numbering)
-    write_container(
-        path, {"kind": kind, "software": software(), "state": encoded}, numbering.arrays
-    )
-
-
-def read_state(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    """What `write_state` was given for a file of this kind; tensors are on the CPU.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, is none of fitkit's, or is of another kind.
-    """
-    with read_container(path) as reader:
-        return _decode(os.fspath(path), reader, kind)
-
-
-def _decode(name: str, stored: Arrays, kind: str) -> dict[str, Any]:
-    """The state in an open file or folder of that kind; CheckpointError in one of another."""
-    found = stored.document.get("kind")
-    if found != kind:
+    if kind != _CHECKPOINT:
         raise CheckpointError(
-            f"{name} holds {str(found)[:40]!r}, not {kind!r}. Give the path of another file."
+            f"{name} holds {str(kind)[:40]!r}, not {_CHECKPOINT!r}. Give the path of another file."
         )
-
     with refusals(name):
         state = decode_state(
             stored.document.get("state"), lambda number: stored.read(stored.place_of(number))
         )
         if type(state) is not dict:
             raise ValueError("its state isn't a dict")
-    return state
-
-
-def _check_state(state: object) -> None:
-    if type(state) is not dict:
-        raise ArgumentTypeError(f"state={describe(state)} must be a dict.")
+    found = stored.document.get("software")
+    items = found.items() if isinstance(found, dict) else ()
+    software = {key: value for key, value in items if isinstance(value, str)}
+    return Checkpoint(name, weights_in(name, stored), state, software)
 
 
 def _check_suffix(path: str | os.PathLike[str], *accepted: str) -> None:

@@ -26,11 +26,11 @@ from fitkit.checkpoint.atomic import (
     check_folder_of,
     flush_folder,
     is_still,
+    refused_writes,
     remove_abandoned,
     remove_tree,
     replacing,
     unfinished_name,
-    unwritten,
 )
 from fitkit.checkpoint.remote import is_url
 from fitkit.errors import CheckpointError
@@ -64,15 +64,11 @@ class UnfinishedFolder:
         self._path = os.fspath(path)
         self._target = Path(os.path.realpath(path))
         self._ended = False
-        try:
+        with refused_writes(path, self._target.parent):
             _check_target(self._path, self._target)
             remove_abandoned(self._target.parent, self._target.name)
             self.place: Path
             self.place, self._lock = _make_locked(self._target)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise unwritten(path, error, self._target.parent) from error
 
     def link(self, path: str) -> None:
         """Give a file a second name in the folder."""
@@ -92,23 +88,23 @@ class UnfinishedFolder:
             CheckpointError: it can't have it; what was there still is.
         """
         try:
-            flush_folder(self.place)
-            if self._lock is not None and not is_still(self.place, self._lock):
-                raise CheckpointError(
-                    f"{self._path} can't be written: somebody has moved or replaced the unfinished "
-                    f"folder {self.place} meanwhile. Choose a folder that nobody else may write to."
-                )
-            # What is there may be another than when this folder was begun.
-            _check_target(self._path, self._target)
-            if self._target.exists():
-                with _held(self._target) as old:
-                    _replace(self.place, self._target)
-                    _remove(self.place, old)
-            else:
-                os.rename(self.place, self._target)
-            flush_folder(self._target.parent)
-        except OSError as error:
-            raise unwritten(self._path, error, self._target.parent) from error
+            with refused_writes(self._path, self._target.parent):
+                flush_folder(self.place)
+                if self._lock is not None and not is_still(self.place, self._lock):
+                    raise CheckpointError(
+                        f"{self._path} can't be written: somebody has moved or replaced the "
+                        f"unfinished folder {self.place} meanwhile. Choose a folder that nobody "
+                        "else may write to."
+                    )
+                # What is there may be another than when this folder was begun.
+                _check_target(self._path, self._target)
+                if self._target.exists():
+                    with _held(self._target) as old:
+                        _replace(self.place, self._target)
+                        _remove(self.place, old)
+                else:
+                    os.rename(self.place, self._target)
+                flush_folder(self._target.parent)
         finally:
             self.discard()
 

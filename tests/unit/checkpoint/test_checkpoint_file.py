@@ -13,7 +13,7 @@ from fitkit.checkpoint import (
     open_checkpoint,
     save_checkpoint,
     save_weights,
-    write_state,
+    write_container,
 )
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from tests.nets import normed
@@ -78,7 +78,7 @@ def test_a_file_without_a_state_says_what_it_is(path, tmp_path):
     save_weights(path, normed().state_dict())
     with pytest.raises(CheckpointError, match="has weights only; use load_weights"):
         open_checkpoint(path).__enter__()
-    write_state(path, "profile", {})
+    write_container(path, {"kind": "profile", "state": {"dict": {}}}, [])
     with pytest.raises(CheckpointError, match="holds 'profile', not 'checkpoint'"):
         open_checkpoint(path).__enter__()
     with pytest.raises(CheckpointError, match="has no weights in it: it holds 'profile'"):

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from fitkit.__main__ import main
-from fitkit.checkpoint import save_checkpoint, save_weights, write_state
+from fitkit.checkpoint import save_checkpoint, save_weights
 from fitkit.checkpoint.inspection import print_inspection
 
 
@@ -69,9 +69,9 @@ def test_every_kind_of_data_can_be_shown(tmp_path):
         "many": {str(index): {"x": index} for index in range(50)},
         "control \x1b[31m": "\x1b]0;title\x07",
     }
-    write_state(tmp_path / "s.h5", "profile", state)
+    save_checkpoint(tmp_path / "s.h5", {}, state)
     text = shown(tmp_path / "s.h5")
-    assert "kind profile" in text
+    assert "kind checkpoint" in text
     assert "… and 38 more" in text
     assert "\x1b" not in text
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitkit.checkpoint import check_optimizer_state, read_state, write_state
+from fitkit.checkpoint import check_optimizer_state, open_checkpoint, save_checkpoint
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fitkit.training.check_state import check_scheduler_state, try_scheduler_state
 
@@ -53,8 +53,13 @@ def assert_same(found, wanted, place="state"):
 
 
 def there_and_back(path, content):
-    write_state(path, "test", content)
-    return read_state(path, "test")
+    save_checkpoint(path, {}, content)
+    return read(path)
+
+
+def read(path):
+    with open_checkpoint(path) as found:
+        return found.state
 
 
 PLAIN = {
@@ -104,7 +109,7 @@ def test_tensors_that_share_their_memory_are_written_once_and_stay_one(path):
 
 def test_the_same_state_gives_the_same_bytes(tmp_path):
     for name in ("a.h5", "b.h5"):
-        write_state(tmp_path / name, "test", {"a": {"x", "y", "z", 1}, "b": torch.ones(3)})
+        save_checkpoint(tmp_path / name, {}, {"a": {"x", "y", "z", 1}, "b": torch.ones(3)})
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
 
@@ -293,7 +298,7 @@ def nested(levels):
 )
 def test_what_no_file_can_hold_is_refused_with_its_place(path, value, reason):
     with pytest.raises(ConfigurationError, match=f"(?s){reason}"):
-        write_state(path, "test", {"a": [{"x": value}]})
+        save_checkpoint(path, {}, {"a": [{"x": value}]})
     assert not path.exists()
 
 
@@ -301,19 +306,14 @@ def test_a_state_that_contains_itself_is_refused(path):
     state = {}
     state["self"] = [state]
     with pytest.raises(ConfigurationError, match="contains itself"):
-        write_state(path, "test", state)
+        save_checkpoint(path, {}, state)
 
 
-def test_files_of_another_kind_or_name_are_refused(path, tmp_path):
-    write_state(path, "test", {"a": 1})
-    with pytest.raises(CheckpointError, match="holds 'test', not 'other'"):
-        read_state(path, "other")
-    with pytest.raises(ConfigurationError, match=r"checkpoints end in \.h5 or \.hdf5"):
-        write_state(tmp_path / "state.pt", "test", {})
-    with pytest.raises(ConfigurationError, match="must be a name of your own"):
-        write_state(path, "weights", {})
+def test_a_state_that_is_no_dict_or_a_name_of_another_kind_is_refused(path, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"checkpoints end in \.h5, \.hdf5 or \.dcp"):
+        save_checkpoint(tmp_path / "state.pt", {}, {})
     with pytest.raises(ArgumentTypeError, match="must be a dict"):
-        write_state(path, "test", [])
+        save_checkpoint(path, {}, [])
 
 
 HOSTILE = [
@@ -365,24 +365,24 @@ HOSTILE = [
 def test_a_state_that_fitkit_never_writes_is_refused(craft, part):
     path = craft(
         lambda hdf5: hdf5["arrays"].create_dataset("0", data=np.zeros((2, 3), "f4")),
-        content={"kind": "test", "state": {"dict": {"a": part}}},
+        content={"kind": "checkpoint", "state": {"dict": {"a": part}}},
     )
     with pytest.raises(CheckpointError, match="is refused"):
-        read_state(path, "test")
+        read(path)
 
 
 @pytest.mark.parametrize("state", [None, 1, [], {"tuple": []}, {"items": [[1, 2]], "x": 1}])
 def test_a_state_that_is_no_dict_is_refused(craft, state):
-    path = craft(lambda hdf5: None, arrays=[], content={"kind": "test", "state": state})
+    path = craft(lambda hdf5: None, arrays=[], content={"kind": "checkpoint", "state": state})
     with pytest.raises(CheckpointError, match="is refused"):
-        read_state(path, "test")
+        read(path)
 
 
 def test_a_state_nested_too_deeply_is_refused(craft):
     state = {"dict": {"a": nested(150)}}
-    path = craft(lambda hdf5: None, arrays=[], content={"kind": "test", "state": state})
+    path = craft(lambda hdf5: None, arrays=[], content={"kind": "checkpoint", "state": state})
     with pytest.raises(CheckpointError, match="nested more than 100 deep"):
-        read_state(path, "test")
+        read(path)
 
 
 def test_an_array_of_foreign_byte_order_comes_back_in_the_machines_own(path):
@@ -395,7 +395,7 @@ def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(craft):
     path = craft(
         lambda hdf5: hdf5["arrays"].create_dataset("0", data=np.zeros((2, 3), "u2")),
         arrays=[{"dtype": "bfloat16", "shape": [2, 3]}],
-        content={"kind": "test", "state": {"dict": {"a": {"array": 0}}}},
+        content={"kind": "checkpoint", "state": {"dict": {"a": {"array": 0}}}},
     )
     with pytest.raises(CheckpointError, match="has an array of torch.bfloat16"):
-        read_state(path, "test")
+        read(path)
