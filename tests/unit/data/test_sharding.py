@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fitkit.data.batches import NoRows
 from fitkit.data.sharding import RankBatch, sharded
-from fitkit.data.sources import Elsewhere, make_source
+from fitkit.data.sources import for_other_ranks, make_source
 from fitkit.errors import ConfigurationError
 
 
@@ -93,7 +93,7 @@ KINDS = {
     "loader": lambda exchange: DataLoader(TensorDataset(X), batch_size=4),
     "list": lambda exchange: [(part,) for part in X.split(4)],
     "scattered": lambda exchange: (
-        ((part,) for part in X.split(4)) if exchange.rank == 0 else Elsewhere(None)
+        ((part,) for part in X.split(4)) if exchange.rank == 0 else iter(())
     ),
 }
 
@@ -118,7 +118,7 @@ def emptied(exchange, kind, lengths):
     if kind == "list":
         return batches
     if kind == "scattered":
-        return (batch for batch in batches) if exchange.rank == 0 else Elsewhere(None)
+        return (batch for batch in batches) if exchange.rank == 0 else iter(())
     return DataLoader(
         range(len(batches)), batch_size=1, collate_fn=lambda chosen: batches[chosen[0]]
     )
@@ -286,12 +286,11 @@ def test_what_hugging_face_divides_is_checked():
 
 
 def test_samples_are_counted_by_their_targets_on_every_rank():
-    def batches(exchange):
-        rows = [({"table": torch.zeros(7, 1), "x": part}, part) for part in X.split(4)]
-        return rows if exchange.rank == 0 else Elsewhere(3)
+    rows = [({"table": torch.zeros(7, 1), "x": part}, part) for part in X.split(4)]
 
     def read(exchange):
-        source = make_source(batches(exchange))
+        source = make_source(rows)
+        source = source if exchange.rank == 0 else for_other_ranks(source)
         shard = sharded(source, exchange, training=True, replace_sampler=True, scatter=True)
         return [(share.count, share.total) for share in shard.batches(0)]
 
