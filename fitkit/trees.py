@@ -8,12 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 def is_named_tuple(tree: object) -> bool:
@@ -26,7 +23,7 @@ def is_container(tree: object) -> bool:
     return isinstance(tree, (tuple, list, Mapping)) or _is_record(tree)
 
 
-def _is_record(tree: object) -> TypeGuard[DataclassInstance]:
+def _is_record(tree: object) -> bool:
     """Whether `tree` is an instance of a dataclass, and not the class."""
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
