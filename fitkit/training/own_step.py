@@ -21,6 +21,7 @@ from fitkit.data.sources import targets_of
 from fitkit.data.to_device import Mover, moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
+from fitkit.distributed.spread.context_parallel import SequenceParts
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
@@ -219,18 +220,19 @@ def step_for(
     """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
     compilation = model._fitkit.compilation
     strategy = compilation.strategy
-    _check_undivided(model, stage)
     known = None if source is None else [targets_of(source)]
     may_count = compilation.loss.may_count(known)
     counts = may_count or has_own_steps(model, stage)
-    wrapped = None
-    if stage != "training":
+    if stage == "training":
+        wrapped = strategy.wrap_for_training(
+            model,
+            averages=model._updates_all,
+            may_count=counts,
+            compiles=compiles_updates(model) and traces_gradients(),
+        )
+    else:
         wrapped = strategy.wrap_for_evaluation(model)
-    elif compiles_updates(model) and traces_gradients():
-        wrapped = strategy.wrap_for_compiling(model, may_count=counts)
-    if wrapped is None:
-        averages = model._updates_all
-        wrapped = strategy.wrap_for_training(model, averages=averages, may_count=counts)
+    _check_undivided(model, wrapped, stage)
     compiled = CompiledStep(
         model,
         wrapped,
@@ -251,8 +253,8 @@ def step_for(
 
 def predict_step_for(model: Module) -> tuple[StepContext, Any]:
     """The step of `predict`."""
-    _check_undivided(model, "predict")
     wrapped = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
+    _check_undivided(model, wrapped, "predict")
     compiled = PredictStep(model, wrapped)
     context = StepContext("predict", predicting=compiled)
     if has_own_steps(model, "predict"):
@@ -260,9 +262,9 @@ def predict_step_for(model: Module) -> tuple[StepContext, Any]:
     return context, compiled
 
 
-def _check_undivided(model: Module, stage: str) -> None:
+def _check_undivided(model: Module, wrapped: WrappedModel, stage: str) -> None:
     """Refuse steps of the model's own where ranks divide sequences: they would see parts."""
-    if model._fitkit.compilation.strategy.context_parallel > 1 and has_own_steps(model, stage):
+    if isinstance(wrapped, SequenceParts) and has_own_steps(model, stage):
         raise ConfigurationError(
             f"{stage}_step and its hooks would see only a rank's part of each sequence under "
             "context_parallel. Give compile the loss and the metrics instead."

@@ -76,8 +76,9 @@ class Bagua(DDP):
     # ------------------------------------------------------------------ the module
 
     def wrap_for_training(
-        self, module: torch.nn.Module, *, averages: bool = True, may_count: bool = False
+        self, module: torch.nn.Module, *, averages: bool = True, **options: bool
     ) -> WrappedModel:
+        # Compression rounds, so it can't carry counts.
         wrapped = super().wrap_for_training(module, averages=averages)
         through = wrapped.wrapper
         if not isinstance(through, DDPWrapper):

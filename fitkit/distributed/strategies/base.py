@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -48,8 +47,8 @@ class Strategy:
     class is right for one device. A subclass overrides what differs. An `Engine` can compute the
     gradients and updates of a training; return it from `engine_for`.
 
-    A subclass sets `name`, `starts`, `replicates`, `ranks_per_batch`, `context_parallel`,
-    `has_engine` and `timeout`. The other attributes are set on the object during a run.
+    A subclass sets `name`, `starts`, `replicates`, `ranks_per_batch` and `has_engine`. The other
+    attributes are set on the object during a run.
 
     Attributes:
         devices, device_ids, precision: set by `connect`: the devices of this node's ranks, in rank
@@ -78,12 +77,8 @@ class Strategy:
     """Whether a process can use several devices, with a replica of the module on each."""
     ranks_per_batch: int = 1
     """How many neighbouring ranks compute each batch together. The other ranks see other data."""
-    context_parallel: int = 1
-    """Among how many of these ranks each sequence is divided."""
     has_engine = False
     """Whether a training may have an engine, which then decides how weights are stored."""
-    timeout: timedelta | None = None
-    """The time limit for each exchange between ranks. None for torch's default."""
 
     def __init__(self) -> None:
         self.devices: tuple[torch.device, ...] = (torch.device("cpu"),)
@@ -160,7 +155,12 @@ class Strategy:
             module.to(self.device)
 
     def wrap_for_training(
-        self, module: torch.nn.Module, *, averages: bool = True, may_count: bool = False
+        self,
+        module: torch.nn.Module,
+        *,
+        averages: bool = True,
+        may_count: bool = False,
+        compiles: bool = False,
     ) -> WrappedModel:
         """Return the model as training steps call it.
 
@@ -168,25 +168,13 @@ class Strategy:
             averages: whether each backward pass averages its gradients over the ranks. If not, the
                 loop does it before an update.
             may_count: whether losses may be means over something other than samples.
+            compiles: whether a step is compiled as a whole if nothing acts within it. The loop then
+                averages all gradients in one exchange, and `shared_buffers` of the result says so.
 
         Ranks:
             Collective.
         """
         return self.wrap_for_evaluation(module)
-
-    def wrap_for_compiling(
-        self, module: torch.nn.Module, *, may_count: bool = False
-    ) -> WrappedModel | None:
-        """What training steps of several ranks call that are compiled as a whole: nothing acts
-        within them, and the loop averages the gradients, all in one exchange.
-
-        Args:
-            may_count: as in `wrap_for_training`.
-
-        Returns:
-            None where that would be another result, or slower; and on one rank.
-        """
-        return None
 
     def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
         """Return the model as evaluation and prediction call it. No rank waits for another in it,
@@ -232,11 +220,10 @@ class Strategy:
         groups = [list(range(first, first + together)) for first in range(0, size, together)]
         return NodeShares(self.collectives, groups)
 
-    @final
     @property
     def log_ranks(self) -> Collectives:
         """The ranks that have computed different values. Logs and metrics are reduced over them."""
-        return self.collectives if self.context_parallel > 1 else self.data_ranks
+        return self.data_ranks
 
     @final
     @property
@@ -244,13 +231,11 @@ class Strategy:
         """The number of shares that the data are divided into, outside of a run as well."""
         return self.world.size // self.ranks_per_batch
 
-    @final
     @property
     def evaluates_in_step(self) -> bool:
         """Whether a rank's forward waits for the other ranks, so that all must call it equally
         often."""
-        shares = self.context_parallel > 1 and self.collectives.world_size > 1
-        return shares or (self.engine is not None and self.engine.evaluates_in_step)
+        return self.engine is not None and self.engine.evaluates_in_step
 
 
 class SingleDevice(Strategy):

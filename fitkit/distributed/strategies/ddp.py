@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,9 +27,6 @@ from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
-
-BUCKET_MB = 25
-"""Megabytes of gradients that DDP sends together, where it isn't told (torch 2.13)."""
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -70,6 +68,8 @@ class DDP(Strategy):
 
     name = "ddp"
     starts = "script"
+    timeout: timedelta | None
+    """The time limit for each exchange between ranks. None for torch's default."""
 
     def __init__(
         self,
@@ -96,9 +96,7 @@ class DDP(Strategy):
         check_output(output)
         self.output = output
         self.process_group_backend = process_group_backend
-        self.timeout: timedelta | None = (
-            timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-        )
+        self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
         self.comm_hook = comm_hook
         self.comm_hook_state = comm_hook_state
         self.options: dict[str, Any] = {
@@ -181,7 +179,12 @@ class DDP(Strategy):
         self.collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def wrap_for_training(
-        self, module: torch.nn.Module, *, averages: bool = True, may_count: bool = False
+        self,
+        module: torch.nn.Module,
+        *,
+        averages: bool = True,
+        may_count: bool = False,
+        compiles: bool = False,
     ) -> WrappedModel:
         if self.engine is not None and self.engine.replaces_ddp:
             return self.engine.wrap(module)
@@ -189,31 +192,17 @@ class DDP(Strategy):
             same: WrappedModel = self._wrapper.wrapped  # a callback of fit calls `train_on_batch`
             return same
         wrapped = self.wrap_for_evaluation(module)
-        if averages and self.collectives.world_size > 1:
-            carrier = self._new_carrier(module) if may_count else None
-            self._wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp)
-        return wrapped
-
-    def wrap_for_compiling(
-        self, module: torch.nn.Module, *, may_count: bool = False
-    ) -> WrappedModel | None:
-        kind, options = type(self), self.options
-        is_plain = (
-            kind.configure_ddp is DDP.configure_ddp
-            and kind.wrap_for_training is DDP.wrap_for_training
-            and not (kind.has_engine or kind.replicates or self.comm_hook)
-            and not (options["find_unused_parameters"] or options["static_graph"])
-        )
-        if not is_plain or self.collectives.world_size == 1:
-            return None
-        # DDP sends larger gradients in several buckets, the first while others are computed.
-        bucket = (options["bucket_cap_mb"] or BUCKET_MB) * 2**20
-        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if sum(p.numel() * p.element_size() for p in learning) > bucket:
-            return None
-        wrapped = self.wrap_for_evaluation(module)
-        wrapped.count_parameter = self._new_carrier(module) if may_count else None
-        wrapped.shared_buffers = list(module.buffers())
+        if not averages or self.collectives.world_size == 1:
+            return wrapped
+        can_compile = compiles and wrapped.is_bare and self.engine is None
+        carrier = self._new_carrier(module) if may_count else None
+        wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp)
+        if can_compile and wrapper.is_replaceable:
+            wrapper.drop()
+            wrapped = self.wrap_for_evaluation(module)
+            wrapped.count_parameter, wrapped.shared_buffers = carrier, list(module.buffers())
+        else:
+            self._wrapper = wrapper
         return wrapped
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
@@ -293,6 +282,18 @@ class DDPWrapper:
                 code="FK045",
             ) from error
 
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether a loop can average all gradients in one exchange instead, with the same result.
+
+        DDP sends larger gradients in several, the first while others are computed.
+        """
+        if not (_averages_exactly(self._ddp) and self._ddp.broadcast_buffers):
+            return False
+        learning = [p for p in self.wrapped.net.parameters() if p.requires_grad]
+        size: int = sum(p.numel() * p.element_size() for p in learning)
+        return size <= int(self._ddp.bucket_bytes_cap)
+
     def accumulating(self) -> AbstractContextManager[Any]:
         """Surround calls whose gradients needn't be averaged yet."""
         no_sync = getattr(self._ddp, "no_sync", None)  # an override may have made another wrapper
@@ -334,9 +335,13 @@ class DDPSpawn(DDP):
 
 
 def _averages_exactly(wrapper: torch.nn.Module) -> bool:
-    """Whether a wrapper, perhaps from an override, averages every gradient exactly."""
+    """Whether a wrapper, perhaps from an override, averages every gradient over all ranks exactly,
+    and sees that an extra parameter is used."""
     return (
         type(wrapper) is DistributedDataParallel
+        and isinstance(wrapper.module, StepRouter)
+        and wrapper.process_group is dist.group.WORLD
+        and wrapper.mixed_precision is None
         and not wrapper._comm_hooks
         and not wrapper.find_unused_parameters
         and not wrapper.static_graph

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.activation_checkpointing import check_blocks, matching
 from fitkit.arguments import check_count, check_flag
-from fitkit.distributed.collectives import RankGroup
+from fitkit.distributed.collectives import Collectives, RankGroup
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.spread.context_parallel import SequenceParts, context_group
@@ -210,11 +210,16 @@ class FSDP(DDP):
         else:
             super().place(module)
 
-    def wrap_for_training(
-        self, module: nn.Module, *, averages: bool = True, may_count: bool = False
-    ) -> WrappedModel:
-        whole = super().wrap_for_training(module, averages=averages, may_count=may_count)
-        parts = self._with_parts(whole)
+    @property
+    def log_ranks(self) -> Collectives:
+        return self.data_ranks if self._context is None else self.collectives
+
+    @property
+    def evaluates_in_step(self) -> bool:
+        return self._context is not None or super().evaluates_in_step
+
+    def wrap_for_training(self, module: nn.Module, **options: bool) -> WrappedModel:
+        parts = self._with_parts(super().wrap_for_training(module, **options))
         if isinstance(parts, SequenceParts) and isinstance(self.engine, FSDPEngine):
             self.engine.attending = parts.attending
         return parts
