@@ -32,11 +32,12 @@ def name_of(page):
 def _names_as_before():
     """What a page adds to the names of losses, metrics, … goes with it."""
     from fitkit.checkpoint.formats import FORMATS
+    from fitkit.distributed.exchange import ALGORITHMS
     from fitkit.distributed.strategies import STRATEGIES
     from fitkit.losses.names import LOSSES
     from fitkit.metrics.named import NAMES
 
-    registries = (FORMATS, LOSSES, NAMES, STRATEGIES)
+    registries = (ALGORITHMS, FORMATS, LOSSES, NAMES, STRATEGIES)
     before = [(dict(registry._entries), dict(registry._spelling)) for registry in registries]
     yield
     for registry, (entries, spelling) in zip(registries, before, strict=True):

@@ -95,10 +95,6 @@ class Decentralized(Algorithm):
         each = all_reduce(size, ranks) if self.peer_selection_mode == "all" else size
         return each / self.communication_interval
 
-    @property
-    def averages_gradients(self) -> bool:
-        return False
-
     def after_update(self) -> None:
         self._updates += 1
         if self._updates % self.communication_interval:
@@ -143,23 +139,9 @@ class LowPrecisionDecentralized(Algorithm):
     def sent(self, size: float, numbers: int, ranks: int) -> float:
         return wire_bytes(numbers) * len(neighbours(0, ranks))
 
-    def begin(
-        self,
-        peers: Peers,
-        parameters: list[torch.nn.Parameter],
-        optimizers: list[Optimizer],
-        updates: int,
-    ) -> None:
-        super().begin(peers, parameters, optimizers, updates)
-        self._neighbours = neighbours(peers.rank, peers.size)
-        self.resume(parameters)
-
-    @property
-    def averages_gradients(self) -> bool:
-        return False
-
     def resume(self, parameters: list[torch.nn.Parameter]) -> None:
         super().resume(parameters)
+        self._neighbours = neighbours(self._peers.rank, self._peers.size)
         self._local = self._weights.read()
         self._replicas = [self._local.clone() for _ in self._neighbours]
 

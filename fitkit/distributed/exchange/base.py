@@ -175,13 +175,13 @@ class Algorithm:
             Collective, as all that follows.
         """
         self._peers = peers
-        self._weights = FlatTensors(parameters)
         self._updates = updates
+        self.resume(parameters)
 
     @property
     def averages_gradients(self) -> bool:
         """Whether the next update needs the mean of gradients; the same on every rank."""
-        return True
+        return self.wraps
 
     def hook(self) -> Any:
         """What averages a bucket of gradients in DDP's place; None for DDP itself."""
@@ -203,7 +203,7 @@ class Algorithm:
         """End what is under way, before the strategy averages what ranks hold apart."""
 
     def resume(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Continue from weights that are equal on all ranks again.
+        """Begin, or continue, from weights that are equal on all ranks.
 
         Args:
             parameters: the parameters that can learn now.
