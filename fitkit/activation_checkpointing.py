@@ -62,19 +62,15 @@ def checkpoint_activations(net: Net, blocks: Blocks = True) -> Net:
             "class of its layers, or a function that says of a submodule whether it is meant."
         )
     for part in net.modules():
-        if isinstance(vars(part).get("forward"), Recomputed):
+        if is_recomputed(part):
             vars(part)["forward"].remove()
-    for block in found:
-        Recomputed(block)
+    recompute(found)
     return net
 
 
 def check_blocks(name: str, asked: Any, *, functions: bool = False) -> None:
     """Refuse a value that can't select the submodules to recompute."""
-    kinds = asked if isinstance(asked, tuple) and asked else (asked,)
-    if isinstance(asked, bool) or all(
-        isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds
-    ):
+    if isinstance(asked, bool) or are_module_classes(asked):
         return
     if functions and callable(asked) and not isinstance(asked, (type, nn.Module)):
         return
@@ -82,6 +78,12 @@ def check_blocks(name: str, asked: Any, *, functions: bool = False) -> None:
         f"{name}={describe(asked)} must be True (all blocks), False, a module class or a tuple of "
         f"module classes{', or a function of a submodule' if functions else ''}."
     )
+
+
+def are_module_classes(given: Any) -> bool:
+    """Whether a value is a module class, or a tuple of some."""
+    kinds = given if isinstance(given, tuple) and given else (given,)
+    return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
 
 
 def matching(module: nn.Module, blocks: list[nn.Module], asked: Blocks) -> list[nn.Module]:
@@ -130,6 +132,20 @@ def repeated(
             else:
                 waiting.append(child)
     return found
+
+
+def is_recomputed(block: nn.Module) -> bool:
+    """Whether a block's activations are recomputed."""
+    return isinstance(vars(block).get("forward"), Recomputed)
+
+
+def recompute(blocks: list[nn.Module]) -> list[Recomputed]:
+    """Recompute the activations of blocks, except where they already are.
+
+    Returns:
+        The new forwards; `remove` undoes each.
+    """
+    return [Recomputed(block) for block in blocks if not is_recomputed(block)]
 
 
 class Recomputed:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fitkit import trees
-from fitkit.activation_checkpointing import Recomputed, matching
+from fitkit.activation_checkpointing import is_recomputed, matching, recompute
 from fitkit.arguments import check_count, describe
 from fitkit.data.batches import samples_of
-from fitkit.distributed.exchange.base import all_gather, all_reduce
+from fitkit.distributed.exchange.base import all_gather_bytes, all_reduce_bytes
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.resolve import named_strategy
 from fitkit.distributed.spread.module import blocks_of
@@ -63,7 +63,7 @@ class Plan:
         devices: the number of devices on each node.
         num_nodes: the number of machines.
         samples: the number of samples in the measured batch.
-        sizes: the bytes that a training of the whole net takes on one device.
+        whole: the bytes that a training of the whole net takes on one device.
         costs: the bytes on the fullest device, by the strategy's name.
         notes: what the figures leave out.
     """
@@ -71,7 +71,7 @@ class Plan:
     devices: int
     num_nodes: int
     samples: int
-    sizes: Sizes
+    whole: Costs
     costs: dict[str, Costs]
     notes: tuple[str, ...] = ()
 
@@ -166,31 +166,26 @@ def plan(
         raise ConfigurationError("strategy is empty. Give a name, such as 'ddp', or several.")
     chosen = _by_name([named_strategy(item) for item in given])
     meta = any(parameter.is_meta for parameter in model.parameters())
-    sizes_of = _sizes_on_meta if meta else _sizes_of_a_step
-    sizes, notes = sizes_of(model, batch)
+    measured = _costs_on_meta if meta else _costs_of_a_step
+    whole, notes = measured(model, batch)
     net = model._weights_module()
     costs: dict[str, Costs] = {}
     for name, item in chosen.items():
-        own = sizes
-        if isinstance(item, FSDP) and item.activation_checkpointing and devices * num_nodes > 1:
-            with _recomputed(net, item):
-                own, _ = sizes_of(model, batch)
-        costs[name] = costs_of(item, net, own, devices, num_nodes)
-    found = Plan(
-        devices,
-        num_nodes,
-        samples_of(batch),
-        sizes,
-        costs,
-        notes,
-    )
+        own = whole
+        if devices * num_nodes > 1:
+            if isinstance(item, FSDP) and item.activation_checkpointing:
+                with _recomputed(net, item):
+                    own, _ = measured(model, batch)
+            own = costs_of(item, net, own, devices, num_nodes)
+        costs[name] = own
+    found = Plan(devices, num_nodes, samples_of(batch), whole, costs, notes)
     print(found)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The bytes that a training of a whole net holds.
+class Costs:
+    """The bytes that a device holds, and that a rank sends in a step.
 
     Attributes:
         parameters: all parameters.
@@ -199,27 +194,8 @@ class Sizes:
         buffers: running statistics and the like.
         activations: what the forward pass keeps for the backward pass, for one process's batch.
         backward: the gradient of the largest activation, which the backward pass holds as well.
-        numbers: how many numbers learn.
+        numbers: how many numbers of the whole net learn.
         element: bytes per number when sent: in half precision if used, else its own width.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    buffers: float
-    activations: float
-    backward: float
-    numbers: int
-    element: float = 4.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The bytes that the fullest device holds, and that a rank sends in a step.
-
-    Attributes:
-        parameters, gradients, optimizer, buffers, activations, backward: as in `Sizes`, on this
-            device.
         exchange: the buffers for gradients or parameters that are sent.
         sent: the bytes that a rank sends per update.
     """
@@ -229,7 +205,9 @@ class Costs:
     optimizer: float
     buffers: float
     activations: float
-    backward: float = 0.0
+    backward: float
+    numbers: int
+    element: float
     exchange: float = 0.0
     sent: float = 0.0
 
@@ -240,24 +218,12 @@ class Costs:
         return sum(held) + self.activations + self.backward + self.exchange
 
 
-def whole(sizes: Sizes) -> Costs:
-    """The costs of a device that holds everything and sends nothing."""
-    return Costs(
-        sizes.parameters,
-        sizes.gradients,
-        sizes.optimizer,
-        sizes.buffers,
-        sizes.activations,
-        sizes.backward,
-    )
-
-
 # ---------------------------------------------------------------- what strategies cost
 
 
 @functools.singledispatch
 def costs_of(
-    strategy: Strategy, module: nn.Module, sizes: Sizes, devices: int, nodes: int
+    strategy: Strategy, module: nn.Module, whole: Costs, devices: int, nodes: int
 ) -> Costs:
     """Compute what the fullest device would hold and a rank would send, without the devices.
 
@@ -267,91 +233,85 @@ def costs_of(
     Args:
         strategy: its class and its options decide.
         module: the net.
-        sizes: the bytes of a training of the whole net.
+        whole: those of a device that holds everything and sends nothing.
         devices: the number of devices on each node.
         nodes: the number of machines.
     """
-    return whole(sizes)
+    return whole
 
 
 @costs_of.register
-def _(strategy: DP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+def _(strategy: DP, module: nn.Module, whole: Costs, devices: int, nodes: int) -> Costs:
     # The first device, which gathers the copies' gradients. It sends the parameters to each other
     # device, and gets as many gradients back.
     return dataclasses.replace(
-        whole(sizes),
-        activations=sizes.activations / devices,
-        backward=sizes.backward / devices,
-        sent=sizes.parameters * (devices - 1),
+        whole,
+        activations=whole.activations / devices,
+        backward=whole.backward / devices,
+        sent=whole.parameters * (devices - 1),
     )
 
 
 @costs_of.register
-def of_ddp(strategy: DDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+def of_ddp(strategy: DDP, module: nn.Module, whole: Costs, devices: int, nodes: int) -> Costs:
     if devices * nodes == 1:
-        return whole(sizes)
+        return whole
     halved = strategy.comm_hook in ("fp16", "bf16")
     return dataclasses.replace(
-        whole(sizes),
-        exchange=0.0 if strategy.options["gradient_as_bucket_view"] else sizes.gradients,
-        sent=all_reduce(sizes.gradients, devices * nodes) / (2 if halved else 1),
+        whole,
+        exchange=0.0 if strategy.options["gradient_as_bucket_view"] else whole.gradients,
+        sent=all_reduce_bytes(whole.gradients, devices * nodes) / (2 if halved else 1),
     )
 
 
 @costs_of.register
-def _(strategy: DDP2, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+def _(strategy: DDP2, module: nn.Module, whole: Costs, devices: int, nodes: int) -> Costs:
     within = dataclasses.replace(
-        sizes, activations=sizes.activations / devices, backward=sizes.backward / devices
+        whole, activations=whole.activations / devices, backward=whole.backward / devices
     )
     return of_ddp(strategy, module, within, 1, nodes)
 
 
 @costs_of.register
-def _(strategy: Bagua, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-    plain, ranks = of_ddp(strategy, module, sizes, devices, nodes), devices * nodes
-    if ranks == 1:
-        return plain
-    sent = strategy.algorithm.sent(sizes.gradients, sizes.numbers, ranks)
+def _(strategy: Bagua, module: nn.Module, whole: Costs, devices: int, nodes: int) -> Costs:
+    plain, ranks = of_ddp(strategy, module, whole, devices, nodes), devices * nodes
+    sent = strategy.algorithm.sent(whole.gradients, whole.numbers, ranks)
     return dataclasses.replace(plain, sent=sent)
 
 
 @costs_of.register
-def _(strategy: DDPSharded, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
-    plain, ranks = of_ddp(strategy, module, sizes, devices, nodes), devices * nodes
+def _(strategy: DDPSharded, module: nn.Module, whole: Costs, devices: int, nodes: int) -> Costs:
+    plain, ranks = of_ddp(strategy, module, whole, devices, nodes), devices * nodes
     return dataclasses.replace(
         plain,
-        optimizer=sizes.optimizer / ranks,
-        sent=plain.sent + all_gather(sizes.gradients, ranks),  # the updated parameters
+        optimizer=whole.optimizer / ranks,
+        sent=plain.sent + all_gather_bytes(whole.gradients, ranks),  # the updated parameters
     )
 
 
 @costs_of.register
-def _(strategy: DeepSpeed, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+def _(strategy: DeepSpeed, module: nn.Module, whole: Costs, devices: int, nodes: int) -> Costs:
     ranks = devices * nodes
-    if ranks == 1:
-        return whole(sizes)
-    masters = sizes.numbers * 4 / ranks  # the updated copy, besides the one that computes
-    travelling = sizes.numbers * sizes.element
-    bucket = bucket_of(strategy.config, sizes.numbers) * sizes.element
+    masters = whole.numbers * 4 / ranks  # the updated copy, besides the one that computes
+    travelling = whole.numbers * whole.element
+    bucket = bucket_of(strategy.config, whole.numbers) * whole.element
     is_third = strategy.stage == 3
     return dataclasses.replace(
-        whole(sizes),
-        parameters=sizes.parameters / (ranks if is_third else 1),
-        gradients=sizes.gradients / (ranks if strategy.stage > 1 else 1),
-        optimizer=sizes.optimizer / ranks + masters,
+        whole,
+        parameters=whole.parameters / (ranks if is_third else 1),
+        gradients=whole.gradients / (ranks if strategy.stage > 1 else 1),
+        optimizer=whole.optimizer / ranks + masters,
         # The third stage may gather all parameters at once (`stage3_max_live_parameters`).
         exchange=bucket + (travelling if is_third else 0.0),
-        sent=2 * all_gather(travelling, ranks) + all_gather(sizes.gradients, ranks)
+        sent=2 * all_gather_bytes(travelling, ranks) + all_gather_bytes(whole.gradients, ranks)
         if is_third
-        else all_reduce(sizes.gradients, ranks) + all_gather(travelling, ranks),
+        else all_reduce_bytes(whole.gradients, ranks) + all_gather_bytes(travelling, ranks),
     )
 
 
 @costs_of.register
-def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int) -> Costs:
+def _(strategy: FSDP, module: nn.Module, whole: Costs, devices: int, nodes: int) -> Costs:
     ranks = devices * nodes
-    if ranks == 1:
-        return whole(sizes)
     strategy.check_groups(ranks)
     together, reshards = strategy.tensor_parallel, strategy.reshard_after_forward
     within = strategy.shard_size or ranks // together  # ranks that share one copy
@@ -366,24 +326,24 @@ def _(strategy: FSDP, module: nn.Module, sizes: Sizes, devices: int, nodes: int)
     learning = [p for p in parameters if p.requires_grad]
     of_all = held(parameters) / max(sum(p.numel() for p in parameters), 1)
     of_learning = held(learning) / max(sum(p.numel() for p in learning), 1)
-    travelling = held(parameters) * sizes.element  # frozen ones, too
-    gradients = sizes.gradients * of_learning
+    travelling = held(parameters) * whole.element  # frozen ones, too
+    gradients = whole.gradients * of_learning
     inside = [held(block.parameters()) for block in blocks]
     rest = held(parameters) - sum(inside)
     # One block at work, the next on its way, and always what belongs to no block.
     at_once = rest + (2 * max(inside, default=0) if reshards else sum(inside))
     on_device = 0 if strategy.cpu_offload else 1 / within
     return dataclasses.replace(
-        whole(sizes),
-        activations=sizes.activations / strategy.context_parallel,
-        backward=sizes.backward / strategy.context_parallel,
-        parameters=sizes.parameters * of_all * on_device,
+        whole,
+        activations=whole.activations / strategy.context_parallel,
+        backward=whole.backward / strategy.context_parallel,
+        parameters=whole.parameters * of_all * on_device,
         gradients=gradients * on_device,
-        optimizer=sizes.optimizer * of_learning * on_device,
-        exchange=at_once * sizes.element,
-        sent=(2 if reshards else 1) * all_gather(travelling, within)
-        + all_gather(gradients, within)
-        + all_reduce(gradients / within, ranks // together // within),
+        optimizer=whole.optimizer * of_learning * on_device,
+        exchange=at_once * whole.element,
+        sent=(2 if reshards else 1) * all_gather_bytes(travelling, within)
+        + all_gather_bytes(gradients, within)
+        + all_reduce_bytes(gradients / within, ranks // together // within),
     )
 
 
@@ -405,7 +365,7 @@ def _by_name(strategies: list[Strategy]) -> dict[str, Strategy]:
     return found
 
 
-def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
+def _costs_of_a_step(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
     """The bytes that one real step on one device holds."""
     strategy = model._fitkit.compilation.strategy
     alone = SingleDevice().connect(
@@ -422,10 +382,10 @@ def _sizes_of_a_step(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
             for optimizer in model._fitkit.fit_state.optimizers
             for own in optimizer.state.values()
         )
-        return _sizes(model, held, state, saved.peak, saved.largest), ()
+        return _costs(model, held, state, saved.peak, saved.largest), ()
 
 
-def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
+def _costs_on_meta(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
     """The same for a net without memory, from its shapes."""
     net = model._weights_module()
     inputs = trees.map_leaves(_as_meta, unpacker_of(model)(batch)[0])
@@ -442,7 +402,7 @@ def _sizes_on_meta(model: Model, batch: Any) -> tuple[Sizes, tuple[str, ...]]:
     # Graphs and optimizers that refer to parameters would keep them from getting memory later.
     del outputs
     gc.collect()
-    return _sizes(model, list(net.parameters()), state, activations, largest), tuple(notes)
+    return _costs(model, list(net.parameters()), state, activations, largest), tuple(notes)
 
 
 def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
@@ -461,19 +421,19 @@ def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
     return state
 
 
-def _sizes(
+def _costs(
     model: Model,
     parameters: list[nn.Parameter],
     state: float,
     activations: float,
     largest: float,
-) -> Sizes:
+) -> Costs:
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in learning)
     precision = model._fitkit.compilation.strategy.precision
     gradients = trees.tensor_bytes(learning)
     mixed = isinstance(precision, MixedPrecision)
-    return Sizes(
+    return Costs(
         parameters=_held_bytes(parameters),
         gradients=gradients,
         optimizer=state,
@@ -499,10 +459,8 @@ def _held_bytes(tree: Any) -> int:
 @contextlib.contextmanager
 def _recomputed(net: nn.Module, strategy: FSDP) -> Iterator[None]:
     """Recompute the blocks that the strategy's training recomputes."""
-    asked = strategy.activation_checkpointing
-    blocks = matching(net, blocks_of(net, strategy.wrap), asked)
-    plain = [block for block in blocks if not isinstance(vars(block).get("forward"), Recomputed)]
-    forwards = [Recomputed(block) for block in plain]
+    blocks = blocks_of(net, strategy.wrap)
+    forwards = recompute(matching(net, blocks, strategy.activation_checkpointing))
     try:
         yield
     finally:
@@ -530,7 +488,7 @@ def _activations(net: nn.Module) -> Iterator[SavedTensors]:
     handles = [
         part.register_forward_hook(count, with_kwargs=True)
         for part in net.modules()
-        if isinstance(vars(part).get("forward"), Recomputed)
+        if is_recomputed(part)
     ]
     try:
         with SavedTensors(apart_from=held) as saved:

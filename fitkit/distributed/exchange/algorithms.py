@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice, check_count, check_number
-from fitkit.distributed.exchange.base import Algorithm, Peers, all_reduce
+from fitkit.distributed.exchange.base import Algorithm, Peers, all_reduce_bytes
 from fitkit.distributed.exchange.compression import decode, encode, wire_bytes
 from fitkit.distributed.precision import Precision
 from fitkit.errors import ConfigurationError
@@ -46,7 +46,7 @@ class PostLocalSGD(Algorithm):
         self.wraps: bool = warmup_steps > 0
 
     def sent(self, size: float, numbers: int, ranks: int) -> float:
-        return all_reduce(size, ranks) / self.period
+        return all_reduce_bytes(size, ranks) / self.period
 
     @property
     def averages_gradients(self) -> bool:
@@ -92,7 +92,7 @@ class Decentralized(Algorithm):
             )
 
     def sent(self, size: float, numbers: int, ranks: int) -> float:
-        each = all_reduce(size, ranks) if self.peer_selection_mode == "all" else size
+        each = all_reduce_bytes(size, ranks) if self.peer_selection_mode == "all" else size
         return each / self.communication_interval
 
     def after_update(self) -> None:

@@ -16,16 +16,16 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.world import counting_connections
 
 
-def all_reduce(size: float, ranks: int) -> float:
+def all_reduce_bytes(size: float, ranks: int) -> float:
     """Bytes that each rank sends in a ring all-reduce of `size` bytes.
 
     Reference: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
     Workstations, 2009, doi:10.1016/j.jpdc.2008.09.002.
     """
-    return 2 * all_gather(size, ranks)
+    return 2 * all_gather_bytes(size, ranks)
 
 
-def all_gather(size: float, ranks: int) -> float:
+def all_gather_bytes(size: float, ranks: int) -> float:
     """Bytes that each rank sends so that all have `size` bytes of which each had an equal part;
     a reduce-scatter sends as many."""
     return size * (ranks - 1) / ranks
@@ -148,7 +148,7 @@ class Algorithm:
             size: of all gradients, in bytes; weights have as many.
             numbers: how many numbers they hold.
         """
-        return all_reduce(size, ranks)
+        return all_reduce_bytes(size, ranks)
 
     def check_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Refuse optimizers that the algorithm can't work with.

@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from fitkit.distributed.exchange.base import Algorithm, FlatTensors, Peers, all_reduce
+from fitkit.distributed.exchange.base import Algorithm, FlatTensors, Peers, all_reduce_bytes
 from fitkit.distributed.exchange.hooks import Hook, finished
 
 BLOCK = 2048
@@ -168,7 +168,7 @@ class ByteGrad(Algorithm):
     name = "bytegrad"
 
     def sent(self, size: float, numbers: int, ranks: int) -> float:
-        return all_reduce(wire_bytes(numbers), ranks)
+        return all_reduce_bytes(wire_bytes(numbers), ranks)
 
     def hook(self) -> Hook:
         return bytes_hook(self._peers)

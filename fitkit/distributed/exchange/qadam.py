@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_count, check_number
-from fitkit.distributed.exchange.base import Algorithm, FlatTensors, Peers, all_reduce
+from fitkit.distributed.exchange.base import Algorithm, FlatTensors, Peers, all_reduce_bytes
 from fitkit.distributed.exchange.compression import (
     Feedback,
     compressed_mean,
@@ -43,7 +43,7 @@ class QAdam(Algorithm):
     _feedback: dict[int, tuple[list[torch.nn.Parameter], Feedback]]
 
     def sent(self, size: float, numbers: int, ranks: int) -> float:
-        return all_reduce(wire_bytes(numbers), ranks)
+        return all_reduce_bytes(wire_bytes(numbers), ranks)
 
     def check(self, size: int, precision: Precision, device: torch.device) -> None:
         if size > 1 and precision.scaler(device) is not None:

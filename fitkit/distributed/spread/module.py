@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.activation_checkpointing import UNCALLED, Recomputed, repeated
+from fitkit.activation_checkpointing import UNCALLED, are_module_classes, recompute, repeated
 from fitkit.arguments import check_choice, check_count, describe
-from fitkit.distributed.spread.in_place import ModuleInPlace, as_parts, whole, whole_for_file
+from fitkit.distributed.spread.in_place import ModuleInPlace, as_parts, whole, whole_on_host
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 Giving = Literal["whole", "whole on rank 0", "spread"]
@@ -54,9 +54,7 @@ class ShardedModule(ModuleInPlace):
         super().__init__(module)
         self._rank = rank
         self._gives: Giving = "whole"
-        # One that the user has made so stays so.
-        plain = [b for b in recomputed if not isinstance(vars(b).get("forward"), Recomputed)]
-        self._recomputed = [Recomputed(block) for block in plain]
+        self._recomputed = recompute(recomputed)  # those that the user has made so stay so
         self._sharded: list[Any] = []
         done: set[nn.Module] = set()
         try:
@@ -132,7 +130,7 @@ class ShardedModule(ModuleInPlace):
         """
         if self._gives == "spread":
             return value
-        return whole_for_file(value, self._rank == 0 or self._gives == "whole")
+        return whole_on_host(value, wanted=self._rank == 0 or self._gives == "whole")
 
     def _give_whole(self, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in part._parameters:
@@ -254,7 +252,7 @@ def check_wrap(wrap: Any) -> None:
     """Refuse what says of no submodule whether it is gathered apart."""
     if wrap is None or isinstance(wrap, str):
         check_choice("wrap", wrap, ("blocks", None))
-    elif _are_classes(wrap):
+    elif are_module_classes(wrap):
         return
     elif isinstance(wrap, (tuple, bool)) or not isinstance(wrap, int):
         raise ArgumentTypeError(
@@ -263,11 +261,6 @@ def check_wrap(wrap: Any) -> None:
         )
     else:
         check_count("wrap", wrap)
-
-
-def _are_classes(given: Any) -> bool:
-    kinds = given if isinstance(given, tuple) and given else (given,)
-    return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
 
 
 def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:
