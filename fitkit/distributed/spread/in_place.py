@@ -243,17 +243,8 @@ def whole(value: Any) -> Any:
     return value.full_tensor()
 
 
-def whole_on_host(value: Any) -> Any:
-    """As `whole`, in main memory.
-
-    Ranks:
-        Collective.
-    """
-    return whole(value).cpu() if is_spread(value) else value
-
-
-def whole_for_file(value: Any, wanted: bool) -> Any:
-    """As `whole_on_host`; a rank that doesn't want it gets its part as a plain tensor.
+def whole_on_host(value: Any, *, wanted: bool = True) -> Any:
+    """As `whole`, in main memory; a rank that doesn't want it gets its part as a plain tensor.
 
     Ranks:
         Collective.

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fitkit.distributed.collectives import Collectives, RankGroup
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.spread.context_parallel import SequenceParts, context_group
-from fitkit.distributed.spread.in_place import whole_for_file
+from fitkit.distributed.spread.in_place import whole_on_host
 from fitkit.distributed.spread.module import ShardedModule, blocks_of, check_trains, check_wrap
 from fitkit.distributed.spread.optimizer import SpreadOptimizer
 from fitkit.distributed.spread.tensor_parallel import (
@@ -278,7 +279,7 @@ class FSDPEngine(Engine):
         self._divided: TensorParallel | None = None
         self._checked = False  # whether torch sees the outputs' gradients
         rank, together = strategy.collectives.rank, strategy.tensor_parallel > 1
-        if strategy.context_parallel > 1:
+        if strategy.ranks_per_batch > 1:
             self._draw_alike()
         blocks = blocks_of(module, strategy.wrap)
         self._root = RootRouter(WrappedModel(module))
@@ -341,7 +342,6 @@ class FSDPEngine(Engine):
             net: Any = getattr(module, "_weights_module", lambda: module)()
             plan = strategy.tensor_parallel_plan or {}
             self._divided = TensorParallel(net, plan, both["tensor"])
-            self._draw_alike()
         elif within == size:
             mesh = init_device_mesh(kind, (size,))
         else:
@@ -352,7 +352,7 @@ class FSDPEngine(Engine):
         if isinstance(strategy.precision, MixedPrecision):
             # The step's autocast handles inputs. Gradients are averaged in full precision.
             half = MixedPrecisionPolicy(
-                param_dtype=strategy.precision.half,
+                param_dtype=strategy.precision.compute_dtype,
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=False,
             )
@@ -425,7 +425,7 @@ class FSDPEngine(Engine):
         is_first = self._collectives.rank == 0
         with self._module.giving("whole on rank 0"):
             # Callbacks keep sharded tensors, too (averages of weights).
-            return trees.map_leaves(lambda leaf: whole_for_file(leaf, is_first), make())
+            return trees.map_leaves(partial(whole_on_host, wanted=is_first), make())
 
     def parts(self, make: Callable[[], Any]) -> Any:
         with self._module.giving("spread"):
