@@ -37,11 +37,8 @@ class Precision:
     name = ""
     compute_dtype: torch.dtype | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing surrounds a forward, and outputs stay as they are."""
-        kind = type(self)
-        return kind.autocast is Precision.autocast and kind.widen is Precision.widen
+    is_plain = False
+    """Whether nothing surrounds a forward, and outputs stay as they are: a step is shorter then."""
 
     def check(self, device: torch.device) -> None:
         """Refuse a device that can't compute in this precision.
@@ -104,6 +101,10 @@ class FullPrecision(Precision):
     """
 
     name = "32-true"
+
+    @property
+    def is_plain(self) -> bool:  # type: ignore[override]
+        return type(self) is FullPrecision  # a subclass may do more
 
 
 # ---------------------------------------------------------------------- which devices
@@ -358,17 +359,14 @@ class MixedPrecision(Precision):
     Reference: Micikevicius et al., Mixed Precision Training, 2018, arXiv:1710.03740.
     """
 
-    half: torch.dtype
-
-    def __init__(self) -> None:
-        self.compute_dtype: torch.dtype = self.half
+    compute_dtype: torch.dtype
 
     def check(self, device: torch.device) -> None:
-        check_pair(self.name, self.half, device)
+        check_pair(self.name, self.compute_dtype, device)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         # A new one each time: one object can't surround a step within a step.
-        return torch.autocast(device_type, self.half)
+        return torch.autocast(device_type, self.compute_dtype)
 
     def widen(self, tree: Any) -> Any:
         return widened(tree)
@@ -378,14 +376,14 @@ class BFloat16Mixed(MixedPrecision):
     """Autocast to bfloat16, which has float32's range: no loss scaling is needed."""
 
     name = "bf16-mixed"
-    half: torch.dtype = torch.bfloat16
+    compute_dtype = torch.bfloat16
 
 
 class HalfMixed(MixedPrecision):
     """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
 
     name = "16-mixed"
-    half: torch.dtype = torch.float16
+    compute_dtype = torch.float16
 
     def convert(self, module: torch.nn.Module) -> None:
         super().convert(module)
@@ -409,20 +407,17 @@ class TruePrecision(Precision):
     but not the digits that were rounded off.
     """
 
-    dtype: torch.dtype
-
-    def __init__(self) -> None:
-        self.compute_dtype: torch.dtype = self.dtype
+    compute_dtype: torch.dtype
 
     def check(self, device: torch.device) -> None:
-        check_pair(self.name, self.dtype, device)
+        check_pair(self.name, self.compute_dtype, device)
 
     def convert(self, module: torch.nn.Module) -> None:
         restore_layers(module)
-        cast(module, self.dtype)
+        cast(module, self.compute_dtype)
 
     def input_dtype(self, module: torch.nn.Module) -> torch.dtype:
-        return self.dtype
+        return self.compute_dtype
 
     def widen(self, tree: Any) -> Any:
         return widened(tree)
@@ -432,7 +427,7 @@ class DoublePrecision(TruePrecision):
     """All in float64."""
 
     name = "64-true"
-    dtype: torch.dtype = torch.float64
+    compute_dtype = torch.float64
 
 
 class BFloat16Precision(TruePrecision):
@@ -442,7 +437,7 @@ class BFloat16Precision(TruePrecision):
     """
 
     name = "bf16-true"
-    dtype: torch.dtype = torch.bfloat16
+    compute_dtype = torch.bfloat16
 
 
 class HalfPrecision(TruePrecision):
@@ -453,7 +448,7 @@ class HalfPrecision(TruePrecision):
     """
 
     name = "16-true"
-    dtype: torch.dtype = torch.float16
+    compute_dtype = torch.float16
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:

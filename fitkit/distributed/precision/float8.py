@@ -68,13 +68,12 @@ class Float8Mixed(BFloat16Mixed):
     def __init__(self, *, emulate: bool = False, every_layer: bool = False) -> None:
         check_flag("emulate", emulate)
         check_flag("every_layer", every_layer)
-        super().__init__()
         self.emulate = emulate
         self.every_layer = every_layer
 
     def check(self, device: torch.device) -> None:
         if not self.emulate or device.type not in EMULATES:
-            check_pair(self.name, self.half, device)
+            check_pair(self.name, self.compute_dtype, device)
         if importlib.util.find_spec("torchao") is None:
             raise missing_package("torchao", "fp8", "precision='fp8-mixed'")
 
