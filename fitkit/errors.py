@@ -20,6 +20,7 @@ Below them: how torch's own errors about shapes, number types and memory are kno
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -215,6 +216,16 @@ def missing_package(package: str, extra: str, purpose: str) -> MissingPackageErr
 
 
 PACKAGE = str(Path(__file__).parent) + os.sep
+
+
+def require(package: str, extra: str, purpose: str) -> None:
+    """Make sure that an optional package is there, without importing it, which may take seconds.
+
+    Raises:
+        MissingPackageError: it isn't; see `missing_package`.
+    """
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise missing_package(package, extra, purpose)
 
 
 def warn(message: str, code: str | None = None) -> None:

@@ -11,7 +11,7 @@ import html
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -527,19 +527,14 @@ class SavedTensors:
         self.bytes: int = 0
         self._holders: Counter[int] = Counter()
         self._apart = {_storage(tensor) for tensor in apart_from}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _kept)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, attrgetter("tensor"))
 
     def __enter__(self) -> SavedTensors:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     def _keep(self, tensor: torch.Tensor) -> _Kept:
         kept = _Kept(tensor)
@@ -566,10 +561,6 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-
-
-def _kept(kept: _Kept) -> torch.Tensor:
-    return kept.tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -6,7 +6,6 @@ layer that is the whole net. Here a layer gets the new one's class and settings 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import torch
@@ -22,7 +21,7 @@ from fitkit.distributed.precision.base import (
     restore_dtypes,
     restore_layer,
 )
-from fitkit.errors import ConfigurationError, missing_package
+from fitkit.errors import ConfigurationError, require
 
 EMULATES = ("cpu", "cuda")
 
@@ -74,8 +73,7 @@ class Float8Mixed(BFloat16Mixed):
     def check(self, device: torch.device) -> None:
         if not self.emulate or device.type not in EMULATES:
             check_pair(self.name, self.compute_dtype, device)
-        if importlib.util.find_spec("torchao") is None:
-            raise missing_package("torchao", "fp8", "precision='fp8-mixed'")
+        require("torchao", "fp8", "precision='fp8-mixed'")
 
     def convert(self, module: nn.Module) -> None:
         # It takes seconds to import.

@@ -97,10 +97,10 @@ class ModuleInPlace(InPlace):
             if parameter.shape != shape:
                 lost = torch.full(shape, torch.nan, dtype=parameter.dtype)
                 numbers[parameter] = self._backup.get(parameter, lost)
-        self._give_back(numbers)
+        self.give_back(numbers)
 
-    def _give_back(self, numbers: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Put the module's own parameters back, and undo all that was done to its submodules.
+    def give_back(self, numbers: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Make the module ordinary again: its own parameters, and its submodules as they were.
 
         This is where torch and DeepSpeed are known from inside, since neither offers a way back.
         `fully_shard` gives each submodule another class (`FSDPLinear`), a state in
@@ -165,12 +165,12 @@ class OptimizerInPlace(InPlace):
         self._backup: dict[torch.Tensor, Any] = {}
 
     def end(self, *, wanted: bool) -> None:
-        self._give_back(self._whole_states(wanted=wanted))
+        self.give_back(self._whole_states(wanted=wanted))
 
     def abandon(self) -> None:
-        self._give_back(self._backup)
+        self.give_back(self._backup)
 
-    def _give_back(self, state: dict[torch.Tensor, Any]) -> None:
+    def give_back(self, state: dict[torch.Tensor, Any]) -> None:
         self._remove_hooks()
         self._replace(self._ordinary, state)
 

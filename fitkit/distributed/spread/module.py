@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 
 from fitkit.activation_checkpointing import UNCALLED, are_module_classes, recompute, repeated
 from fitkit.arguments import check_choice, check_count, describe
-from fitkit.distributed.spread.in_place import ModuleInPlace, as_parts, whole, whole_on_host
+from fitkit.distributed.spread.in_place import (
+    ModuleInPlace,
+    as_parts,
+    held_by,
+    whole,
+    whole_on_host,
+)
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 Giving = Literal["whole", "whole on rank 0", "spread"]
@@ -99,13 +105,13 @@ class ShardedModule(ModuleInPlace):
             found = whole(twin)
             if wanted:
                 numbers[parameter] = found.cpu()
-        self._give_back(numbers)
+        self.give_back(numbers)
 
-    def _give_back(self, numbers: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def give_back(self, numbers: Mapping[nn.Parameter, torch.Tensor]) -> None:
         for forward in self._recomputed:
             forward.remove()
         self._recomputed, self._sharded = [], []
-        super()._give_back(numbers)
+        super().give_back(numbers)
 
     def _is_added(self, name: str) -> bool:
         parts = ("fsdp", "composable", "_distribute_module")
@@ -208,7 +214,7 @@ def _check_modules(module: nn.Module, strategy: str, *, compiles: bool) -> None:
 def _check_parameters(module: nn.Module, optimizers: list[Optimizer], strategy: str) -> None:
     named = dict(module.named_parameters())
     own = set(named.values())
-    if any(p not in own for one in optimizers for g in one.param_groups for p in g["params"]):
+    if any(parameter not in own for one in optimizers for parameter in held_by(one)):
         raise ConfigurationError(
             f"The optimizer holds parameters outside the net, such as a loss's; under strategy="
             f"{strategy!r} it can't train both. Make them part of the net, or write "

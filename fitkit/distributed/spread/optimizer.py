@@ -75,11 +75,11 @@ class OptimizerShards(OptimizerInPlace):
         self._backup = {} if self._owners else dict(self.optimizer.state)
         super().abandon()
 
-    def _give_back(self, state: dict[torch.Tensor, Any]) -> None:
+    def give_back(self, state: dict[torch.Tensor, Any]) -> None:
         for name in self._switches:
             delattr(self.optimizer, name)
         self._switches = ()
-        super()._give_back(state)
+        super().give_back(state)
         self._owners.clear()
 
     def _switch(self, own: Callable[[], Any]) -> None:
@@ -301,9 +301,9 @@ class SpreadOptimizer(OptimizerInPlace):
     def _note_step(self, *arguments: Any) -> None:
         self.has_stepped = True
 
-    def _give_back(self, state: dict[torch.Tensor, Any]) -> None:
+    def give_back(self, state: dict[torch.Tensor, Any]) -> None:
         self._restore_options(self.optimizer.param_groups)
-        super()._give_back(state)
+        super().give_back(state)
 
     def _restore_options(self, groups: list[dict[str, Any]]) -> None:
         for group, given in zip(groups, self._options, strict=False):

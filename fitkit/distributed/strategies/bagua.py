@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.exchange import ALGORITHMS, Algorithm, Peers
 from fitkit.distributed.exchange.base import FlatTensors
+from fitkit.distributed.spread.in_place import held_by
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPWrapper
 from fitkit.distributed.strategies.engine import Engine
@@ -246,8 +247,7 @@ def average_states(optimizers: list[Optimizer], peers: Peers) -> None:
 
 def _states(optimizers: list[Optimizer]) -> Iterator[tuple[StateKey, torch.Tensor]]:
     for number, optimizer in enumerate(optimizers):
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, parameter in enumerate(held):
+        for index, parameter in enumerate(held_by(optimizer)):
             for name, value in optimizer.state.get(parameter, {}).items():
                 if (
                     isinstance(value, torch.Tensor)

@@ -114,7 +114,8 @@ class DDP(Strategy):
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
         cluster = assignment.cluster
-        self.world: World = World(0, len(self.devices)) if cluster is None else World.of(cluster)
+        ranks = 1 if self.replicates else len(self.devices)  # that the strategy starts itself
+        self.world: World = World(0, ranks) if cluster is None else World.of(cluster)
         self.reads_on_rank_zero: bool = False
         if self.world.size == 1:
             self.launcher: InlineLauncher | RankLauncher | ScriptLauncher | WorkersLauncher = (

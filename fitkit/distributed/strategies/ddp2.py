@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.strategies.dp import Replicas
-from fitkit.distributed.world import World
 from fitkit.distributed.wrapped_model import WrappedModel
 
 
@@ -37,15 +34,8 @@ class DDP2(DDP):
     replicates = True
 
     def connect(self, assignment: Assignment) -> Strategy:
-        Strategy.connect(self, assignment)
-        cluster = assignment.cluster
-        self.world: World = World() if cluster is None else World.of(cluster)
         self._warned: set[str] = set()
-        if cluster is None or cluster.world_size == 1:
-            self.launcher: InlineLauncher | RankLauncher = InlineLauncher()
-        else:
-            self.launcher = RankLauncher(self, cluster)
-        return self
+        return super().connect(assignment)
 
     def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
         return Replicas(module, self.devices, self.name, self._warned)

@@ -15,16 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit.arguments import describe
+from fitkit.distributed.spread.in_place import held_by
 from fitkit.distributed.spread.module import check_trains
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
-from fitkit.distributed.strategies.deepspeed_engine import (
-    ZeroTraining,
-    check_deepspeed,
-    forget_groups,
-)
+from fitkit.distributed.strategies.deepspeed_engine import ZeroTraining, forget_groups
 from fitkit.distributed.strategies.engine import Engine
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError, require
 
 WHOLE = ("muon", "lamb", "lars")
 """Names of optimizers whose update of a number depends on the parameter's other numbers."""
@@ -70,7 +67,7 @@ class DeepSpeed(DDP):
         self.stage: int = check_stage(stage, self.config)
 
     def connect(self, assignment: Assignment) -> Strategy:
-        check_deepspeed()
+        require("deepspeed", "deepspeed", "strategy='deepspeed'")
         name = assignment.precision.name
         if name in ("16-mixed", "16-true", "64-true"):
             raise ConfigurationError(
@@ -118,7 +115,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             "DeepSpeed merges Adagrad's groups into one. Write strategy='ddp_sharded', or give it "
             "one group."
         )
-    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    dtypes = {parameter.dtype for parameter in held_by(optimizer)}
     if not dtypes <= {torch.float32, torch.bfloat16}:
         listing = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigurationError(

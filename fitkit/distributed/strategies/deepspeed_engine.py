@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import logging
 import os
 import sys
@@ -22,27 +21,15 @@ from fitkit.distributed import world
 from fitkit.distributed.spread.in_place import ModuleInPlace, OptimizerInPlace, held_by
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
-from fitkit.errors import ConfigurationError, missing_package, warn
-
-
-def check_deepspeed() -> None:
-    """Make sure that the package is there, without importing it, which takes seconds.
-
-    Raises:
-        MissingPackageError: it isn't.
-    """
-    if "deepspeed" not in sys.modules and importlib.util.find_spec("deepspeed") is None:
-        raise missing_package("deepspeed", "deepspeed", "strategy='deepspeed'")
+from fitkit.errors import ConfigurationError, warn
 
 
 def load_deepspeed(device: torch.device) -> Any:
     """The package, ready for a device.
 
     Raises:
-        MissingPackageError: it isn't there.
         ConfigurationError: it was imported for another kind of device.
     """
-    check_deepspeed()
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -286,10 +273,22 @@ class ZeroTraining(Engine):
             for part in self._module.modules():
                 if any(p is not None for p in part._parameters.values()):
                     self._handles.append(part.register_state_dict_post_hook(partial(self._give)))
-                    load = _GatheredLoad(self._gathered, part)
-                    self._handles.append(part.register_load_state_dict_pre_hook(load.begin))
-                    self._handles.append(part.register_load_state_dict_post_hook(load.end))
+                    self._gather_for_load(part)
         self._handles.append(self._module.register_load_state_dict_post_hook(self._take))
+
+    def _gather_for_load(self, part: nn.Module) -> None:
+        """Make a submodule's parameters whole while they take numbers from a state dict."""
+        gathered = contextlib.ExitStack()
+
+        def begin(*arguments: Any) -> None:
+            own = [p for p in part._parameters.values() if p is not None]
+            gathered.enter_context(self._gathered(own, changes=True))
+
+        def end(*arguments: Any) -> None:
+            gathered.close()
+
+        self._handles.append(part.register_load_state_dict_pre_hook(begin))
+        self._handles.append(part.register_load_state_dict_post_hook(end))
 
     def _give(self, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         wanted = self._is_first or not self._only_first
@@ -300,27 +299,6 @@ class ZeroTraining(Engine):
     def _take(self, module: nn.Module, problems: Any) -> None:
         """Let the updates continue from loaded weights."""
         self._zero.refresh_fp32_params()
-
-
-class _GatheredLoad:
-    """Whole parameters while one submodule takes its numbers from a state dict.
-
-    Args:
-        gathered: makes parameters whole.
-        part: the submodule.
-    """
-
-    def __init__(self, gathered: Callable[..., Any], part: nn.Module) -> None:
-        self._gathered = gathered
-        self._part = part
-        self._open = contextlib.ExitStack()
-
-    def begin(self, *arguments: Any) -> None:
-        own = [p for p in self._part._parameters.values() if p is not None]
-        self._open.enter_context(self._gathered(own, changes=True))
-
-    def end(self, *arguments: Any) -> None:
-        self._open.close()
 
 
 class StandIns(ModuleInPlace):
@@ -351,14 +329,6 @@ class StandIns(ModuleInPlace):
         """
         for parameter in self.twins:
             self._empty(parameter, keeps=keeps)
-
-    def give_back(self, numbers: dict[nn.Parameter, torch.Tensor]) -> None:
-        """Make the module ordinary again.
-
-        Args:
-            numbers: the values of its parameters. The others stay empty.
-        """
-        self._give_back(numbers)
 
     def abandon(self) -> None:
         twins = list(self.twins)
@@ -446,7 +416,7 @@ class ZeroOptimizer(OptimizerInPlace):
     def _states_for_dict(self) -> dict[torch.Tensor, Any]:
         return {
             twin: {
-                name: _like(value, self._ordinary[twin]).cpu() if _is_spread(value) else value
+                name: _like(value, self._ordinary[twin]).cpu() if _has_entries(value) else value
                 for name, value in found.items()
             }
             for twin, found in self._gathered().items()
@@ -469,7 +439,7 @@ class ZeroOptimizer(OptimizerInPlace):
         made: dict[str, Any] = {}
         for twin, state in states.items():
             for name, value in state.items():
-                if _is_spread(value):
+                if _has_entries(value):
                     if value.shape != _shape(twin):
                         raise ConfigurationError(
                             f"{kind} keeps {name!r} of shape {tuple(value.shape)} for a parameter "
@@ -485,7 +455,7 @@ class ZeroOptimizer(OptimizerInPlace):
         self._link()
         for twin, state in states.items():
             for name, value in state.items():
-                if _is_spread(value):
+                if _has_entries(value):
                     self._put(twin, name, value)
 
     def _put(self, twin: nn.Parameter, name: str, value: torch.Tensor) -> None:
@@ -518,7 +488,7 @@ class ZeroOptimizer(OptimizerInPlace):
             for twin in learning:
                 states[twin] = {
                     name: safe_get_full_optimizer_state(twin, name).clone()
-                    if _is_spread(value)
+                    if _has_entries(value)
                     else _copied(value)
                     for name, value in held.items()
                 }
@@ -552,7 +522,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _is_spread(value: Any) -> bool:
+def _has_entries(value: Any) -> bool:
     """Whether a state has an entry for each of a parameter's."""
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
@@ -563,7 +533,7 @@ def _copied(value: Any) -> Any:
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:
     """A whole state as torch keeps it: in its parameter's dtype and shape."""
-    if not _is_spread(value):
+    if not _has_entries(value):
         return value
     return value.to(parameter.dtype)
 

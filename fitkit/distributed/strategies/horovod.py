@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,11 +13,12 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice
+from fitkit.distributed.spread.in_place import held_by
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.world import World
-from fitkit.errors import ConfigurationError, missing_package
+from fitkit.errors import ConfigurationError, missing_package, require
 
 
 class Horovod(DDP):
@@ -69,7 +68,7 @@ class Horovod(DDP):
 
     def connect(self, assignment: Assignment) -> Strategy:
         if self.averager == "horovod":
-            check_horovod()
+            require("horovod", "horovod", PURPOSE)
             count = len(assignment.devices)
             if assignment.cluster is None and count > 1:
                 raise ConfigurationError(
@@ -103,18 +102,11 @@ class Horovod(DDP):
         return HorovodGradients(self._hvd, optimizers, self.compression)
 
 
+PURPOSE = "HorovodStrategy(engine='horovod')"
+"""What needs the package."""
+
 NEVER = 2**30
 """The number of backward passes after which Horovod would exchange accumulated gradients itself."""
-
-
-def check_horovod() -> None:
-    """Check that the package is installed.
-
-    Raises:
-        MissingPackageError: it isn't.
-    """
-    if "horovod" not in sys.modules and importlib.util.find_spec("horovod") is None:
-        raise missing_package("horovod", "horovod", "HorovodStrategy(engine='horovod')")
 
 
 def join_horovod(world: World) -> Any:
@@ -127,11 +119,10 @@ def join_horovod(world: World) -> Any:
         MissingPackageError: it isn't installed, or was built without torch.
         ConfigurationError: its ranks aren't those of the launcher.
     """
-    check_horovod()
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise missing_package("horovod", "horovod", "HorovodStrategy(engine='horovod')") from error
+        raise missing_package("horovod", "horovod", PURPOSE) from error
     if not hvd.is_initialized():
         hvd.init()
     if (hvd.rank(), hvd.size()) != (world.rank, world.size):
@@ -168,8 +159,7 @@ class HorovodGradients(Engine):
         learning = [
             parameter
             for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in held_by(optimizer)
             if parameter.requires_grad
         ]
         return self._hvd.DistributedOptimizer(

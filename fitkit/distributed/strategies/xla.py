@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -167,24 +167,18 @@ class XLAEngine(Engine):
         self._strategy.adapter.step()
 
 
-class Sums(Protocol):
-    """Sums tensors over the ranks, on their devices."""
-
-    def sum(self, tensors: list[torch.Tensor]) -> None: ...
-
-
 class HostGroup(ProcessGroup):
     """Exchanges over the CPU, except for gradients, which stay on the devices.
 
     Args:
         device: this rank's device.
-        sums: exchanges what is on the devices.
+        adapter: exchanges what is on the devices.
     """
 
-    def __init__(self, device: torch.device, sums: Sums) -> None:
+    def __init__(self, device: torch.device, adapter: Adapter) -> None:
         super().__init__(torch.device("cpu"))
         self._rank_device = device
-        self._sums = sums
+        self._adapter = adapter
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
@@ -204,7 +198,7 @@ class HostGroup(ProcessGroup):
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in used if parameter.grad is not None]
         if gradients:
-            self._sums.sum(gradients)
+            self._adapter.sum(gradients)
             torch._foreach_div_(gradients, self.world_size)
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
