@@ -171,7 +171,14 @@ class ByteGrad(Algorithm):
         return all_reduce_bytes(wire_bytes(numbers), ranks)
 
     def hook(self) -> Hook:
-        return bytes_hook(self._peers)
+        peers = self._peers
+
+        def bytes_mean(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            gradients = FlatTensors([bucket.buffer()])
+            gradients.write(compressed_mean(gradients.read(), peers))
+            return finished(bucket.buffer())
+
+        return bytes_mean
 
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> bool:
         held = [parameter for parameter in parameters if parameter.requires_grad]
@@ -187,14 +194,3 @@ class ByteGrad(Algorithm):
         if used:
             gradients.write(compressed_mean(gradients.read(), self._peers))
         return True
-
-
-def bytes_hook(peers: Peers) -> Hook:
-    """A hook of DDP's that averages a bucket by `compressed_mean`."""
-
-    def bytes_mean(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        gradients = FlatTensors([bucket.buffer()])
-        gradients.write(compressed_mean(gradients.read(), peers))
-        return finished(bucket.buffer())
-
-    return bytes_mean

@@ -19,9 +19,6 @@ from torch.optim import Optimizer
 class InPlace:
     """A module or an optimizer in another form, until `end` or, after a failure, `abandon`."""
 
-    has_stepped = False
-    """Whether an update was made since."""
-
     def __init__(self) -> None:
         self._handles: list[Any] = []
 

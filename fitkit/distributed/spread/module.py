@@ -286,7 +286,7 @@ def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:
         if child is not module
         and not isinstance(child, WITHOUT_FORWARD)
         and next(child.parameters(), None) is not None
-        and not _shares(module, child)
+        and not shares_parameters(child, module)
     ]
     if wrap is None:
         return []
@@ -309,13 +309,12 @@ def _of_size(candidates: list[nn.Module], least: int) -> list[nn.Module]:
     return found
 
 
-def _shares(module: nn.Module, child: nn.Module) -> bool:
+def shares_parameters(part: nn.Module, module: nn.Module) -> bool:
     """Whether a submodule has a parameter that is somewhere outside it too."""
-    inside = {id(part) for part in child.modules()}
-    own = {id(parameter) for parameter in child.parameters()}
+    inside, own = set(part.modules()), set(part.parameters())
     return any(
-        id(parameter) in own
-        for part in module.modules()
-        if id(part) not in inside
-        for parameter in part.parameters(recurse=False)
+        parameter in own
+        for other in module.modules()
+        if other not in inside
+        for parameter in other.parameters(recurse=False)
     )

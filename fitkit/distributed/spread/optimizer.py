@@ -294,12 +294,8 @@ class SpreadOptimizer(OptimizerInPlace):
                 self._options.append(given)
                 group.update(dict.fromkeys(given, False))
         self._add_hooks(
-            optimizer.register_step_post_hook(self._note_step),
             optimizer.register_load_state_dict_pre_hook(self._take_parts),
         )
-
-    def _note_step(self, *arguments: Any) -> None:
-        self.has_stepped = True
 
     def give_back(self, state: dict[torch.Tensor, Any]) -> None:
         self._restore_options(self.optimizer.param_groups)

@@ -12,13 +12,14 @@ from torch import nn
 
 from fitkit.arguments import check_choice, check_count, describe
 from fitkit.distributed.collectives import Collectives
+from fitkit.distributed.spread.module import shares_parameters
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 STYLES = ("colwise", "rowwise")
 
 
 def check_plan(ranks: Any, plan: Any) -> None:
-    """Refuse an argument is invalid.
+    """Refuse invalid arguments.
 
     Args:
         ranks: how many compute a batch together.
@@ -67,7 +68,12 @@ class TensorParallel:
         self._styles: dict[nn.Module, Any] = {}
         for pattern, style in plan.items():
             for part in _named_by(net, pattern):
-                _check_alone(net, part, pattern)
+                if shares_parameters(part, net):
+                    raise ConfigurationError(
+                        f"tensor_parallel_plan names {pattern!r}, whose parameters another "
+                        "submodule has, too (tied weights): they can't be divided. Leave it out of "
+                        "the plan."
+                    )
                 if isinstance(style, str):
                     _check_divides(part, pattern, style, mesh.size())
                 self._styles[part] = style
@@ -135,17 +141,6 @@ def _check_divides(part: nn.Module, name: str, style: str, ranks: int) -> None:
             f"{'outputs' if style == 'colwise' else 'inputs'} can't be divided equally among "
             f"{ranks} ranks. Choose a size that tensor_parallel={ranks} divides."
         )
-
-
-def _check_alone(net: nn.Module, part: nn.Module, name: str) -> None:
-    inside = set(part.modules())
-    own = {id(parameter) for parameter in part.parameters()}
-    for other in net.modules():
-        if other not in inside and any(id(p) in own for p in other.parameters(recurse=False)):
-            raise ConfigurationError(
-                f"tensor_parallel_plan names {name!r}, whose parameters another submodule has, too "
-                "(tied weights): they can't be divided. Leave it out of the plan."
-            )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

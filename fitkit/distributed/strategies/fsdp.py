@@ -277,13 +277,13 @@ class FSDPEngine(Engine):
         self._collectives = strategy.collectives
         self._unfilled = unfilled
         self._divided: TensorParallel | None = None
-        self._checked = False  # whether torch sees the outputs' gradients
+        self._has_checked = False  # that torch sees the outputs' gradients
+        self._has_stepped = False
         rank, together = strategy.collectives.rank, strategy.tensor_parallel > 1
         if strategy.ranks_per_batch > 1:
             self._draw_alike()
         blocks = blocks_of(module, strategy.wrap)
         self._root = RootRouter(WrappedModel(module))
-        self._optimizers: list[SpreadOptimizer] = []
         try:
             self._module = ShardedModule(
                 module,
@@ -301,7 +301,6 @@ class FSDPEngine(Engine):
                 spread = SpreadOptimizer(
                     optimizer, self._module, backup=backup, one_by_one=together
                 )
-                self._optimizers.append(spread)
                 self.in_place = (*self.in_place, spread)
         except BaseException:
             self.abandon()
@@ -388,9 +387,9 @@ class FSDPEngine(Engine):
         outputs = self._root(method, *args, **kwargs)
         if not torch.is_grad_enabled():
             self._module.reshard()
-        elif not self._checked:
+        elif not self._has_checked:
             _check_outputs(outputs)
-            self._checked = True
+            self._has_checked = True
         return outputs
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -421,6 +420,9 @@ class FSDPEngine(Engine):
             return super().norm(tensors)
         return torch.tensor(norm_over_meshes(tensors, self._collectives))
 
+    def after_update(self) -> None:
+        self._has_stepped = True
+
     def whole(self, make: Callable[[], Any]) -> Any:
         is_first = self._collectives.rank == 0
         with self._module.giving("whole on rank 0"):
@@ -433,7 +435,7 @@ class FSDPEngine(Engine):
 
     def abandon(self) -> None:
         super().abandon()
-        if self._collectives.rank == 0 and any(one.has_stepped for one in self._optimizers):
+        if self._collectives.rank == 0 and self._has_stepped:
             warn(
                 "The training stopped while the net was sharded over the ranks. "
                 + (
