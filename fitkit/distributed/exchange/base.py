@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -117,11 +117,13 @@ class Algorithm:
         name: as users write it.
         keeps_apart: whether the ranks' weights differ between two averagings by the strategy.
         wraps: whether gradients are averaged by DDP's wrapper, at least at first.
+        compresses: whether `mean` averages gradients, in place of an exact all-reduce.
     """
 
     name = ""
     keeps_apart = False
     wraps = True
+    compresses = False
 
     _peers: Peers
     _weights: FlatTensors
@@ -183,17 +185,30 @@ class Algorithm:
         """Whether the next update needs the mean of gradients; the same on every rank."""
         return self.wraps
 
-    def hook(self) -> Any:
-        """What averages a bucket of gradients in DDP's place; None for DDP itself."""
-        return None
+    def mean(self, gradients: torch.Tensor) -> torch.Tensor:
+        """The mean of a vector of gradients over the ranks, if the algorithm `compresses`."""
+        raise NotImplementedError
 
+    @final
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Replace gradients by their mean, where steps go past DDP's wrapper.
+        """Replace gradients by their `mean`, where steps go past DDP's wrapper.
 
         Returns:
             Whether that is done; if not, they are averaged without compression.
         """
-        return False
+        held = [parameter for parameter in parameters if parameter.requires_grad]
+        if not (self.compresses and held):
+            return self.compresses
+        users = torch.tensor([float(p.grad is not None) for p in held], device=held[0].device)
+        self._peers.mean(users)
+        used = [p for p, share in zip(held, users.tolist(), strict=True) if share]
+        for parameter in used:  # one that other ranks used counts as zero here
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = FlatTensors(p.grad for p in used if p.grad is not None)
+        if used:
+            gradients.write(self.mean(gradients.read()))
+        return True
 
     def after_update(self) -> None:
         """Act after an update of the weights."""

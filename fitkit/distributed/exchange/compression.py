@@ -1,15 +1,10 @@
-"""Bagua's `bytegrad`: the mean of gradients, with 8-bit numbers on the wire.
-
-This file has no postponed annotations: torch compares a hook's with its own classes.
-"""
+"""Bagua's `bytegrad`: the mean of gradients, with 8-bit numbers on the wire."""
 
 import dataclasses
 
 import torch
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from fitkit.distributed.exchange.base import Algorithm, FlatTensors, Peers, all_reduce_bytes
-from fitkit.distributed.exchange.hooks import Hook, finished
+from fitkit.distributed.exchange.base import Algorithm, Peers, all_reduce_bytes
 
 BLOCK = 2048
 """Numbers that share one range; the range takes 8 bytes, 0.4 % of what travels."""
@@ -166,31 +161,10 @@ class ByteGrad(Algorithm):
     """
 
     name = "bytegrad"
+    compresses = True
 
     def sent(self, size: float, numbers: int, ranks: int) -> float:
         return all_reduce_bytes(wire_bytes(numbers), ranks)
 
-    def hook(self) -> Hook:
-        peers = self._peers
-
-        def bytes_mean(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            gradients = FlatTensors([bucket.buffer()])
-            gradients.write(compressed_mean(gradients.read(), peers))
-            return finished(bucket.buffer())
-
-        return bytes_mean
-
-    def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> bool:
-        held = [parameter for parameter in parameters if parameter.requires_grad]
-        if not held:
-            return True
-        users = torch.tensor([float(p.grad is not None) for p in held], device=held[0].device)
-        self._peers.mean(users)
-        used = [p for p, share in zip(held, users.tolist(), strict=True) if share]
-        for parameter in used:  # one that other ranks used counts as zero here
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = FlatTensors(p.grad for p in used if p.grad is not None)
-        if used:
-            gradients.write(compressed_mean(gradients.read(), self._peers))
-        return True
+    def mean(self, gradients: torch.Tensor) -> torch.Tensor:
+        return compressed_mean(gradients, self._peers)

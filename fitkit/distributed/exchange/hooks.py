@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from fitkit.arguments import describe
+from fitkit.distributed.exchange.base import FlatTensors
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import Registry
 
@@ -49,12 +50,19 @@ class NamedHook:
     options: tuple[str, ...] = ()
 
 
-def finished(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """A future that has its result already."""
-    devices: Any = [tensor.device] if tensor.device.type == "cuda" else None
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    future.set_result(tensor)
-    return future
+def hook_of(mean: Callable[[torch.Tensor], torch.Tensor]) -> Hook:
+    """A hook that replaces each bucket by what `mean` makes of its numbers, in one vector."""
+
+    def averaged(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        gradients = FlatTensors([buffer])
+        gradients.write(mean(gradients.read()))
+        devices: Any = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(buffer)
+        return future
+
+    return averaged
 
 
 def fp16_mean(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

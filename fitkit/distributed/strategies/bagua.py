@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.exchange import ALGORITHMS, Algorithm, Peers
 from fitkit.distributed.exchange.base import FlatTensors
+from fitkit.distributed.exchange.hooks import hook_of
 from fitkit.distributed.spread.in_place import held_by
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPWrapper
@@ -95,10 +96,9 @@ class Bagua(DDP):
 
     def configure_ddp(self, module: torch.nn.Module) -> torch.nn.Module:
         wrapped = super().configure_ddp(module)
-        hook = self.algorithm.hook()
-        if hook is not None:
+        if self.algorithm.compresses:
             register: Any = wrapped
-            register.register_comm_hook(None, hook)
+            register.register_comm_hook(None, hook_of(self.algorithm.mean))
         return wrapped
 
     def engine_for(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> Engine | None:

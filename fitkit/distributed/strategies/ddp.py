@@ -195,7 +195,7 @@ class DDP(Strategy):
         wrapped = self.wrap_for_evaluation(module)
         if not averages or self.collectives.world_size == 1:
             return wrapped
-        can_compile = compiles and wrapped.is_bare and self.engine is None
+        can_compile = compiles and wrapped.is_bare and not self.has_engine
         carrier = self._new_carrier(module) if may_count else None
         wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp)
         if can_compile and wrapper.is_replaceable:
