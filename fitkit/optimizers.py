@@ -16,6 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from fitkit.arguments import check_number, describe
 from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
+from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import Registry, nearest
 
@@ -597,11 +598,6 @@ def shown(given: Any) -> str:
     if isinstance(given, dict):
         return repr(given)
     return repr(given) if isinstance(given, str) else getattr(given, "__name__", describe(given))
-
-
-def held_by(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    """All parameters that an optimizer holds."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ to read an optimizer without a state yet, they make a step, which hooks and sche
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -203,15 +203,14 @@ class OptimizerInPlace(InPlace):
         raise NotImplementedError
 
     def _whole_state_dict(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        numbers = {parameter: number for number, parameter in enumerate(held_by(optimizer))}
+        numbers: dict[torch.Tensor, int] = {p: i for i, p in enumerate(held_by(optimizer))}
         found = {numbers[p]: state for p, state in self._states_for_dict().items()}
         return {**packed, "state": dict(sorted({**packed["state"], **found}.items()))}
 
 
-def held_by(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """An optimizer's parameters, in the order in which state dicts number them."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def held_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters that an optimizer holds, in the order in which state dicts number them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 # ---------------------------------------------------------------- spread tensors

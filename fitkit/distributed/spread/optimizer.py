@@ -342,7 +342,7 @@ class SpreadOptimizer(OptimizerInPlace):
         return super()._whole_state_dict(optimizer, {**packed, "param_groups": groups})
 
     def _take_parts(self, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        held = list(held_by(optimizer))
+        held = held_by(optimizer)
         states = {
             number: self._spread(state, held[number]) for number, state in packed["state"].items()
         }

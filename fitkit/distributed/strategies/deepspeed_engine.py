@@ -132,7 +132,7 @@ class ZeroTraining(Engine):
         self._scale = 1.0
         self._limit = 0.0
         self._has_stepped = self._has_warned = False
-        held = list(held_by(optimizer))
+        held = held_by(optimizer)
         numbers = sum(parameter.numel() for parameter in held)
         # Else those that compute are rounded or parts of those that learn.
         self._learns_what_computes = stage < 3 and held[0].dtype == torch.float32
