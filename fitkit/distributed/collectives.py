@@ -134,18 +134,21 @@ def agree_on_key(store: Store | None, rank: int) -> None:
     _key = hmac.digest(os.fsencode(os.environ.get(SECRET, "")), fresh, "sha256")
 
 
-class Messages:
-    """Exchanges Python objects between all ranks, each with a digest (`packing.py`).
+def _padded(packed: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(packed, (0, length - len(packed)))
+
+
+class ProcessGroup:
+    """The collectives of torch's default process group. Objects travel with a digest (`pack`).
 
     Args:
-        rank, size: of this process among all.
-        device: from which tensors are exchanged.
+        device: this rank's device; NCCL exchanges only what is there.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        self._rank = rank
-        self._size = size
-        self._device = device
+    def __init__(self, device: torch.device) -> None:
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+        self._device = device if dist.get_backend() == "nccl" else torch.device("cpu")
         self._count = 0
 
     def _next(self, kind: str) -> str:
@@ -154,11 +157,10 @@ class Messages:
         return f"{kind} {self._count} of rank "
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
         exchange = self._next("gather")
-        packed = pack(value, _key, f"{exchange}{self._rank}").to(self._device)
+        packed = pack(value, _key, f"{exchange}{self.rank}").to(self._device)
         size = torch.tensor([len(packed)], device=self._device)
-        sizes = [torch.empty_like(size) for _ in range(self._size)]
+        sizes = [torch.empty_like(size) for _ in range(self.world_size)]
         dist.all_gather(sizes, size)
         longest = int(torch.cat(sizes).max())  # the exchange needs equal shapes
         parts = [packed.new_empty(longest) for _ in sizes]
@@ -166,23 +168,21 @@ class Messages:
         return [unpack(part, _key, f"{exchange}{r}", r) for r, part in enumerate(parts)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
         exchange = self._next("broadcast") + "0"
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        if self._rank == 0:
+        if self.rank == 0:
             packed = pack(value, _key, exchange).to(self._device)
             size.fill_(len(packed))
         dist.broadcast(size, src=0)
-        if self._rank:
+        if self.rank:
             packed = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         dist.broadcast(packed, src=0)
-        return unpack(packed, _key, exchange, 0) if self._rank else value
+        return unpack(packed, _key, exchange, 0) if self.rank else value
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """This rank's entry of the list that rank 0 gives."""
         exchange = self._next("scatter") + "0 for rank "
         packed = None
-        sizes = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
         if values is not None:
             packed = [
                 pack(value, _key, f"{exchange}{rank}").to(self._device)
@@ -195,34 +195,7 @@ class Messages:
             packed = [_padded(part, longest) for part in packed]
         mine = torch.empty(longest, dtype=torch.uint8, device=self._device)
         dist.scatter(mine, packed, src=0)
-        return unpack(mine, _key, f"{exchange}{self._rank}", 0)
-
-
-def _padded(packed: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.nn.functional.pad(packed, (0, length - len(packed)))
-
-
-class ProcessGroup:
-    """The collectives of torch's default process group.
-
-    Args:
-        device: this rank's device; NCCL exchanges only what is there.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.rank: int = dist.get_rank()
-        self.world_size: int = dist.get_world_size()
-        self._device = device if dist.get_backend() == "nccl" else torch.device("cpu")
-        self._messages = Messages(self.rank, self.world_size, self._device)
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._messages.gather(value)
-
-    def broadcast(self, value: Any) -> Any:
-        return self._messages.broadcast(value)
-
-    def scatter(self, values: list[Any] | None) -> Any:
-        return self._messages.scatter(values)
+        return unpack(mine, _key, f"{exchange}{self.rank}", 0)
 
     def sums(self, numbers: list[float]) -> list[float]:
         packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
