@@ -12,13 +12,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import IO, Any, NoReturn
 
 import torch
 
 from fitkit.arguments import check_choice
 from fitkit.distributed.devices import usable_cores
+from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, with_code
 
@@ -28,6 +30,8 @@ LONGEST_LINE = 65_536
 """Bytes; a longer line is shown in parts, so that memory is bounded."""
 LAST_WORDS = 4_000
 """Bytes of the standard error that are kept for the message about a rank that ended."""
+PARENT_S = 1.0
+"""How often a rank looks whether the process that started it is still there."""
 LAST_LINES_S = 1.0
 """How long rank 0 waits, at a call's end, until what the others wrote is shown."""
 
@@ -209,6 +213,7 @@ class RankProcess:
 
     Args:
         rank: which it holds.
+        size: how many ranks share the machine's cores.
         command: the program and its arguments.
         variables: of its environment, beside this process's.
         folder: where it starts; None for where this process is.
@@ -219,6 +224,7 @@ class RankProcess:
     def __init__(
         self,
         rank: int,
+        size: int,
         command: list[str],
         variables: Mapping[str, str],
         folder: str | None = None,
@@ -227,12 +233,14 @@ class RankProcess:
     ) -> None:
         self.rank = rank
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the rank
-        # Python would keep what it prints to a pipe until some thousand bytes have come together.
-        unbuffered = {"PYTHONUNBUFFERED": "1"} if shows_output else {}
+        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size))}
+        if shows_output:
+            # Python would keep what it prints until some thousand bytes have come together.
+            own["PYTHONUNBUFFERED"] = "1"
         self._process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, **unbuffered, **variables},
+            env={**os.environ, **own, **variables},
             pass_fds=files,
             stdin=subprocess.DEVNULL,
             # Rank 0 prints; the others would repeat it.
@@ -301,14 +309,78 @@ class RankProcess:
             return self._shown.words()
         with contextlib.suppress(OSError, ValueError):
             length = self._said.seek(0, os.SEEK_END)
-            self._said.seek(max(length - 4000, 0))
+            self._said.seek(max(length - LAST_WORDS, 0))
             return self._said.read().decode(errors="replace")
         return ""
 
 
-def first_lost(processes: Iterable[RankProcess]) -> Failure | None:
-    """The failure of the first rank, in their order, whose process has ended."""
-    return next(filter(None, (process.failure() for process in processes)), None)
+class OtherRanks:
+    """What a process knows of the other ranks: nothing, where a launcher such as torchrun started
+    them.
+
+    Attributes:
+        prints: whether the user sees what they print.
+    """
+
+    prints = True
+
+    def lost(self) -> Failure | None:
+        """The failure of a rank that has ended; None where none has, or nobody here can know."""
+        return None
+
+    def during_call(self) -> AbstractContextManager[Any]:
+        """Surround a call on this rank, from its beginning to its end."""
+        return contextlib.nullcontext()
+
+
+class StartedRanks(OtherRanks):
+    """The other ranks that this process has started.
+
+    Args:
+        shows_output: whether this process shows what they print.
+
+    Attributes:
+        owner: this process's number; a fork of it has another.
+        folder: where the ranks meet.
+        processes: of the other ranks, in order.
+    """
+
+    prints = False
+
+    def __init__(self, shows_output: bool) -> None:
+        self.owner: int = os.getpid()
+        self.shows_output = shows_output
+        self.folder = MeetingFolder.make()
+        self.processes: list[Any] = []
+
+    def lost(self) -> Failure | None:
+        return next(filter(None, (process.failure() for process in self.processes)), None)
+
+    @contextlib.contextmanager
+    def during_call(self) -> Iterator[None]:
+        with threads_shared(len(self.processes) + 1), ended_by_interrupt(self.end_processes):
+            try:
+                yield
+            finally:
+                for process in self.processes:
+                    process.wait_for_output()
+
+    def end_processes(self) -> None:
+        """End the other ranks now."""
+        for process in self.processes:
+            process.end()
+
+
+def end_with_parent() -> None:
+    """End this rank as soon as the process that started it has gone, even by `kill -9`."""
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        end_own_session()
+
+    threading.Thread(target=follow, name="fitkit-parent", daemon=True).start()
 
 
 def end_own_session() -> NoReturn:

@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.launchers.meeting import Meeting, announce_exit, meet_launched
+from fitkit.distributed.launchers.process import OtherRanks
 from fitkit.distributed.launchers.watch import (
     Failure,
     Watch,
@@ -72,10 +72,11 @@ class RankLauncher:
         cluster: this process's place among the ranks.
         timeout: how long they wait for each other to come to a call; None for the strategy's.
         store: for the next call only, if the maker of this object has one.
+
+    Attributes:
+        others: what is known of the other ranks here.
     """
 
-    others_print = True
-    """Whether the user sees what the other ranks print."""
     ends_process = True
     """Whether a process that doesn't come out of a call after another's failure may be ended."""
 
@@ -89,6 +90,7 @@ class RankLauncher:
         self.strategy = strategy
         self.cluster = cluster
         self.timeout: timedelta = timeout or strategy.timeout or DEFAULT_TIMEOUT
+        self.others = OtherRanks()
         self.call_store = store
         self._store: Store | None = None  # of the last call
         self._done: dict[str, int] = {}  # since then, on rank 0 alone
@@ -114,10 +116,12 @@ class RankLauncher:
             return self._inside(function, arguments)
         self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
-        with self.during_call():
+        with self.others.during_call():
             # The verb of run_fit is fit. Ranks that meet for another verb say so by its name.
             store = self._meet(getattr(function, "__name__", "a call").removeprefix("run_"))
-            with Watch(store, rank, size, self.lost, world.abort, self.ends_process) as watch:
+            with Watch(
+                store, rank, size, self.others.lost, world.abort, self.ends_process
+            ) as watch:
                 try:
                     self.strategy.join(store)
                     result = function(*arguments)
@@ -171,7 +175,7 @@ class RankLauncher:
             while not store.check([key]):
                 if time.monotonic() > deadline:
                     return f"Rank 0 didn't finish within {timeout_s:g} s."
-                if (failure := self.lost()) is not None and not store.check([key]):
+                if (failure := self.others.lost()) is not None and not store.check([key]):
                     return failure.what
                 time.sleep(pause_s)
                 most_s = longest_pause(self.strategy.world.size, 1, LONGEST_PAUSE_S)
@@ -179,16 +183,6 @@ class RankLauncher:
             return store.get(key).decode()
         except (DistError, OSError):
             return ""  # rank 0, which served the store, has ended after its work
-
-    # ------------------------------------------------------------------ what launchers differ in
-
-    def during_call(self) -> AbstractContextManager[Any]:
-        """Surround a call on this rank, from its beginning to its end."""
-        return contextlib.nullcontext()
-
-    def lost(self) -> Failure | None:
-        """The failure of a rank that has ended; None where none has, or nobody here can know."""
-        return None
 
     # ------------------------------------------------------------------ a call
 
@@ -202,7 +196,7 @@ class RankLauncher:
         place = self.strategy.world
         if self.call_store is not None:
             meeting = Meeting(place.rank, place.size, verb, self.timeout)
-            return meeting.at(self.call_store, self.lost)
+            return meeting.at(self.call_store, self.others.lost)
         store = world.users_store()
         if store is None:
             return meet_launched(self.cluster, verb, self.timeout)
@@ -234,7 +228,7 @@ class RankLauncher:
             # Where all ranks raise one error (a file that can't be written), it is rank 0's, and
             # so is what was asked and can't be, on any rank, and what the user does.
             is_same = first.what.partition(":")[2] == local.what.partition(":")[2]
-            is_shown = self.others_print or rank != 0 or not first.raised or is_same
+            is_shown = self.others.prints or rank != 0 or not first.raised or is_same
             if is_shown or not local.raised or not isinstance(error, Exception):
                 return None
             return None if isinstance(error, ConfigurationError) else first.as_error()
@@ -242,7 +236,7 @@ class RankLauncher:
         failure = watch.cause(error) or broken_exchange(rank, error, watch)
         # What this rank was doing explains nothing, and holds DataLoader workers and ports.
         traceback.clear_frames(error.__traceback__)
-        if not (failure.raised and self.others_print):
+        if not (failure.raised and self.others.prints):
             return failure.as_error()
         note = "That rank prints its traceback. The error's remote_traceback has it too."
         return WorkerError(f"{failure.what}\n{note}", failure.rank, failure.text)

@@ -14,9 +14,9 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +26,10 @@ from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster, detect
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder, is_private, process_name
 from fitkit.distributed.launchers.process import (
+    OtherRanks,
     RankProcess,
-    end_own_session,
-    ended_by_interrupt,
-    first_lost,
-    share_of_cores,
+    StartedRanks,
+    end_with_parent,
     threads_shared,
 )
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
@@ -44,8 +43,6 @@ RUNNERS = {"pytest": "pytest", "py.test": "pytest", "unittest": "unittest", "pdb
 EXIT_S = 10.0
 """How long the other ranks' scripts may continue after rank 0's has ended."""
 EXIT_AFTER_FAILURE_S = 2.0
-PARENT_S = 1.0
-"""How often a rank looks whether rank 0's process is still there."""
 HOST = "127.0.0.1"
 VARIABLES = ("FITKIT_LAUNCHED", "FITKIT_PARENT", "RANK")
 """By which a process knows that it is one of a script's ranks."""
@@ -66,8 +63,6 @@ class ScriptLauncher(RankLauncher):
         shows_output: whether rank 0 shows what the others print.
     """
 
-    others_print = False
-
     def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
         super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1))
         self._size = size
@@ -77,28 +72,13 @@ class ScriptLauncher(RankLauncher):
         """Call `function(*arguments)` on every rank; see `RankLauncher.launch`."""
         if world.in_own_group():
             return super().launch(function, *arguments)
-        ranks = self._ranks
+        self.others: ScriptRanks | JoinedRanks = ranks_of_script(self._size, self._shows_output)
         try:
-            self.call_store: Store = ranks.folder.next_store()
+            self.call_store: Store = self.others.folder.next_store()
             return super().launch(function, *arguments)
         except BaseException:
-            ranks.failed = True
+            self.others.failed = True
             raise
-
-    @property
-    def _ranks(self) -> ScriptRanks:
-        return ranks_of_script(self._size, self._shows_output)
-
-    @contextlib.contextmanager
-    def during_call(self) -> Iterator[None]:
-        with threads_shared(self._size), ended_by_interrupt(self._ranks.end):
-            try:
-                yield
-            finally:
-                self._ranks.wait_for_output()
-
-    def lost(self) -> Failure | None:
-        return self._ranks.lost()
 
 
 def what_runs_instead_of_a_script() -> str | None:
@@ -122,51 +102,25 @@ def what_runs_instead_of_a_script() -> str | None:
     return None
 
 
-class ScriptRanks:
-    """The ranks of this script, as one of them sees them.
-
-    Attributes:
-        rank, size: of this process.
-        failed: whether a call has failed here.
-        folder: where they meet.
-    """
-
-    def __init__(self, rank: int, size: int, folder: MeetingFolder) -> None:
-        self.rank = rank
-        self.size = size
-        self.failed = False
-        self.folder = folder
-        self._store = folder.store(0)
-
-    def lost(self) -> Failure | None:
-        """The failure of a rank that has ended, as far as this one can know."""
-        if self._store.check(["over"]):
-            return Failure(0, "Rank 0's script has ended.")
-        return None
-
-    def end(self) -> None:
-        """End the other ranks; rank 0 alone can."""
-
-    def wait_for_output(self) -> None:
-        """Wait until what the other ranks printed so far is shown; by rank 0, which shows it."""
-
-
-class StartedRanks(ScriptRanks):
-    """Rank 0's side.
+class ScriptRanks(StartedRanks):
+    """A script's ranks as rank 0 sees them.
 
     Args:
         size: how many ranks there are, this one included.
         shows_output: whether this process shows what the others print.
+
+    Attributes:
+        failed: whether a call has failed here.
     """
 
     def __init__(self, size: int, shows_output: bool = False) -> None:
         port = _free_port()
-        super().__init__(0, size, MeetingFolder.make())
-        self._owner = os.getpid()
-        self.shows_output = shows_output
+        super().__init__(shows_output)
+        self.size = size
+        self.failed = False
         variables = {
             "FITKIT_LAUNCHED": "1",
-            "FITKIT_PARENT": process_name(self._owner),
+            "FITKIT_PARENT": process_name(self.owner),
             "FITKIT_MEETING": str(self.folder.path),
             # For groups that the script makes itself by torch's `env://`.
             "MASTER_ADDR": HOST,
@@ -175,12 +129,12 @@ class StartedRanks(ScriptRanks):
             "LOCAL_WORLD_SIZE": str(size),
             "NODE_RANK": "0",
         }
-        threads = os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size))
-        self._others = [
+        self.processes = [
             RankProcess(
                 rank,
+                size,
                 [sys.executable, *sys.orig_argv[1:]],
-                {**variables, "OMP_NUM_THREADS": threads, "RANK": name, "LOCAL_RANK": name},
+                {**variables, "RANK": name, "LOCAL_RANK": name},
                 STARTED_IN,
                 shows_output=shows_output,
             )
@@ -189,27 +143,16 @@ class StartedRanks(ScriptRanks):
         os.environ.update({**variables, "RANK": "0", "LOCAL_RANK": "0"})
         atexit.register(self.finish)
 
-    def lost(self) -> Failure | None:
-        return first_lost(self._others)
-
-    def end(self) -> None:
-        for other in self._others:
-            other.end()
-
-    def wait_for_output(self) -> None:
-        for other in self._others:
-            other.wait_for_output()
-
     def finish(self) -> None:
         """At the end of rank 0's script: let the others come to their end, too."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return
         failed = self.failed or getattr(sys, "last_value", None) is not None
         with contextlib.suppress(OSError, RuntimeError):
-            self._store.set("over", "")
+            self.folder.store(0).set("over", "")
         deadline = time.monotonic() + (EXIT_AFTER_FAILURE_S if failed else EXIT_S)
-        late = [other for other in self._others if not other.ends_before(deadline)]
-        self.end()
+        late = [other for other in self.processes if not other.ends_before(deadline)]
+        self.end_processes()
         self.folder.remove()
         if failed:
             return
@@ -219,9 +162,9 @@ class StartedRanks(ScriptRanks):
                 "s after rank 0's script had ended.",
                 file=sys.stderr,
             )
-        broken = [other.failure() for other in self._others if other not in late and other.broke()]
-        for failure in filter(None, broken):
-            print(f"fitkit: {failure.what}\n{failure.text}", file=sys.stderr)
+        broken = [other for other in self.processes if other not in late and other.broke()]
+        for other in broken:
+            print("fitkit: {0.what}\n{0.text}".format(other.failure()), file=sys.stderr)
         if broken:
             # A script that failed on some rank hasn't succeeded.
             sys.stdout.flush()
@@ -229,8 +172,10 @@ class StartedRanks(ScriptRanks):
             os._exit(1)
 
 
-class JoinedRanks(ScriptRanks):
-    """The side of a rank that was started by rank 0."""
+class JoinedRanks(OtherRanks):
+    """A script's ranks as one that rank 0 started sees them; the attributes are `ScriptRanks`'s."""
+
+    prints = False
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         place = detect(environment)
@@ -244,7 +189,18 @@ class JoinedRanks(ScriptRanks):
                 "fitkit sets it for the ranks of a script. To start the script by itself, unset "
                 f"{', '.join(VARIABLES)}."
             )
-        super().__init__(place.rank, place.world_size, MeetingFolder(path))
+        self.size = place.world_size
+        self.failed = False
+        self.folder = MeetingFolder(path)
+        self._store = self.folder.store(0)
+
+    def lost(self) -> Failure | None:
+        if self._store.check(["over"]):
+            return Failure(0, "Rank 0's script has ended.")
+        return None
+
+    def during_call(self) -> AbstractContextManager[None]:
+        return threads_shared(self.size)
 
 
 def _free_port() -> int:
@@ -262,10 +218,10 @@ def _free_port() -> int:
         ) from error
 
 
-_ranks: ScriptRanks | None = None
+_ranks: ScriptRanks | JoinedRanks | None = None
 
 
-def ranks_of_script(size: int, shows_output: bool = False) -> ScriptRanks:
+def ranks_of_script(size: int, shows_output: bool = False) -> ScriptRanks | JoinedRanks:
     """This script's ranks; started, where they aren't yet.
 
     Args:
@@ -278,9 +234,9 @@ def ranks_of_script(size: int, shows_output: bool = False) -> ScriptRanks:
     global _ranks
     if _ranks is None:
         joined = is_script_rank(os.environ)
-        _ranks = JoinedRanks(os.environ) if joined else StartedRanks(size, shows_output)
+        _ranks = JoinedRanks(os.environ) if joined else ScriptRanks(size, shows_output)
     check_script_size(_ranks.size, size)
-    if shows_output and isinstance(_ranks, StartedRanks) and not _ranks.shows_output:
+    if shows_output and isinstance(_ranks, ScriptRanks) and not _ranks.shows_output:
         warn(
             "This script's other ranks already run without output='all', so their output can't be "
             "shown. Give output='all' to the first model that trains, or set "
@@ -318,18 +274,6 @@ def is_script_rank(environment: Mapping[str, str]) -> bool:
     return bool(launched) and launched == process_name(os.getpid())
 
 
-def _follow_parent() -> None:
-    """End this rank as soon as rank 0's process has gone, even by `kill -9`."""
-    parent = os.getppid()
-
-    def follow() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_S)
-        end_own_session()
-
-    threading.Thread(target=follow, name="fitkit-parent", daemon=True).start()
-
-
 def _is_orphan(environment: Mapping[str, str]) -> bool:
     """Whether this is a rank whose rank 0 ended before it came here.
 
@@ -353,7 +297,7 @@ def _is_orphan(environment: Mapping[str, str]) -> bool:
 
 if is_script_rank(os.environ) and os.environ.get("RANK") != "0":
     os.environ["FITKIT_LAUNCHED"] = process_name(os.getpid())
-    _follow_parent()
+    end_with_parent()
 elif _is_orphan(os.environ):
     _found = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     sys.exit(

@@ -2,9 +2,7 @@
 
 Workers stay alive between calls and exit with this process. They don't import the script, so it
 needs no `__main__` guard. A call on more ranks starts the missing workers, and a call on fewer
-ranks ends the surplus ones. `payload.py` sends what a call needs. In a worker the main thread runs
-calls. A second thread always reads the connection, so the worker exits as soon as its parent is
-gone, even by `kill -9`.
+ranks ends the surplus ones. `payload.py` sends what a call needs.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import random
 import socket
 import subprocess
@@ -22,7 +19,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,11 +35,10 @@ from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.payload import Payload, load
 from fitkit.distributed.launchers.process import (
     RankProcess,
+    StartedRanks,
     end_own_session,
-    ended_by_interrupt,
-    first_lost,
+    end_with_parent,
     share_of_cores,
-    threads_shared,
 )
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
@@ -68,7 +64,6 @@ class WorkersLauncher(RankLauncher):
         shows_output: whether rank 0 shows what the other ranks print.
     """
 
-    others_print = False
     ends_process = False  # it may belong to a notebook
 
     def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
@@ -93,31 +88,20 @@ class WorkersLauncher(RankLauncher):
                     "worker processes. Compile this model with devices=1, or call it after the "
                     "other call."
                 )
-            with contextlib.closing(self._payload(function, arguments)) as payload:
-                self._pool = _pool_of(self.size, self.shows_output)
-                self.call_store: Store = self._pool.begin(payload)
+            payload = self._payload(function, arguments)
             try:
+                with contextlib.closing(payload):
+                    self.others: Pool = _pool_of(self.size, self.shows_output)
+                    self.call_store: Store = self.others.begin(payload)
                 return super().launch(function, *arguments)
             except BaseException:
-                self._pool.end()
+                end_workers()
                 self._leave()  # takes `LEAVE_S` at most
                 raise
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
         """Do the work in this process; workers are idle between calls."""
         work()
-
-    @contextlib.contextmanager
-    def during_call(self) -> Iterator[None]:
-        with ended_by_interrupt(self._pool.end_processes), threads_shared(self.size):
-            try:
-                yield
-            finally:
-                for worker in self._pool.workers:
-                    worker.wait_for_output()
-
-    def lost(self) -> Failure | None:
-        return first_lost(self._pool.workers)
 
     def _release(self) -> None:
         """Only cut the connections. `launch` leaves the group once it has ended the workers."""
@@ -138,7 +122,7 @@ class WorkersLauncher(RankLauncher):
 
 START = (
     "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
-    "from fitkit.distributed.launchers.workers import main; main({}, {}, {!r}, {})"
+    "from fitkit.distributed.launchers.workers import main; main({}, {!r}, {})"
 )
 
 
@@ -155,56 +139,43 @@ class WorkerProcess(RankProcess):
     def __init__(
         self, rank: int, size: int, folder: MeetingFolder, shows_output: bool = False
     ) -> None:
-        ours, theirs = socket.socketpair()
-        self._files, their_files = socket.socketpair()
-        files = theirs.fileno(), their_files.fileno()
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         super().__init__(
             rank,
-            [sys.executable, *flags, "-c", START.format(*files, str(folder.path), rank)],
-            {
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size)),
-                "FITKIT_PATH": json.dumps(sys.path),
-            },
-            files=files,
+            size,
+            [sys.executable, *flags, "-c", START.format(theirs.fileno(), str(folder.path), rank)],
+            {"FITKIT_PATH": json.dumps(sys.path)},
+            files=(theirs.fileno(),),
             shows_output=shows_output,
         )
         theirs.close()
-        their_files.close()
-        self._connection = Connection(ours.detach())
 
     def send(self, call: CallMessage, files: list[int]) -> None:
-        """Send the worker a call, and with it the payload's files."""
+        """Send the worker a call, and after it the payload's files."""
         self._connection.send(call)
         for start in range(0, len(files), FILES_AT_A_TIME):
-            socket.send_fds(self._files, [b"f"], files[start : start + FILES_AT_A_TIME])
+            socket.send_fds(self._socket, [b"f"], files[start : start + FILES_AT_A_TIME])
 
     def end(self) -> None:
         super().end()
         self._connection.close()
-        self._files.close()
+        self._socket.close()
 
 
-class Pool:
-    """Holds the worker processes, one for each rank except 0.
+class Pool(StartedRanks):
+    """The worker processes, one for each rank except 0."""
 
-    Args:
-        shows_output: whether this process shows what the workers print.
-    """
-
-    def __init__(self, shows_output: bool = False) -> None:
-        self.owner: int = os.getpid()
-        self.shows_output = shows_output
-        self._folder = MeetingFolder.make()
-        self.workers: list[WorkerProcess] = []
+    processes: list[WorkerProcess]
 
     @property
     def usable(self) -> bool:
         """Return whether all workers are alive and this process started them."""
         return (
-            bool(self.workers)
+            bool(self.processes)
             and self.owner == os.getpid()
-            and all(worker.lives() for worker in self.workers)
+            and all(worker.lives() for worker in self.processes)
         )
 
     def resize(self, size: int) -> None:
@@ -217,15 +188,15 @@ class Pool:
             WorkerError: a worker didn't start.
         """
         # End surplus workers, to free their memory and their devices.
-        for worker in self.workers[size - 1 :]:
+        for worker in self.processes[size - 1 :]:
             worker.end()
-        del self.workers[size - 1 :]
-        store, kept = self._folder.store(0), len(self.workers)
+        del self.processes[size - 1 :]
+        store, kept = self.folder.store(0), len(self.processes)
         for rank in range(kept + 1, size):
             store.delete_key(f"ready/{rank}")  # left by a surplus worker
-            self.workers.append(WorkerProcess(rank, size, self._folder, self.shows_output))
+            self.processes.append(WorkerProcess(rank, size, self.folder, self.shows_output))
         deadline = time.monotonic() + START_TIMEOUT_S
-        for worker in self.workers[kept:]:
+        for worker in self.processes[kept:]:
             while not store.check([f"ready/{worker.rank}"]):
                 if time.monotonic() < deadline and worker.lives():
                     time.sleep(0.01)
@@ -241,29 +212,24 @@ class Pool:
 
     def begin(self, payload: Payload) -> Store:
         """Send every worker a call; return the store where its ranks meet."""
-        store = self._folder.next_store()
+        store = self.folder.next_store()
         # Derive the seed from rank 0's state without a draw. Rank 0 then draws the same numbers as
         # a single process.
         seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-        for worker in self.workers:
+        for worker in self.processes:
             call = CallMessage(
-                self._folder.calls, len(self.workers) + 1, seed + worker.rank, os.getcwd(),
+                self.folder.calls, len(self.processes) + 1, seed + worker.rank, os.getcwd(),
                 list(sys.path), payload.data, len(payload.files),
             )  # fmt: skip
-            with contextlib.suppress(OSError):  # the worker has ended; `first_lost` reports how
+            with contextlib.suppress(OSError):  # the worker has ended; `lost` reports how
                 worker.send(call, payload.files)
         return store
-
-    def end_processes(self) -> None:
-        """End the workers now."""
-        for worker in self.workers:
-            worker.end()
 
     def end(self) -> None:
         """End the workers and remove their meeting folder."""
         self.end_processes()
-        self.workers = []
-        self._folder.remove()
+        self.processes = []
+        self.folder.remove()
 
 
 _pool: Pool | None = None
@@ -318,22 +284,25 @@ class CallMessage:
     file_count: int
 
 
-def main(connection_file: int, files_file: int, folder: str, rank: int) -> None:
+def main(connection_file: int, folder: str, rank: int) -> None:
     """Serve calls; this never returns.
 
     Args:
-        connection_file: the file descriptor that calls come from.
-        files_file: the file descriptor that shared memory comes from.
+        connection_file: the file descriptor that calls and shared memory come from.
         folder: where the ranks meet.
         rank: the rank of this process.
     """
-    connection, files = Connection(connection_file), socket.socket(fileno=files_file)
-    calls: queue.Queue[CallMessage] = queue.Queue()
-    threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
+    end_with_parent()
+    files = socket.socket(fileno=os.dup(connection_file))
+    connection = Connection(connection_file)
     meeting = MeetingFolder(Path(folder))
     meeting.store(0).set(f"ready/{rank}", "")
     while True:
-        _run_call(calls.get(), files, meeting, rank)
+        try:
+            call = connection.recv()
+        except (EOFError, OSError):  # the parent has gone
+            end_own_session()
+        _run_call(call, files, meeting, rank)
 
 
 def _run_call(call: CallMessage, files: socket.socket, folder: MeetingFolder, rank: int) -> None:
@@ -375,13 +344,3 @@ def _receive(files: socket.socket, count: int) -> list[int]:
             end_own_session()
         found.extend(new)
     return found
-
-
-def _listen(connection: Connection, calls: queue.Queue[CallMessage]) -> None:
-    """Read what the parent sends; exit when the parent is gone."""
-    parent = os.getppid()
-    with contextlib.suppress(EOFError, OSError):
-        while os.getppid() == parent:
-            if connection.poll(1.0):
-                calls.put(connection.recv())
-    end_own_session()

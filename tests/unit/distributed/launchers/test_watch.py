@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import DistBackendError, HashStore
 
 from fitkit.distributed.launchers import watch
-from fitkit.distributed.launchers.process import RankProcess, first_lost
+from fitkit.distributed.launchers.process import RankProcess
 from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
 from fitkit.errors import WorkerError
 from tests.limits import patience
@@ -106,7 +106,7 @@ def test_only_errors_of_exchanges_say_that_one_broke_off():
 
 
 def started(code):
-    return RankProcess(1, [sys.executable, "-S", "-c", code], {})
+    return RankProcess(1, 2, [sys.executable, "-S", "-c", code], {})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def started(code):
 def test_a_process_that_has_ended_says_how(code, words):
     process = started(code)
     assert process.ends_before(time.monotonic() + patience(30))
-    failure = first_lost([process])
+    failure = process.failure()
     assert (failure.rank, failure.what) == (1, words)
     assert failure.text.strip() == ("last" if "last" in code else "")
 
@@ -134,7 +134,7 @@ child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(6
 print(child.pid, file=sys.stderr)
 """
     process = started(code)
-    assert first_lost([process]) is None or not process.lives()
+    assert process.failure() is None or not process.lives()
     assert process.ends_before(time.monotonic() + patience(30))
     child = int(process.words())
     os.kill(child, 0)  # it lives
