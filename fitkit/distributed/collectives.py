@@ -11,9 +11,7 @@ import os
 import pickle
 import secrets
 import struct
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -331,43 +329,6 @@ class NodeShares:
 
     def join_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._ranks.join_rows(tensor if self._leads else tensor[:0])
-
-
-class RankGroup:
-    """Some of the ranks, which exchange things among themselves.
-
-    Args:
-        groups: all groups made at this moment, including those without this rank.
-        rank: this rank.
-        backend: `"nccl"` or `"gloo"`.
-        timeout: the limit for each exchange; None for torch's default.
-
-    Attributes:
-        handle: torch's group, until `leave`. Objects that may outlive the group (graphs, an
-            exception's frames) hold this object instead. gloo closes its connections only when
-            nothing holds torch's group, and the other ranks see by this that the rank has left.
-
-    Ranks:
-        Collective: all ranks of the world make the same groups.
-    """
-
-    def __init__(
-        self, groups: list[list[int]], rank: int, backend: str, timeout: timedelta | None
-    ) -> None:
-        self.handle: Any = None
-        for ranks in groups:
-            made = dist.new_group(ranks, timeout=timeout, backend=backend)
-            if rank in ranks:
-                self.handle = made
-
-    def leave(self) -> None:
-        """Leave the group."""
-        held, self.handle = [self.handle], None
-        if held[0] is not None and dist.is_initialized():
-            dist.destroy_process_group(held[0])
-            # Gloo's destructor waits for an exchange that a failure broke off, up to its timeout.
-            # A thread waits in its place.
-            threading.Thread(target=held.clear, name="fitkit-left-group", daemon=True).start()
 
 
 def join_rows(tensor: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import re
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, ProcessGroup, Solo, agree_on_key
-from fitkit.distributed.launchers.meeting_folder import PromptStore, meets_by_files
+from fitkit.distributed.stores import PromptStore, meets_by_files
 from fitkit.errors import ConfigurationError, WorkerError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -110,7 +111,7 @@ def enter(
     if is_local or (world.num_nodes == 1 and not os.environ.get(INTERFACE)):
         _stay_on_this_machine()
     hook = sys.excepthook
-    before = _open_connections()
+    _connections.clear()
     try:
         if meeting is not None:
             _group_store = meeting
@@ -118,11 +119,10 @@ def enter(
         agree_on_key(meeting, world.rank)
         # NCCL's threads ask their store at all times, which Python's isn't for.
         given = meeting if chosen == "gloo" else store
-        dist.init_process_group(
-            chosen, store=given, rank=world.rank, world_size=world.size, timeout=timeout
-        )
-        _connections.clear()
-        _connections.update(_open_connections() - before)
+        with counting_connections():
+            dist.init_process_group(
+                chosen, store=given, rank=world.rank, world_size=world.size, timeout=timeout
+            )
         _own_group = dist.group.WORLD
         if chosen == "gloo":  # Else a rank that fails at once cuts what others still connect.
             dist.barrier()
@@ -193,6 +193,44 @@ def counting_connections() -> Iterator[None]:
     before = _open_connections()
     yield
     _connections.update(_open_connections() - before)
+
+
+class RankGroup:
+    """Some of the ranks, which exchange things among themselves.
+
+    Args:
+        groups: all groups made at this moment, including those without this rank.
+        rank: this rank.
+        backend: `"nccl"` or `"gloo"`.
+        timeout: the limit for each exchange; None for torch's default.
+
+    Attributes:
+        handle: torch's group, until `leave`. Objects that may outlive the group (graphs, an
+            exception's frames) hold this object instead. gloo closes its connections only when
+            nothing holds torch's group, and the other ranks see by this that the rank has left.
+
+    Ranks:
+        Collective: all ranks of the world make the same groups.
+    """
+
+    def __init__(
+        self, groups: list[list[int]], rank: int, backend: str, timeout: timedelta | None
+    ) -> None:
+        self.handle: Any = None
+        with counting_connections():
+            for ranks in groups:
+                made = dist.new_group(ranks, timeout=timeout, backend=backend)
+                if rank in ranks:
+                    self.handle = made
+
+    def leave(self) -> None:
+        """Leave the group."""
+        held, self.handle = [self.handle], None
+        if held[0] is not None and dist.is_initialized():
+            dist.destroy_process_group(held[0])
+            # Gloo's destructor waits for an exchange that a failure broke off, up to its timeout.
+            # A thread waits in its place.
+            threading.Thread(target=held.clear, name="fitkit-left-group", daemon=True).start()
 
 
 def _open_connections() -> set[tuple[int, int]]:

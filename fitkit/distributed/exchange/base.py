@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fitkit.distributed.collectives import Collectives, RankGroup
+from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.precision import Precision
-from fitkit.distributed.world import counting_connections
+from fitkit.distributed.world import RankGroup
 
 
 def all_reduce_bytes(size: float, ranks: int) -> float:
@@ -97,8 +97,7 @@ class Peers:
     def apart(self) -> Peers:
         """The same ranks in a group of their own, whose exchanges pass those of others by."""
         backend = dist.get_backend()
-        with counting_connections():
-            group = RankGroup([list(range(self.size))], self.rank, backend, self._timeout)
+        group = RankGroup([list(range(self.size))], self.rank, backend, self._timeout)
         return Peers(self._collectives, self._timeout, group)
 
     def leave(self) -> None:

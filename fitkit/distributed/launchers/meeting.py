@@ -39,7 +39,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import Cluster, Environment
 from fitkit.distributed.launchers.meeting_folder import SharedAddress, shared_address
-from fitkit.distributed.launchers.watch import Failure, first_line, longest_pause
+from fitkit.distributed.launchers.watch import Failure, first_line
+from fitkit.distributed.stores import Patience
 from fitkit.errors import ConfigurationError, WorkerError, with_code
 
 Result = TypeVar("Result")
@@ -49,9 +50,6 @@ DEFAULT_PORT = 29500
 
 COMMON = "fitkit/meeting"
 """The part of a store that the ranks of all calls know."""
-
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.1
-"""Between two looks at the store."""
 
 LINGER_S = 0.5
 """How long rank 0 serves after it has written why a meeting failed, for the others to read it."""
@@ -88,7 +86,9 @@ class Meeting:
         self._size = size
         self._verb = verb
         # Rank 0 alone keeps its pauses, for all others wait for it.
-        self.patience: Patience = Patience(timeout, size if rank else 1)
+        self.patience: Patience = Patience(
+            timeout.total_seconds(), ranks=size if rank else 1, requests=3
+        )
         self.where = where
 
     def at(self, store: Store, lost: Callable[[], Failure | None]) -> Store:
@@ -301,8 +301,7 @@ def _announce(cluster: Cluster, environment: Environment, owner: int) -> None:
         return  # a fork of that process
     store, port = _reached.get(cluster), cluster.master_port or DEFAULT_PORT
     if store is None and cluster.master_address and _agent_serves(environment):
-        patience = Patience(timedelta(seconds=FAREWELL_S))
-        store, _ = _try(cluster.master_address, port, patience)
+        store, _ = _try(cluster.master_address, port, Patience(FAREWELL_S))
     try:
         if store is not None:
             common = PrefixStore(COMMON, store)
@@ -315,41 +314,6 @@ def _announce(cluster: Cluster, environment: Environment, owner: int) -> None:
 def _agent_serves(environment: Environment) -> bool:
     """Whether torchrun's agent serves a store, and not rank 0."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-class Patience:
-    """How long a wait may last, on the monotonic clock.
-
-    Args:
-        timeout: that long.
-        ranks: that wait so at the same store.
-    """
-
-    def __init__(self, timeout: timedelta, ranks: int = 1) -> None:
-        self.timeout_s: float = timeout.total_seconds()
-        self._shortest_pause_s = longest_pause(ranks, 3, SHORTEST_PAUSE_S * 10) / 10
-        self._longest_pause_s = longest_pause(ranks, 3, LONGEST_PAUSE_S)
-        self._end = time.monotonic() + self.timeout_s
-        self.pause_s: float = 0.002
-
-    def begin(self) -> None:
-        """Something that may come at once is awaited: short pauses first."""
-        self.pause_s = self._shortest_pause_s
-
-    def remains(self) -> bool:
-        """Pause a little, longer each time; whether there is time for another look."""
-        self.pause_s = min(self.pause_s * 1.2, self._longest_pause_s)
-        time.sleep(self.pause_s)
-        return time.monotonic() < self._end
-
-    @property
-    def overdrawn_s(self) -> float:
-        """How long ago the wait should have ended; negative before."""
-        return time.monotonic() - self._end
-
-    def end(self) -> None:
-        """No more looks: the caller has left."""
-        self._end = 0.0
 
 
 def _bounded(work: Callable[[], Result], cluster: Cluster, patience: Patience) -> Result:

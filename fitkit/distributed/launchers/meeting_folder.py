@@ -21,15 +21,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistStoreError,
-    FileStore,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
-from fitkit.distributed.launchers.watch import longest_pause
 from fitkit.errors import ConfigurationError, WorkerError
 
 
@@ -237,8 +231,6 @@ NEW_S = 60.0
 """A folder of that age is locked by its owner, or has none."""
 LOST_S = 30.0
 """How long torch looks for a store's file where that has been removed."""
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
-"""Between two looks for a key; many ranks pause longer."""
 
 
 class MeetingFolder:
@@ -318,68 +310,3 @@ def _remove_abandoned(parent: Path) -> None:
                 with (folder / "lock").open("w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
-
-
-def meets_by_files(store: Store | None) -> bool:
-    """Whether a store, or what it is a part of, is a file of this machine."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, FileStore)
-
-
-class PromptStore(Store):
-    """A store for gloo: it sees a key soon, and `break_off` ends its waits from another thread.
-
-    Torch's waits can't be ended (and warn on the terminal where they end in vain), and its file
-    store looks for a missing key only every 10 ms. Its maker keeps it as long as the process
-    group: torch doesn't.
-
-    Args:
-        store: where the ranks meet.
-        ranks: that wait there.
-    """
-
-    def __init__(self, store: Store, ranks: int) -> None:
-        super().__init__()
-        self._store = store
-        self._shortest_pause_s = longest_pause(ranks, 1, SHORTEST_PAUSE_S * 10) / 10
-        self._longest_pause_s = longest_pause(ranks, 1, LONGEST_PAUSE_S)
-        self._broken_off = False
-        self._seen: set[str] = set()
-
-    def break_off(self) -> None:
-        """End the wait that is under way, and those to come."""
-        self._broken_off = True
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        if key not in self._seen:  # gloo waits for a key, and then gets it: one look is enough
-            self.wait([key])
-        return self._store.get(key)
-
-    def add(self, key: str, number: int) -> int:
-        return self._store.add(key, number)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return self._store.compare_set(key, expected, value)
-
-    def delete_key(self, key: str) -> bool:
-        self._seen.discard(key)
-        return self._store.delete_key(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        end, pause_s = time.monotonic() + seconds, self._shortest_pause_s
-        while not self._store.check(keys):
-            if self._broken_off:
-                raise DistStoreError(f"the wait was interrupted, keys: {', '.join(keys)}")
-            if time.monotonic() > end:
-                raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.3, self._longest_pause_s)
-        self._seen.update(keys)

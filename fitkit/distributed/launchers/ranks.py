@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,8 +23,8 @@ from fitkit.distributed.launchers.watch import (
     Watch,
     broke_off,
     broken_exchange,
-    longest_pause,
 )
+from fitkit.distributed.stores import Patience
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -37,8 +36,6 @@ LEAVE_S = 3.0
 """How long a failed rank may take to leave the process group."""
 EXIT_S = 10
 """How long a process whose group didn't let it go may take to end."""
-LONGEST_PAUSE_S = 0.05
-"""Between two looks at the store."""
 
 
 class JoinsRanks(Protocol):
@@ -169,17 +166,13 @@ class RankLauncher:
 
     def _awaited(self, store: Store, key: str) -> str:
         """What rank 0 says at its work's end: nothing where that went well."""
-        timeout_s = self.timeout.total_seconds()
-        deadline, pause_s = time.monotonic() + timeout_s, 0.002
+        patience = Patience(self.timeout.total_seconds(), 0.05, self.strategy.world.size)
         try:
             while not store.check([key]):
-                if time.monotonic() > deadline:
-                    return f"Rank 0 didn't finish within {timeout_s:g} s."
                 if (failure := self.others.lost()) is not None and not store.check([key]):
                     return failure.what
-                time.sleep(pause_s)
-                most_s = longest_pause(self.strategy.world.size, 1, LONGEST_PAUSE_S)
-                pause_s = min(pause_s * 1.5, most_s)
+                if not patience.remains():
+                    return f"Rank 0 didn't finish within {patience.timeout_s:g} s."
             return store.get(key).decode()
         except (DistError, OSError):
             return ""  # rank 0, which served the store, has ended after its work

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from fitkit.distributed.stores import longest_pause
 from fitkit.errors import WorkerError, with_code
 
 PERIOD_S = 0.5
@@ -42,23 +43,8 @@ BREAK_OFF_AFTER_S = 3.0
 """How long after another's failure a rank may stay in an exchange before that is broken off."""
 LAST_RESORT_S = 30.0
 """How long after another's failure a rank may stay in the call before its process is ended."""
-
-
-REQUESTS_PER_S = 10_000
-"""So often all ranks together ask a store while they wait: a fifth of what a core can answer."""
 SHOWN = 8
 """Of so many ranks at most it is said where they were."""
-
-
-def longest_pause(ranks: int, requests: int, least_s: float) -> float:
-    """How long to pause between two looks at a store which all ranks look at, in seconds.
-
-    Args:
-        ranks: that look.
-        requests: of each look.
-        least_s: what few ranks pause.
-    """
-    return max(least_s, requests * ranks / REQUESTS_PER_S)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ from fitkit.distributed.launchers.process import (
 )
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
+from fitkit.distributed.stores import Patience
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
 
@@ -195,11 +196,10 @@ class Pool(StartedRanks):
         for rank in range(kept + 1, size):
             store.delete_key(f"ready/{rank}")  # left by a surplus worker
             self.processes.append(WorkerProcess(rank, size, self.folder, self.shows_output))
-        deadline = time.monotonic() + START_TIMEOUT_S
+        patience = Patience(START_TIMEOUT_S, 0.01)
         for worker in self.processes[kept:]:
             while not store.check([f"ready/{worker.rank}"]):
-                if time.monotonic() < deadline and worker.lives():
-                    time.sleep(0.01)
+                if worker.lives() and patience.remains():
                     continue
                 said = worker.words()
                 self.end()

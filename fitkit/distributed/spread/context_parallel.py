@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fitkit import trees
-from fitkit.distributed.collectives import RankGroup
 from fitkit.distributed.spread.tensor_parallel import local_part
-from fitkit.distributed.world import counting_connections
+from fitkit.distributed.world import RankGroup
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.modes import modes_restored
@@ -398,8 +397,7 @@ def context_group(
     """
     groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
     backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend() else "gloo"
-    with counting_connections():
-        return RankGroup(groups, rank, backend, timeout)
+    return RankGroup(groups, rank, backend, timeout)
 
 
 @contextlib.contextmanager

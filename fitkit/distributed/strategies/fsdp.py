@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.activation_checkpointing import check_blocks, matching
 from fitkit.arguments import check_count, check_flag
-from fitkit.distributed.collectives import Collectives, RankGroup
+from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.spread.context_parallel import SequenceParts, context_group
@@ -34,7 +34,7 @@ from fitkit.distributed.spread.tensor_parallel import (
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.strategies.engine import Engine
-from fitkit.distributed.world import enter
+from fitkit.distributed.world import RankGroup, enter
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state

@@ -8,9 +8,9 @@ import pytest
 from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, TCPStore
 
 from fitkit.distributed.launchers import watch
-from fitkit.distributed.launchers.meeting import Meeting, Patience
-from fitkit.distributed.launchers.meeting_folder import PromptStore
-from fitkit.distributed.launchers.watch import Watch, longest_pause
+from fitkit.distributed.launchers.meeting import Meeting
+from fitkit.distributed.launchers.watch import Watch
+from fitkit.distributed.stores import REQUESTS_PER_S, Patience, PromptStore, longest_pause
 from fitkit.errors import WorkerError
 from tests.limits import patience
 from tests.unit.distributed.launchers.test_meeting import on_ranks
@@ -64,11 +64,10 @@ def test_a_wait_can_be_broken_off(store):
 
 def test_many_ranks_pause_longer_so_that_a_store_has_so_many_requests_a_second():
     assert longest_pause(8, 2, 0.5) == longest_pause(512, 2, 0.5) == 0.5
-    assert longest_pause(5000, 2, 0.5) == 5000 * 2 / watch.REQUESTS_PER_S
-    assert PromptStore(HashStore(), 64)._longest_pause_s == 0.01
-    assert PromptStore(HashStore(), 4096)._longest_pause_s == 4096 / watch.REQUESTS_PER_S
-    assert Patience(LONG)._longest_pause_s == 0.1
-    assert Patience(LONG, 4096)._longest_pause_s == 4096 * 3 / watch.REQUESTS_PER_S
+    assert longest_pause(5000, 2, 0.5) == 5000 * 2 / REQUESTS_PER_S
+    assert Patience(20, 0.01, 64).longest_s == 0.01
+    assert Patience(20, 0.01, 4096).longest_s == 4096 / REQUESTS_PER_S
+    assert Patience(20, ranks=4096, requests=3).longest_s == 4096 * 3 / REQUESTS_PER_S
 
 
 def test_rank_0_asks_for_each_rank_only_when_somebody_has_come():
