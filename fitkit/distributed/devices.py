@@ -128,98 +128,60 @@ def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
             what is visible.
     """
     visible = machine.count(kind)
-    meaning = _read_words(devices, kind, visible)
-    if isinstance(meaning, tuple):
-        return _check_indices(devices, meaning, kind, visible)
-    if kind == "cpu":
-        return tuple(range(1 if meaning == "all" else meaning))
-    count = visible if meaning == "all" else meaning
-    if count > visible:
-        raise _refused(
-            devices,
-            kind,
-            visible,
-            f"asks for {count} devices, but {visible} {'is' if visible == 1 else 'are'} visible",
+
+    def refused(reason: str, code: str | None = None) -> ConfigurationError:
+        shown = f"devices={devices!r} {reason}"
+        if kind == "cpu":
+            remedy = "On CPU write the number of processes, devices=1, or devices='auto'."
+            return ConfigurationError(f"{shown}. {remedy}", code=code)
+        listing = f"0 to {visible - 1}" if visible > 1 else "only 0"
+        return ConfigurationError(
+            f"{shown}. Visible {kind} devices: {visible} (index {listing}). Write devices='auto', "
+            "a count like 1, or a list of indices like [0].",
+            code=code,
         )
+
+    wanted = devices  # from here on a count, a sequence of indices, or "auto"
+    if isinstance(devices, str):
+        wanted = _read_text(devices.strip())
+        if wanted is None:
+            raise refused("is neither a count nor a list of indices")
+    elif isinstance(devices, bool) or not isinstance(devices, (int, list, tuple)):
+        raise refused(f"is a {type(devices).__name__}")
+    if isinstance(wanted, (list, tuple)):
+        if not wanted:
+            raise refused("names no device")
+        for index in wanted:
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise refused(f"has {index!r}, which isn't an index")
+        if kind == "cpu":
+            raise refused("is a list of indices, but a CPU has none", "FK036")
+        if len(set(wanted)) != len(wanted):
+            raise refused("names a device twice")
+        absent = [str(index) for index in wanted if not 0 <= index < visible]
+        if absent:
+            raise refused(f"asks for {kind} device {', '.join(absent)}, which isn't there", "FK035")
+        return tuple(wanted)
+    if wanted == -1 and kind == "cpu":
+        raise refused("has no meaning on CPU")
+    count: int = visible if wanted in ("auto", -1) else wanted
+    if count < 1:
+        raise refused("asks for no device")
+    if kind != "cpu" and count > visible:
+        is_or_are = "is" if visible == 1 else "are"
+        raise refused(f"asks for {count} devices, but {visible} {is_or_are} visible")
     return tuple(range(count))
 
 
-def _read_words(devices: Any, kind: str, visible: int) -> Any:
-    """`devices` as "all", a count of at least 1, or a tuple of indices."""
-    if isinstance(devices, str):
-        return _read_text(devices, kind, visible)
-    if isinstance(devices, bool) or not isinstance(devices, (int, list, tuple)):
-        raise _refused(devices, kind, visible, f"is a {type(devices).__name__}")
-    if isinstance(devices, int):
-        return _count(devices, devices, kind, visible)
-    if not devices:
-        raise _refused(devices, kind, visible, "names no device")
-    for index in devices:
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise _refused(devices, kind, visible, f"has {index!r}, which isn't an index")
-    return tuple(devices)
-
-
-def _read_text(devices: str, kind: str, visible: int) -> Any:
-    text = devices.strip()
+def _read_text(text: str) -> Any:
+    """What a text says, as a count, indices or "auto"; None where it says nothing of these."""
     if text.lower() == "auto":
-        return "all"
-    if re.fullmatch(r"-?[0-9]+", text):
-        return _count(int(text), devices, kind, visible)
+        return "auto"
     items = [item.strip() for item in text.split(",")]
-    if "," in text and all(re.fullmatch(r"-?[0-9]+", item) for item in items if item):
-        indices = tuple(int(item) for item in items if item)
-        if indices:
-            return indices
-    raise _refused(devices, kind, visible, "is neither a count nor a list of indices")
-
-
-def _count(count: int, devices: Any, kind: str, visible: int) -> Any:
-    if count == -1:
-        if kind == "cpu":
-            raise _refused(devices, kind, visible, "has no meaning on CPU")
-        return "all"
-    if count < 1:
-        raise _refused(devices, kind, visible, "asks for no device")
-    return count
-
-
-def _check_indices(
-    devices: Any, indices: tuple[int, ...], kind: str, visible: int
-) -> tuple[int, ...]:
-    if kind == "cpu":
-        raise _refused(
-            devices, kind, visible, "is a list of indices, but a CPU has none", code="FK036"
-        )
-    if len(set(indices)) != len(indices):
-        raise _refused(devices, kind, visible, "names a device twice")
-    absent = [index for index in indices if not 0 <= index < visible]
-    if absent:
-        raise _refused(
-            devices,
-            kind,
-            visible,
-            f"asks for {kind} device {', '.join(map(str, absent))}, which isn't there",
-            code="FK035",
-        )
-    return indices
-
-
-def _refused(
-    devices: Any, kind: str, visible: int, reason: str, code: str | None = None
-) -> ConfigurationError:
-    shown = f"devices={devices!r} {reason}"
-    if kind == "cpu":
-        return ConfigurationError(
-            f"{shown}. On CPU write the number of processes, devices=1, or devices='auto'.",
-            code=code,
-        )
-    listing = f"0 to {visible - 1}" if visible > 1 else "only 0"
-    return ConfigurationError(
-        f"{shown}. Visible {kind} devices: {visible} (index {listing}). Write devices='auto', a "
-        "count like 1, or a list of indices like [0].",
-        code=code,
-    )
+    given = [item for item in items if item]
+    if not given or not all(re.fullmatch("-?[0-9]+", item) for item in given):
+        return None
+    return tuple(map(int, given)) if len(items) > 1 else int(text)
 
 
 def older_spelling(gpus: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
+from fitkit.distributed.launchers.meeting_folder import parent_of
 from fitkit.distributed.launchers.script import is_script_rank
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
@@ -66,7 +67,14 @@ def find_usable_cuda_devices(k: int = -1) -> list[int]:
         >>> if torch.cuda.device_count() > 1:
         ...     model.compile("adam", "mse", devices=fitkit.find_usable_cuda_devices(2))
     """
-    _check_k(k)
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise ArgumentTypeError(
+            f"k={describe(k)} must be an int: a number of GPUs, or -1 for all that are free."
+        )
+    if k == 0 or k < -1:
+        raise ConfigurationError(
+            f"k={k} must be a number of GPUs of at least 1, or -1 for all that are free."
+        )
     found = _handed_down(len(_chosen))
     if found is None:
         gpus = probe_gpus() if torch.cuda.device_count() else []
@@ -101,7 +109,6 @@ def _is_other_script_rank() -> bool:
 
 def select_free(k: int, gpus: Sequence[GPU]) -> list[int]:
     """Choose from what is known of each visible GPU; see `find_usable_cuda_devices`."""
-    _check_k(k)
     if not gpus:
         raise ConfigurationError(
             f"k={k} asks for CUDA devices, but none is visible (torch {torch.__version__}, "
@@ -153,17 +160,6 @@ def _by(holders: Sequence[Holder]) -> str:
     return f" by {', '.join(listing)}{', …' if len(holders) > 4 else ''}" if listing else ""
 
 
-def _check_k(k: object) -> None:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise ArgumentTypeError(
-            f"k={describe(k)} must be an int: a number of GPUs, or -1 for all that are free."
-        )
-    if k == 0 or k < -1:
-        raise ConfigurationError(
-            f"k={k} must be a number of GPUs of at least 1, or -1 for all that are free."
-        )
-
-
 def _without_own(gpu: GPU) -> GPU:
     """The GPU as it would be without the caller's own processes (including earlier workers)."""
     own = [holder for holder in gpu.holders if _is_own(holder.pid)]
@@ -184,8 +180,7 @@ def _is_own(pid: int) -> bool:
     """Whether a process is this one or descends from it."""
     while pid > 1 and pid != os.getpid():
         try:
-            # After the name, which may contain blanks and brackets: state, parent, …
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = parent_of(pid)
         except OSError:
             return False
     return pid == os.getpid()

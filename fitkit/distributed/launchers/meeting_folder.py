@@ -205,7 +205,7 @@ def _nearest_without(*variables: str) -> int:
             entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
             if not any(entry.startswith(mark) for entry in entries for mark in marks):
                 break
-            process = int(_status(process)[1])
+            process = parent_of(process)
         except OSError:  # Another user's process, or a system without /proc.
             break
     return process
@@ -217,6 +217,11 @@ def process_name(process: int) -> str:
         return f"{process}-{_status(process)[19]}"
     except (OSError, IndexError):
         return str(process)
+
+
+def parent_of(process: int) -> int:
+    """The process that started another; an OSError where that can't be looked at."""
+    return int(_status(process)[1])
 
 
 def _status(process: int) -> list[str]:
