@@ -7,10 +7,7 @@ which the ranks find each other.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import http.client
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -19,140 +16,11 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO
 
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
 from fitkit.errors import ConfigurationError, WorkerError
-
-
-class Address(NamedTuple):
-    """Rank 0's address, and what its store says to prove that it is the one."""
-
-    host: str
-    port: int
-    token: str
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port} {self.token}"
-
-    @classmethod
-    def parse(cls, text: str) -> Address | None:
-        match = re.fullmatch(r"(\S+):([0-9]{1,5}) (\w+)", text.strip())
-        return cls(match[1], int(match[2]), match[3]) if match else None
-
-
-class SharedAddress(Protocol):
-    """Where rank 0 writes an address and the others read it."""
-
-    def write(self, port: int, token: str) -> None:
-        """Write the port of a store on this host."""
-
-    def read(self) -> Address | None:
-        """Read what was written, or None yet."""
-
-    def remove(self) -> None:
-        """Remove it."""
-
-
-def shared_address(cluster: Cluster, environment: Environment) -> SharedAddress:
-    """What a cluster without an address can use.
-
-    Raises:
-        ConfigurationError: there is none, so the address has to be given.
-    """
-    if cluster.launcher == "horovodrun":
-        read = LaunchVariables(environment, "horovodrun", "HOROVOD_RANK")
-        return AddressOnServer(
-            read.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
-            read.number("HOROVOD_GLOO_RENDEZVOUS_PORT", minimum=1, maximum=65535),
-        )
-    if cluster.num_nodes > 1:
-        raise ConfigurationError(
-            f"{cluster.launcher} started {cluster.world_size} processes on {cluster.num_nodes} "
-            "nodes and doesn't say where rank 0 is. Set MASTER_ADDR to the name of rank 0's host "
-            "and MASTER_PORT to a free port there, for all processes (mpirun -x MASTER_ADDR=… "
-            "with Open MPI, mpiexec -genv MASTER_ADDR … with MPICH and Intel MPI)."
-        )
-    return AddressFile(private_folder() / f"{launch_name(environment)}.address")
-
-
-class AddressFile:
-    """A file, for processes on one node.
-
-    If an earlier run of the same name was killed before it could clean up, its file is overwritten.
-    Until then the file leads to a store with another token, or to nothing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def write(self, port: int, token: str) -> None:
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        temporary.write_text(str(Address("127.0.0.1", port, token)))
-        temporary.replace(self.path)
-
-    def read(self) -> Address | None:
-        try:
-            return Address.parse(self.path.read_text())
-        except FileNotFoundError:
-            return None
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-
-class AddressOnServer:
-    """The key-value server that horovodrun keeps for its workers: PUT and GET, 404 until then."""
-
-    PATH = "/fitkit/store"
-
-    def __init__(self, host: str, port: int) -> None:
-        self.host = host
-        self.port = port
-
-    def __str__(self) -> str:
-        return f"http://{self.host}:{self.port}{self.PATH}"
-
-    def write(self, port: int, token: str) -> None:
-        # No urllib: it would ask the proxy that HTTP_PROXY names.
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=10)
-        try:
-            connection.connect()
-            # This host's address on the way to the server, which all workers reach.
-            local_address = connection.sock.getsockname()[0]
-            connection.request("PUT", self.PATH, body=str(Address(local_address, port, token)))
-            status = connection.getresponse().status
-        except (OSError, http.client.HTTPException) as error:
-            raise ConfigurationError(self._unusable(str(error))) from error
-        finally:
-            connection.close()
-        if status != 200:
-            raise ConfigurationError(self._unusable(f"status {status}"))
-
-    def read(self) -> Address | None:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
-        try:
-            connection.request("GET", self.PATH)
-            response = connection.getresponse()
-            return Address.parse(response.read().decode()) if response.status == 200 else None
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
-
-    def remove(self) -> None:
-        """Nothing: the server ends with the job, and DELETE means something else to it."""
-
-    def _unusable(self, reason: str) -> str:
-        return (
-            f"rank 0 couldn't write its address to {self} ({reason}). Set MASTER_ADDR and "
-            "MASTER_PORT for all processes."
-        )
 
 
 def private_folder() -> Path:
@@ -181,34 +49,6 @@ def is_private(folder: Path) -> bool:
     if not hasattr(os, "getuid"):
         return stat.S_ISDIR(found.st_mode)
     return stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077 and found.st_uid == os.getuid()
-
-
-def launch_name(environment: Environment) -> str:
-    """A name that the processes of one launch share, and no other launch here has.
-
-    Open MPI gives one; of the others, all processes descend from one that the launcher keeps
-    on each node, the nearest without a rank. (The parent may be a shell of the process's own.)
-    """
-    namespace = environment.get("PMIX_NAMESPACE", "").strip()
-    name = namespace or process_name(_nearest_without("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
-    # Hashed too: names differ that have lost other characters.
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{re.sub('[^A-Za-z0-9]+', '-', name)[:60]}-{digest}"
-
-
-def _nearest_without(*variables: str) -> int:
-    """The nearest ancestor that was started without these variables, or can't be looked at."""
-    process = os.getppid()
-    marks = [f"{name}=".encode() for name in variables]
-    while process > 1:
-        try:
-            entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            if not any(entry.startswith(mark) for entry in entries for mark in marks):
-                break
-            process = parent_of(process)
-        except OSError:  # Another user's process, or a system without /proc.
-            break
-    return process
 
 
 def process_name(process: int) -> str:

@@ -16,7 +16,8 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.launchers.meeting import Meeting, announce_exit, meet_launched
+from fitkit.distributed.launchers.launched import announce_exit, meet_launched
+from fitkit.distributed.launchers.meeting import Meeting
 from fitkit.distributed.launchers.process import OtherRanks
 from fitkit.distributed.launchers.watch import (
     Failure,

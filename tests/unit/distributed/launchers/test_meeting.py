@@ -16,14 +16,15 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers import meeting, meeting_folder
-from fitkit.distributed.launchers.meeting import Meeting, meet_launched
-from fitkit.distributed.launchers.meeting_folder import (
+from fitkit.distributed.launchers import launched, meeting, meeting_folder
+from fitkit.distributed.launchers.launched import (
     AddressFile,
     launch_name,
-    private_folder,
+    meet_launched,
     shared_address,
 )
+from fitkit.distributed.launchers.meeting import Meeting
+from fitkit.distributed.launchers.meeting_folder import private_folder
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, WorkerError
 from tests.limits import patience
@@ -38,7 +39,7 @@ def nothing_stays(tmp_path, monkeypatch):
     monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
     monkeypatch.setattr(meeting, "LINGER_S", 0.2)
     yield
-    meeting._reached.clear()
+    launched._reached.clear()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -212,7 +213,7 @@ def test_without_rank_0_and_an_address_the_file_is_named():
 
 
 def test_a_server_that_accepts_and_says_nothing_ends_the_wait_too(monkeypatch):
-    monkeypatch.setattr(meeting, "OVERDUE_S", 0.1)
+    monkeypatch.setattr(launched, "OVERDUE_S", 0.1)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -294,7 +295,7 @@ def test_a_launch_has_a_name_of_its_own():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_a_shell_around_each_rank_does_not_change_the_name():
-    module = "fitkit.distributed.launchers.meeting_folder"
+    module = "fitkit.distributed.launchers.launched"
     code = f"from {module} import launch_name; print(launch_name({{}}))"
     command = f'"{sys.executable}" -c "{code}"; true'
 
