@@ -545,7 +545,14 @@ def check_agreement(cluster: Cluster | None, devices: int | None, num_nodes: int
     """
     if cluster is None:
         if num_nodes is not None and num_nodes > 1:
-            raise _no_launcher(devices, num_nodes)
+            count = "GPUS" if devices is None else devices
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, but no launcher started this process, so there is 1 node. "
+                f"Start the script on each node with torchrun --nnodes={num_nodes} "
+                f"--nproc-per-node={count} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400, HOST "
+                "being one node's name, or write num_nodes=1.",
+                code="FK047",
+            )
         return
     nodes = cluster.num_nodes if num_nodes is None or cluster.elastic else num_nodes
     agree = nodes == cluster.num_nodes
@@ -556,52 +563,33 @@ def check_agreement(cluster: Cluster | None, devices: int | None, num_nodes: int
         raise _disagreement(cluster, devices, nodes)
 
 
-def check_one_process(cluster: Cluster, strategy: str) -> None:
-    """Refuse several processes for a strategy that is one.
+def check_one_process(cluster: Cluster, strategy: str, *, on_each_node: bool) -> None:
+    """Refuse several processes for a strategy that is one, or one on each node.
 
     Raises:
-        ConfigurationError: there are several. Each would train for itself, and that looks like
-            success.
+        ConfigurationError: there are several; on every rank alike. Each would train for itself, and
+            that looks like success.
     """
-    if cluster.world_size > 1:
-        restart = RESTART[cluster.launcher].format(nodes=1, devices=1, world=1)
+    most = cluster.num_nodes if on_each_node else 1
+    if cluster.world_size <= most:
+        return
+    started = f"{_started(cluster)}, but strategy={strategy!r}"
+    restart = RESTART[cluster.launcher].format(nodes=most, devices=1, world=most)
+    if on_each_node:
         raise ConfigurationError(
-            f"{_started(cluster)}, but strategy={strategy!r} is one process, with "
-            f"{'all its devices' if strategy == 'dp' else 'devices=1'}. Write strategy='ddp', or "
-            f"start {restart}."
+            f"{started} has one process on each node, with all its devices. Start {restart}, or "
+            "write strategy='ddp'."
         )
-
-
-def check_one_process_a_node(cluster: Cluster, strategy: str) -> None:
-    """Refuse several processes on a node for a strategy that has one on each.
-
-    Raises:
-        ConfigurationError: there are several on some node; on every rank alike.
-    """
-    if cluster.world_size > cluster.num_nodes:
-        nodes = cluster.num_nodes
-        restart = RESTART[cluster.launcher].format(nodes=nodes, devices=1, world=nodes)
-        raise ConfigurationError(
-            f"{_started(cluster)}, but strategy={strategy!r} has one process on each node, with "
-            f"all its devices. Start {restart}, or write strategy='ddp'."
-        )
+    devices = "all its devices" if strategy == "dp" else "devices=1"
+    raise ConfigurationError(
+        f"{started} is one process, with {devices}. Write strategy='ddp', or start {restart}."
+    )
 
 
 def _started(cluster: Cluster) -> str:
     return (
         f"{cluster.launcher} started {_count(cluster.world_size, 'process')} "
         f"({cluster.local_world_size} on this node, {_count(cluster.num_nodes, 'node')})"
-    )
-
-
-def _no_launcher(devices: int | None, num_nodes: int) -> ConfigurationError:
-    count = "GPUS" if devices is None else devices
-    return ConfigurationError(
-        f"num_nodes={num_nodes}, but no launcher started this process, so there is 1 node. Start "
-        f"the script on each node with torchrun --nnodes={num_nodes} --nproc-per-node={count} "
-        "--rdzv-backend=c10d --rdzv-endpoint=HOST:29400, HOST being one node's name, or write "
-        "num_nodes=1.",
-        code="FK047",
     )
 
 

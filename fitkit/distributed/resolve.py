@@ -12,7 +12,6 @@ from fitkit.distributed.cluster import (
     Environment,
     check_agreement,
     check_one_process,
-    check_one_process_a_node,
     detect,
 )
 from fitkit.distributed.devices import (
@@ -76,12 +75,13 @@ def resolve_strategy(
         replicates = chosen is not None and chosen.replicates
         ids = _launched_devices(devices, kind, machine, cluster, replicates)
         asked = None if _is_auto(devices) else len(ids)
+        if chosen is not None and chosen.starts in ("here", "nodes"):
+            check_one_process(cluster, chosen.name, on_each_node=chosen.starts == "nodes")
+            asked = 1
+        check_agreement(cluster, asked, num_nodes)
         if chosen is None:
-            check_agreement(cluster, asked, num_nodes)
             name = "single_device" if cluster.world_size == 1 else "ddp"
             chosen = STRATEGIES[_automatic(kind, name)]()
-        else:
-            _check_launch(chosen, cluster, asked, num_nodes)
         ids = ids if replicates else ids[: cluster.local_world_size]
     placed = tuple(device_for(kind, index) for index in ids)
     return chosen.connect(Assignment(placed, ids, resolve_precision(precision), cluster))
@@ -96,22 +96,6 @@ def _warn_of_many_processes(count: int) -> None:
             f"core{'s' if cores > 1 else ''}: they compute by turns, and each takes the memory "
             f"of a Python with torch. Write devices={cores}, or fewer."
         )
-
-
-def _check_launch(
-    strategy: Strategy, cluster: Cluster, devices: int | None, num_nodes: int | None
-) -> None:
-    """Refuse other processes than a strategy needs, or than were asked for.
-
-    Raises:
-        ConfigurationError: what was started and what is needed differ.
-    """
-    if strategy.starts == "here":
-        check_one_process(cluster, strategy.name)
-    elif strategy.starts == "nodes":
-        check_one_process_a_node(cluster, strategy.name)
-    one = strategy.starts in ("here", "nodes")
-    check_agreement(cluster, 1 if one else devices, num_nodes)
 
 
 def _automatic(kind: str, name: str) -> str:

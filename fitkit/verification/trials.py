@@ -238,7 +238,7 @@ class Trials:
             ("evaluation", "evaluated in smaller batches", self._evaluated),
             ("compiled", "compiled by torch.compile", self._compiled),
             ("resumed", "cut, saved and resumed", self._resumed),
-            ("precision", f"in {self._precision_name}", self._in_precision),
+            ("precision", f"in precision={self._given('precision')!r}", self._in_precision),
         ):
             if name == "processes" and self.devices == 1:
                 row = Row(name, what, None, note="devices=1")
@@ -561,10 +561,6 @@ class Trials:
     def _given(self, name: str) -> Any:
         """What `compile` was given."""
         return self.model._fitkit.compilation.given[name]
-
-    @property
-    def _precision_name(self) -> str:
-        return f"precision={self._given('precision')!r}"
 
 
 def _numbers(model: Model) -> Numbers:

@@ -67,7 +67,8 @@ class RankLauncher:
 
     Args:
         strategy: enters and leaves the ranks' process group.
-        cluster: this process's place among the ranks.
+        cluster: this process's place among those that a launcher such as torchrun started; None
+            where a process of fitkit's started them.
         timeout: how long they wait for each other to come to a call; None for the strategy's.
         store: for the next call only, if the maker of this object has one.
 
@@ -81,7 +82,7 @@ class RankLauncher:
     def __init__(
         self,
         strategy: JoinsRanks,
-        cluster: Cluster,
+        cluster: Cluster | None = None,
         timeout: timedelta | None = None,
         store: Store | None = None,
     ) -> None:
@@ -92,7 +93,7 @@ class RankLauncher:
         self.call_store = store
         self._store: Store | None = None  # of the last call
         self._done: dict[str, int] = {}  # since then, on rank 0 alone
-        if cluster.launcher != "fitkit":
+        if cluster is not None:
             announce_exit(cluster)
 
     def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -193,6 +194,7 @@ class RankLauncher:
             return meeting.at(self.call_store, self.others.lost)
         store = world.users_store()
         if store is None:
+            assert self.cluster is not None
             return meet_launched(self.cluster, verb, self.timeout)
         where = "the script's process group"
         return Meeting(place.rank, place.size, verb, self.timeout, where).in_part_of(store)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
-from fitkit.distributed.cluster import Cluster, detect
+from fitkit.distributed.cluster import detect
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder, is_private, process_name
 from fitkit.distributed.launchers.process import (
     OtherRanks,
@@ -64,7 +64,7 @@ class ScriptLauncher(RankLauncher):
     """
 
     def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
-        super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1))
+        super().__init__(strategy)
         self._size = size
         self._shows_output = shows_output
 

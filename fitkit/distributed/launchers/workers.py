@@ -30,7 +30,6 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.distributed import world
-from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.payload import Payload, load
 from fitkit.distributed.launchers.process import (
@@ -68,7 +67,7 @@ class WorkersLauncher(RankLauncher):
     ends_process = False  # it may belong to a notebook
 
     def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
-        super().__init__(strategy, Cluster("fitkit", 0, 0, size, size, 0, 1), LOAD_TIMEOUT)
+        super().__init__(strategy, timeout=LOAD_TIMEOUT)
         self.size = size
         self.shows_output = shows_output
 
@@ -321,10 +320,8 @@ def _run_call(call: CallMessage, files: socket.socket, folder: MeetingFolder, ra
     torch.manual_seed(call.seed)
     torch.set_num_threads(share_of_cores(call.size))
     strategy.world = World(rank, call.size, rank)
-    cluster = Cluster("fitkit", rank, rank, call.size, call.size, 0, 1)
     try:
-        launcher = RankLauncher(strategy, cluster, LOAD_TIMEOUT, store)
-        launcher.launch(function, *arguments)
+        RankLauncher(strategy, timeout=LOAD_TIMEOUT, store=store).launch(function, *arguments)
     except WorkerError as error:
         # Another rank failed. Rank 0 ends this process once it knows which one. If this process
         # exited by itself, rank 0 might take its exit for the cause.
