@@ -20,6 +20,7 @@ Below them: how torch's own errors about shapes, number types and memory are kno
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -243,6 +244,12 @@ def warn(message: str, code: str | None = None) -> None:
     ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, if this process hasn't said so yet."""
+    warn(message)
 
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -31,15 +31,19 @@ class Synchronization:
         normalise: gives a layer's output for its inputs, and moves its running statistics on.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, is_on: bool = True) -> None:
         self.counts = True
-        self.normalise: Callable[..., torch.Tensor] = _uncompiled(self._normalise)
+        self.normalise: Callable[..., torch.Tensor] = self._normalise
+        # It waits for other ranks, and so has no place in a compiled graph. Saying so loads torch's
+        # whole compiler, which is there already where a net is compiled.
+        if "torch._dynamo" in sys.modules:
+            self.normalise = torch.compiler.disable(self._normalise)
         self._group = group
-        self._is_on = True
+        self._is_on = is_on
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a net, or a saved one, must not wait for ranks that know nothing of it.
-        return (_ended, ())
+        return (Synchronization, (None, False))
 
     def applies_to(self, layer: nn.Module) -> bool:
         """Whether a layer normalises over all ranks now: in training, until the end."""
@@ -65,18 +69,6 @@ class Synchronization:
         if layer.track_running_stats:
             _track(layer, mean, variance * (total / (total - 1)))
         return output
-
-
-def _uncompiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`function`, which waits for other ranks and so has no place in a compiled graph."""
-    # Saying so loads torch's whole compiler; it is there already where a net is compiled.
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-
-
-def _ended() -> Synchronization:
-    synchronization = Synchronization()
-    synchronization.end()
-    return synchronization
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Neither was ever run with a TPU. docs/engines.md says what was tested.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import os
@@ -17,7 +16,7 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.distributed.world import World
-from fitkit.errors import ArgumentTypeError, MissingPackageError, missing_package, warn
+from fitkit.errors import ArgumentTypeError, MissingPackageError, missing_package, warn_once
 from fitkit.registry import unknown_name
 
 
@@ -163,13 +162,8 @@ def device_count() -> int | None:
     except MissingPackageError:
         return None
     except (ImportError, OSError) as error:  # built for another torch
-        _warn_once(f"The package for XLA devices can't be imported, so none are used: {error}")
+        warn_once(f"The package for XLA devices can't be imported, so none are used: {error}")
         return 0
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warn(message)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, with_code
 
-VARIABLE = "FITKIT_RANK_OUTPUT"
-CHOICES = ("rank_zero", "all")
+OUTPUT_VARIABLE = "FITKIT_RANK_OUTPUT"
+OUTPUTS = ("rank_zero", "all")
 LONGEST_LINE = 65_536
 """Bytes; a longer line is shown in parts, so that memory is bounded."""
 LAST_WORDS = 4_000
@@ -40,7 +40,7 @@ _one_at_a_time = threading.Lock()
 
 def check_output(output: str | None) -> None:
     """Refuse what isn't one of the choices; None leaves the choice to the environment."""
-    check_choice("output", output, (None, *CHOICES))
+    check_choice("output", output, (None, *OUTPUTS))
 
 
 def shows_all(output: str | None, environment: Mapping[str, str] = os.environ) -> bool:
@@ -54,11 +54,11 @@ def shows_all(output: str | None, environment: Mapping[str, str] = os.environ) -
     """
     if output is not None:
         return output == "all"
-    asked = environment.get(VARIABLE, "").strip()
-    if asked not in ("", *CHOICES):
+    asked = environment.get(OUTPUT_VARIABLE, "").strip()
+    if asked not in ("", *OUTPUTS):
         raise ConfigurationError(
-            f"{VARIABLE}={asked!r} must be {' or '.join(map(repr, CHOICES))}. Write {VARIABLE}=all "
-            "to see what the other ranks print, or unset it."
+            f"{OUTPUT_VARIABLE}={asked!r} must be {' or '.join(map(repr, OUTPUTS))}. Write "
+            f"{OUTPUT_VARIABLE}=all to see what the other ranks print, or unset it."
         )
     return asked == "all"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
-from fitkit.errors import ConfigurationError, warn
+from fitkit.errors import ConfigurationError, warn_once
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -134,7 +133,7 @@ class DDP(Strategy):
         """Whether there is a script to start again. Warns if there is none."""
         other = what_runs_instead_of_a_script()
         if other is not None:
-            _warn_once(
+            warn_once(
                 f"strategy={self.name!r} starts the script again for each rank, but this is "
                 f"{other}. It uses worker processes instead, as strategy='ddp_spawn' does."
             )
@@ -357,8 +356,3 @@ def _unused_names(net: torch.nn.Module, error: RuntimeError) -> str:
     names = [learning[index] for index in indices if index < len(learning)]
     shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
     return f": {shown}" if names else ""
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warn(message)
