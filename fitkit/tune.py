@@ -424,7 +424,7 @@ def untouched(model: Model) -> Iterator[None]:
     weights = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
     recorded = {name: getattr(record, name) for name in RECORDED}
-    had, settings = dict(vars(state)), state.snapshot()
+    had, restore = dict(vars(state)), state.restorer()
     states = [
         (optimizer, {parameter: copy.deepcopy(own) for parameter, own in optimizer.state.items()})
         for optimizer in state.optimizers
@@ -440,7 +440,7 @@ def untouched(model: Model) -> Iterator[None]:
     finally:
         vars(record).update(recorded)
         vars(state).update(had)
-        state.restore(settings)
+        restore()
         for optimizer, own in states:
             optimizer.state.clear()
             optimizer.state.update(own)
