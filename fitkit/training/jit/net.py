@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from torch import nn
 
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
+
+NUMBERS = itertools.count()
+"""The numbers in the names of `give_own_code`."""
 
 
 def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
@@ -88,6 +92,15 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    # Torch limits the compilations of each code object, so each net gets a separate one.
-    call.__code__ = call.__code__.replace()
+    give_own_code(call)
     return call
+
+
+def give_own_code(function: Any) -> None:
+    """Give a function a code object and a name of its own, before torch compiles it.
+
+    Torch limits the compilations of each code object. And if sizes differ between two compilations
+    of code with one name, torch makes them variable in the second, whose code is then slower.
+    """
+    name = f"{function.__name__}_{next(NUMBERS)}"
+    function.__code__ = function.__code__.replace(co_name=name)

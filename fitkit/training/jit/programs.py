@@ -18,6 +18,7 @@ from fitkit import trees
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
 from fitkit.optimizers import needs_closure
+from fitkit.training.jit.net import give_own_code
 
 ON_CPU = {"size_asserts": False}
 """Options of torch's compiler, besides the user's, on a CPU.
@@ -133,8 +134,7 @@ class Programs:
         def program(function: Callable[..., Any], batches: Any) -> Any:
             return function(batches)
 
-        # Torch limits the compilations of each code object, so each program gets its own.
-        program.__code__ = program.__code__.replace()
+        give_own_code(program)
         options = dict(self._options)
         mode = options.pop("mode", None)
         if options.get("backend", "inductor") == "inductor":

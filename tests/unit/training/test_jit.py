@@ -1,5 +1,6 @@
 """`jit_compile`: the net is compiled for real, whatever it is made of, and keeps its names."""
 
+import copy
 import os
 import pathlib
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
+from fitkit.training.jit.programs import Programs
 from tests.compiling import HAS_COMPILER
 
 torch.manual_seed(0)
@@ -132,3 +134,20 @@ def test_many_nets_in_one_process_are_each_compiled():
         model.compile(accelerator="cpu", jit_compile={"backend": backends[-1]})
         model.predict(X, verbose=0)
     assert all(backend.graphs for backend in backends)
+
+
+def test_another_nets_sizes_leave_a_nets_sizes_fixed():
+    """Sizes that torch takes for variable would be inputs of the graph, and slow it down."""
+
+    def backend(graph, inputs):
+        sizes.extend(one for one in inputs if not isinstance(one, torch.Tensor))
+        return graph.forward
+
+    sizes, net = [], nn.Linear(4, 3)
+    for x in X.split([8, 24]):
+        model = fitkit.Model(copy.deepcopy(net))
+        model.compile(accelerator="cpu", jit_compile={"backend": backend})
+        model.predict(x, verbose=0)
+        programs = Programs({"backend": backend}, "the step")
+        programs.run(lambda batches: net(batches[0]), [x], tuple(x.shape), "cpu")
+    assert not sizes
