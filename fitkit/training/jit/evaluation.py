@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fitkit import trees
 from fitkit.errors import warn
 from fitkit.module import Module
+from fitkit.training.jit.graph_calls import Batch
 from fitkit.training.jit.net import as_written
 from fitkit.training.jit.programs import (
     UNROLLED,
-    Batch,
     Programs,
     UncompiledError,
     compiles_steps,

@@ -18,6 +18,7 @@ from fitkit import trees
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
 from fitkit.optimizers import needs_closure
+from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.net import give_own_code
 
 ON_CPU = {"size_asserts": False}
@@ -44,9 +45,6 @@ Each further batch adds a second to the compilation of a training step. With fou
 call's own cost is a quarter of its steps' cost.
 """
 
-Batch = tuple[Any, Any, Any]
-"""A batch's inputs, targets and weights, on the device."""
-
 
 class UncompiledError(Exception):
     """Says why a step, or a part of it, can't be compiled."""
@@ -72,6 +70,7 @@ class Programs:
         self._options = {} if isinstance(options, bool) else options
         self.what = what
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._graphs: dict[Any, GraphCalls] = {}
         self.is_announced = False
         self.operations: tuple[int, int] | None = None
 
@@ -81,6 +80,7 @@ class Programs:
     def clear(self) -> None:
         """Drop all programs, so that they are compiled again."""
         self._compiled.clear()
+        self._graphs.clear()
 
     def run(
         self, function: Callable[..., Any], batches: Sequence[Any], shapes: Any, device: str
@@ -104,7 +104,7 @@ class Programs:
                 key = len(batches), None
                 program = self._compiled.get(key)
             is_new = program is None
-            program = program or self._program(len(batches) > 1, device, dynamic=key[1] is None)
+            program = program or self._program(key, device)
         began = time.monotonic()
         if is_new and self.is_announced:
             print(f"compiling {self.what} …", end="", flush=True)
@@ -123,30 +123,43 @@ class Programs:
                 print(f" {time.monotonic() - began:.1f} s", flush=True)
         return found
 
-    def _program(self, together: bool, device: str, *, dynamic: bool) -> Callable[..., Any]:
-        """Make a new function for one shape of batches, or for any shape.
+    def graph(self, count: int, shapes: Any) -> GraphCalls | None:
+        """Return the graph that `run` calls for several batches, if it may be called without it.
 
         Args:
-            together: whether it computes several batches.
-            dynamic: whether it takes batches of any shape.
+            count: how many batches.
+            shapes: the shapes of one batch.
+        """
+        return self._graphs.get((count, shapes))
+
+    def _program(self, key: tuple[int, Any], device: str) -> Callable[..., Any]:
+        """Make a new function.
+
+        Args:
+            key: how many batches it computes, and their shapes; None for any shapes.
         """
 
         def program(function: Callable[..., Any], batches: Any) -> Any:
             return function(batches)
 
         give_own_code(program)
+        count, shapes = key
         options = dict(self._options)
         mode = options.pop("mode", None)
-        if options.get("backend", "inductor") == "inductor":
+        backend: str = options.get("backend", "inductor")
+        if backend == "inductor":
             of_mode = {} if mode is None else torch._inductor.list_mode_options(mode)
             own: dict[str, Any] = {}
             if device == "cpu":
                 own = {**ON_CPU, "post_grad_custom_post_pass": numbers_once()}
-                own |= TOGETHER_ON_CPU if together else {}
+                own |= TOGETHER_ON_CPU if count > 1 else {}
             options["options"] = {**own, **of_mode, **(options.get("options") or {})} or None
         options["fullgraph"] = True
         # With None, numbers that change (batch_idx) become dynamic, and shapes stay fixed.
-        options.setdefault("dynamic", True if dynamic else None)
+        options.setdefault("dynamic", True if shapes is None else None)
+        if count > 1 and shapes is not None and device == "cpu":
+            self._graphs[key] = GraphCalls(backend, options.pop("options", None))
+            options["backend"] = self._graphs[key]
         return torch.compile(program, **options)
 
 

@@ -18,7 +18,8 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.losses import Term
 from fitkit.losses.compiled import total_of
 from fitkit.module import Module
-from fitkit.training.jit.programs import Batch, UncompiledError, copied
+from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.programs import UncompiledError, copied
 from fitkit.training.own_step import OwnStep, loss_in
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper, number_of
 
@@ -29,6 +30,9 @@ class TracedStep:
     Args:
         model: the model that has the net.
         step: computes the same without compiling.
+
+    Attributes:
+        may_join: whether the metrics may take several batches as one.
     """
 
     def __init__(self, model: Module, step: CompiledStep | PredictStep) -> None:
@@ -41,7 +45,7 @@ class TracedStep:
         if isinstance(step, CompiledStep):
             self._loss, self._counts = step.loss, step.may_count
             self._keeps_prediction = step.meters is not None
-            self._may_join = False
+            self.may_join = False
 
     def moved(self, batch: Any, index: int) -> Batch:
         """Move a batch's inputs, targets and weights to the device."""
@@ -139,7 +143,7 @@ class TracedStep:
         """Decide whether the metrics may take several batches as one; call this once they exist."""
         assert isinstance(self._step, CompiledStep)
         meters = self._step.meters
-        self._may_join = meters is None or not meters.has_user_code
+        self.may_join = meters is None or not meters.has_user_code
 
     def joined(self, found: Sequence[tuple[torch.Tensor, Any]], entered: Sequence[Any]) -> Any:
         """Join several steps' results, if their losses and metrics can be recorded as one; traced.
@@ -154,7 +158,7 @@ class TracedStep:
         """
         _, _, y, weight = entered[0]
         prediction, parts, counted = found[0][1]
-        if not self._may_join or weight is not None or parts or counted is not None:
+        if not self.may_join or weight is not None or parts or counted is not None:
             return found
         losses = torch.stack([loss for loss, _ in found])
         if prediction is None:

@@ -26,12 +26,12 @@ from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
+from fitkit.training.jit.graph_calls import Batch
 from fitkit.training.jit.net import as_written
 from fitkit.training.jit.optimizer import JitOptimizer
 from fitkit.training.jit.programs import (
     OTHERS_LEARN,
     UNROLLED,
-    Batch,
     Programs,
     UncompiledError,
     copied,
@@ -118,6 +118,7 @@ class JitUpdate:
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
         self._waiting: list[Batch] = []  # to be computed in one call
         self._shapes: Any = None
+        self._is_alike = False  # whether no code of the user's has run since the last call
         self.accumulates(False)
 
     def accumulates(self, is_part: bool) -> None:
@@ -222,7 +223,8 @@ class JitUpdate:
                 traced = self._traced
                 assert isinstance(traced, TracedStep)
                 traced.look_at_metrics()
-                traced.note_together(self._run(*batches), batches)
+                found = self._run_together(batches, may_repeat=traced.may_join)
+                traced.note_together(found, batches)
                 return
             except UncompiledError as error:
                 self._joins_steps = False
@@ -236,9 +238,26 @@ class JitUpdate:
             loss, kept, _ = self._run(batch)
             self._traced.note(loss, kept, batch)
 
+    def _run_together(self, batches: list[Batch], *, may_repeat: bool) -> Any:
+        """Run the program for several batches.
+
+        Args:
+            may_repeat: whether the metrics run no code of the user's between two calls.
+        """
+        watches = self._keeps and may_repeat
+        graph = self._programs.graph(len(batches), self._shapes) if watches else None
+        if graph is None:
+            return self._run(*batches)
+        if self._is_alike:
+            return graph.repeat(batches)
+        graph.is_watched = True
+        found = self._run(*batches)
+        self._is_alike = graph.may_repeat(batches, found)
+        return found
+
     def flush(self) -> None:
-        """Learn from the waiting batches one by one."""
-        batches, self._waiting = self._waiting, []
+        """Learn from the waiting batches one by one. Code of the user's may run after that."""
+        batches, self._waiting, self._is_alike = self._waiting, [], False
         for batch in batches:
             self._learn_waiting(batch)
 
@@ -383,6 +402,7 @@ class JitUpdate:
         Raises:
             UncompiledError: these gradients can't be compiled.
         """
+        self._is_alike = False
         _refuse_hooks(may_learn)
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")

@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
+from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.programs import numbers_once, traces_gradients, why_uncompiled
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
@@ -123,6 +124,52 @@ def test_several_steps_in_one_call_give_what_single_ones_give(name, optimizer):
     model, histories = trained(case, jit_compile=TRACED, steps_per_execution=6)
     assert compiled_anew() == 0
     assert_same((model, histories), plain)
+
+
+class Keeping(nn.Module):
+    """A net that keeps its last output, for whoever asks later."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 3), None
+
+    def forward(self, x):
+        output = self.layer(x)
+        self.last = output.detach() + 1
+        return output
+
+
+class DropsAll(fitkit.callbacks.Callback):
+    """Changes between two groups of steps what the net computes."""
+
+    def on_train_batch_end(self, batch, logs):
+        self.model.net[1].p = 1.0 if self.model.global_step >= 24 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("net", "callbacks", "unchecked"),
+    [
+        (perceptron, [], 4),
+        (lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)).double(), [DropsAll], 4),
+        (lambda: Keeping().double(), [], 0),
+    ],
+)
+def test_torch_checks_the_first_call_of_a_group_of_steps(net, callbacks, unchecked, monkeypatch):
+    def run(**more):
+        model = model_of(net, steps_per_execution=12, **more)
+        options = {"batch_size": 4, "epochs": 3, "verbose": 0}
+        history = model.fit(X[:48], Y[:48], callbacks=[kind() for kind in callbacks], **options)
+        return model, [history.history]
+
+    calls, repeat = [], GraphCalls.repeat
+    monkeypatch.setattr(
+        GraphCalls, "repeat", lambda graph, given: calls.append(1) or repeat(graph, given)
+    )
+    compiled, plain = run(jit_compile=TRACED), run()
+    assert_same(compiled, plain)
+    assert len(calls) == unchecked
+    if net()._modules.get("layer") is not None:
+        torch.testing.assert_close(compiled[0].net.last, plain[0].net.last)
 
 
 @pytest.mark.parametrize(
