@@ -27,6 +27,8 @@ FORMAT_VERSION = 1
 _MAGIC = b"fitkit file "
 _VERSION = re.compile(rb"fitkit file ([1-9][0-9]{0,8})\n")
 _HEADER = re.compile(rb"fitkit file 1\nbody ([0-9]{20})\nxxh3-128 ([0-9a-f]{32})\n\0*")
+# How files began that were written before the first release.
+_FORMER_MAGIC = b"fitkit container "
 _BLOCK_BYTES = 1 << 20
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -113,6 +115,8 @@ def open_verified(path: str | os.PathLike[str]) -> Iterator[Verified]:
 
 def _verify(name: str, file: BinaryIO) -> Verified:
     header = file.read(HEADER_SIZE)
+    if header.startswith(_FORMER_MAGIC):
+        raise former(name)
     if not header.startswith(_MAGIC):
         raise CheckpointError(_foreign(name, header, file.read(len(_HDF5_SIGNATURE))))
     found = _VERSION.match(header)
@@ -136,6 +140,14 @@ def _verify(name: str, file: BinaryIO) -> Verified:
     if digest_of(file, HEADER_SIZE) != digest:
         raise damaged(name, "its content doesn't match its digest, so it was changed")
     return Verified(file, digest, state)
+
+
+def former(name: str) -> CheckpointError:
+    """The error for a file in a format that was left before the first release."""
+    return CheckpointError(
+        f"{name} can't be read: it was made by a version of fitkit before 0.1. Save it again with "
+        "this one."
+    )
 
 
 def damaged(name: str, what: str) -> CheckpointError:

@@ -31,7 +31,7 @@ from fitkit.checkpoint.arrays import (
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights
 from fitkit.checkpoint.frozen import Frozen
-from fitkit.checkpoint.header import damaged, digest_of, open_file, unreadable
+from fitkit.checkpoint.header import damaged, digest_of, former, open_file, unreadable
 from fitkit.checkpoint.remote import downloaded, is_url
 from fitkit.errors import ConfigurationError
 
@@ -60,6 +60,8 @@ _VERSIONS = "fitkit.versions"
 _FROZEN = "fitkit.frozen"
 _DIGEST = "fitkit.xxh3-128"
 _NO_DIGEST = "0" * 32
+# What files have instead that were written before the first release.
+_FORMER_DIGESTS = ("fitkit.sums", "fitkit.sha256")
 
 
 class SafeTensors:
@@ -256,6 +258,8 @@ def _checked_digest(
     if not any(key.startswith(_OURS) for key in metadata):
         return None
     stated = metadata.get(_DIGEST, "")
+    if not stated and any(key in metadata for key in _FORMER_DIGESTS):
+        raise former(path)
     blank = text.replace(stated.encode("ascii", "replace"), _NO_DIGEST.encode("ascii"), 1)
     before = len(text).to_bytes(8, "little") + blank
     if len(stated) != len(_NO_DIGEST) or digest_of(file, len(before), before) != stated:

@@ -167,6 +167,20 @@ def test_a_disk_that_fails_amid_an_array_is_one_clear_error(path, monkeypatch):
     assert os.listdir(path.parent) == [path.name]
 
 
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [(1, "sha256"), (2, "blocks-sha256"), (3, "blocks-sums")],
+)
+def test_a_file_of_before_the_first_release_is_refused_by_name(path, version, line):
+    write_container(path, {"x": 1}, [torch.arange(4)])
+    body = path.read_bytes()[512:]
+    header = f"fitkit container {version}\nbody {len(body):020d}\n{line} {'0' * 64}\n"
+    path.write_bytes(header.encode().ljust(512, b"\0") + body)
+    reason = "made by a version of fitkit before 0.1. Save it again"
+    with pytest.raises(CheckpointError, match=reason):
+        read_container(path).__enter__()
+
+
 def test_a_header_with_the_digest_of_another_kind_is_refused(path):
     write_container(path, {}, [])
     path.write_bytes(path.read_bytes().replace(b"xxh3-128 ", b"xxh4-128 "))

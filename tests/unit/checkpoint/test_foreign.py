@@ -342,6 +342,14 @@ def test_a_safetensors_file_that_breaks_the_formats_rules_is_refused(tmp_path, h
     assert module.a.all()
 
 
+@pytest.mark.parametrize("key", ["fitkit.sha256", "fitkit.sums"])
+def test_a_safetensors_file_of_before_the_first_release_is_refused_by_name(tmp_path, key):
+    header = {"a": entry(), "__metadata__": {key: "0" * 64, "fitkit.versions": "{}"}}
+    reason = "made by a version of fitkit before 0.1. Save it again"
+    with pytest.raises(CheckpointError, match=reason):
+        load_weights(crafted(tmp_path / "w.safetensors", header), normed())
+
+
 def test_a_header_longer_than_the_file_takes_no_memory(tmp_path):
     path = tmp_path / "w.safetensors"
     for length in (10, 10**9, 2**63, 2**64 - 1):
