@@ -10,7 +10,7 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.distributed.collectives import Collectives
-from fitkit.errors import CheckpointError, ConfigurationError, FitkitError
+from fitkit.errors import CheckpointError, ConfigurationError, FitkitError, warn
 from fitkit.losses import Term
 from fitkit.losses.compiled import of_outputs
 from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
@@ -285,6 +285,11 @@ class Logged:
         """What this rank sends to the others, by name."""
         return {name: entry.state() for name, entry in self.entries.items()}
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether a value is a torchmetrics object."""
+        return any(entry.metric is not None for entry in self.entries.values())
+
     def finish(self) -> None:
         """Reset torchmetrics objects, because the pass's values are taken."""
         for entry in self.entries.values():
@@ -377,6 +382,8 @@ class Logbook:
             is then their sum, not a mean of batches' losses.
         steps: how many steps this rank has made.
         padding: how many of them were padding, which doesn't count.
+        joined: what all ranks have noted of the pass, as `noted_by` returns it, if `reduced` has
+            joined it. What a rank notes is no longer its own then.
     """
 
     def __init__(self, meters: Any) -> None:
@@ -387,6 +394,7 @@ class Logbook:
         self.logged: Logged = Logged()
         self.steps: int = 0
         self.padding: int = 0
+        self.joined: list[dict[str, Any]] = []
 
     def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
         """Add the losses of a batch's several outputs."""
@@ -408,6 +416,7 @@ class Logbook:
         self.meters.reset()
         self.logged.reset()
         self.steps = self.padding = 0
+        self.joined = []
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """The sum of the loss and of each of its parts, with what it was taken over."""
@@ -504,11 +513,9 @@ def reduced(
     Ranks:
         Collective: one exchange; a second where a rank saw no batch at all.
     """
-    if collectives.world_size == 1 and not carried:
-        values = logbook.results()
-        logbook.logged.finish()
-        return values, logbook.steps
-    gathered = [
+    if collectives.world_size == 1 and not carried and not logbook.logged.has_metrics:
+        return logbook.results(), logbook.steps
+    gathered = logbook.joined = [
         *(carried or ()),
         *collectives.gather(noted_by(logbook, logbook.steps, collectives.rank)),
     ]
@@ -550,6 +557,18 @@ def _merged(
         everyone = collectives.gather((metrics, logged))
         metrics = next((found for found, _ in everyone if found), {})
         logged = max((found for _, found in everyone), key=len)
+    counted = {
+        LogOptions(**state["options"]).names(name)[1]
+        for states in all_logged
+        for name, state in states.items()
+        if state["metric"] is not None and state["options"]["on_epoch"]
+    }
+    if (lost := counted - logged.keys()) and collectives.rank == 0:
+        warn(
+            f"The epoch's logs lack {', '.join(sorted(lost))}. The checkpoint was saved after the "
+            "epoch's last batch, so no batch logs the torchmetrics object again. Log a tensor, or "
+            "save at the end of the epoch."
+        )
     return {**values, **metrics, **logged}, sum(one["steps"] for one in gathered)
 
 

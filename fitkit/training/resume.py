@@ -121,11 +121,13 @@ def progress_of(run: Any) -> Progress:
         )
     has_ended = run.logs is not None
     is_within = not has_ended and run.steps_done > 0
-    noted: dict[str, Any] = {}
+    logbook, noted = run.step.logbook, []
     if is_within:
-        noted = noted_by(run.step.logbook, run.steps_done - run.steps_before, run.collectives.rank)
-    # Ranks that see the same data have noted the same values.
-    noted_by_all = run.strategy.log_ranks.gather(noted)
+        noted = logbook.joined
+        if not noted:
+            own = noted_by(logbook, run.steps_done - run.steps_before, run.collectives.rank)
+            # Ranks that see the same data have noted the same values.
+            noted = [*run.noted_before, *run.strategy.log_ranks.gather(own)]
     position, source = run.stream.position, run.source
     drawn = random_state(run.stream.generators)
     everyones = run.collectives.gather((position.began, drawn))
@@ -145,7 +147,7 @@ def progress_of(run: Any) -> Progress:
         random=[random for _, random in everyones],
         seed=getattr(source.whole, "seed", None),
         loader=run.stream.loader_state(ends_pass=begins_pass),
-        noted=[*run.noted_before, *noted_by_all] if is_within else [],
+        noted=noted,
         history={
             "epoch": epochs,
             "history": values,

@@ -1,9 +1,11 @@
 """Where a training that went on was not the one that was cut: each found by trying combinations."""
 
+import contextlib
 import itertools
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -70,6 +72,18 @@ def check_goes_on(tmp_path, data, moment, callbacks=list, **options):
     assert found == {name: pytest.approx(values, rel=1e-12) for name, values in expected.items()}
     rates = [model.optimizer.param_groups[0]["lr"] for model in (again, whole)]
     assert rates[0] == rates[1]
+
+
+class CutInValidation(Callback):
+    """Saves at the end of an epoch's validation, and ends the run."""
+
+    def __init__(self, path, epoch):
+        self.path, self.epoch = path, epoch
+
+    def on_test_end(self, logs):
+        if self.model.current_epoch == self.epoch:
+            self.model.save(self.path)
+            raise KeyboardInterrupt
 
 
 def arrays():
@@ -242,3 +256,50 @@ def test_an_order_that_is_drawn_at_once_goes_on_with_workers_too():
     torch.manual_seed(3)
     rest = [batch[0].tolist() for batch in source().batches(0, skip=2)]
     assert rest == whole[2:]
+
+
+class Own(fitkit.Model):
+    """Logs the mean of its outputs by a torchmetrics object."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)))
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        output = self(batch[0])
+        self.mean(output.detach())
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        return nn.functional.cross_entropy(output, batch[1])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["compiled", "its own step"])
+@pytest.mark.parametrize("first", [[], [(1, 2)]], ids=["cut once", "cut twice"])
+def test_a_save_in_the_validation_of_an_epoch_keeps_the_epochs_values(tmp_path, own, first):
+    def made():
+        torch.manual_seed(1)
+        if not own:
+            return compiled()
+        model = Own()
+        model.compile("adam", "cross_entropy", accelerator="cpu")
+        return model
+
+    rest = {**arrays(), "validation_data": (X, Y), "epochs": 3, "verbose": 0}
+    whole = made()
+    torch.manual_seed(2)
+    expected = whole.fit(**rest).history
+    last = None
+    for number, moment in enumerate([*first, None]):
+        path, model = tmp_path / f"{number}.h5", made()
+        cut = CutInValidation(path, 1) if moment is None else Cut(path, *moment)
+        torch.manual_seed(2)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(**rest, resume_from=last, callbacks=[cut])
+        last = path
+    again = made()
+    # No batch of that epoch is left, which would log the object again.
+    with pytest.warns(match="logs lack mean") if own else contextlib.nullcontext():
+        found = again.fit(**rest, resume_from=last).history
+    if own:
+        del expected["mean"][1]
+    assert_same_weights(again, whole)
+    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in expected.items()}
