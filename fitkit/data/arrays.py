@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import describe, dtype_name
@@ -122,6 +123,11 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             }
         if value is None and target and name.endswith("]"):
             return None
+        if isinstance(value, PackedSequence):
+            raise ArgumentTypeError(
+                f"{name} is a PackedSequence, whose rows aren't samples. Give fit, evaluate or "
+                "predict batches: [(x, y)], or a DataLoader that packs them."
+            )
         if isinstance(value, (tuple, list)):
             if not value:
                 raise ConfigurationError(f"{name} is empty: {value!r}.")
