@@ -35,7 +35,7 @@ class Averaging(Engine):
         self.module, self.ranks, self.period, self.updates = module, ranks, period, 0
 
     def average_gradients(self, parameters: Any) -> bool:
-        return True  # nor are those of accumulated batches averaged
+        return True  # nor are those of several optimizers or manual updates averaged
 
     def after_update(self) -> None:
         self.updates += 1

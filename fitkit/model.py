@@ -72,7 +72,7 @@ class Record:
         kept_steps: the steps that `train_on_batch` and its siblings have built.
         log_names: the names of the values that the last pass returned; None before.
         hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
-        compiled_update: the training steps that `jit_compile` has compiled; None before.
+        jit_update: the training steps that `jit_compile` has compiled; None before.
         jit_passes: the compiled steps of evaluation and prediction.
     """
 
@@ -83,7 +83,7 @@ class Record:
     batch_size: int | None = None
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)
-    compiled_update: Any = None
+    jit_update: Any = None
     jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -309,7 +309,7 @@ class Model(Module):
         compilation = self._fitkit.compilation.updated(arguments, self)
         if jit_compile is not UNSET:
             compile_net(self, jit_compile)
-        self._fitkit.compilation, self._fitkit.compiled_update = compilation, None
+        self._fitkit.compilation, self._fitkit.jit_update = compilation, None
         self._fitkit.jit_passes = {}
         if optimizer is not UNSET:
             self._fitkit.fit_state.drop_optimizers()
@@ -408,12 +408,12 @@ class Model(Module):
             if path is not None:
                 for callback in arguments.callback_list.callbacks:
                     callback.prepare_optimizers(self)
-                load(self, path, functools.partial(self._check_progress, arguments))
+                load(self, path, functools.partial(self._resume_at, arguments))
             self._prepare(arguments)
             history: History = self._launcher().launch(run_fit, self, arguments)
         return history
 
-    def _check_progress(self, arguments: FitArguments, progress: Progress | None) -> None:
+    def _resume_at(self, arguments: FitArguments, progress: Progress | None) -> None:
         """Let `fit` start where the saved run stopped, if the data are the same.
 
         `load` calls it once the file is checked, and before anything changes.

@@ -31,7 +31,9 @@ class Call(contextlib.AbstractContextManager[list[nn.Module]]):
     def __init__(
         self, module: nn.Module, verb: str, is_alone: bool, modules: list[nn.Module] | None
     ) -> None:
-        self._module, self.verb, self.is_alone, self._modules = module, verb, is_alone, modules
+        self._module, self._modules = module, modules
+        self.verb: str = verb
+        self.is_alone: bool = is_alone
 
     @property
     def modes(self) -> dict[nn.Module, bool]:
@@ -40,7 +42,7 @@ class Call(contextlib.AbstractContextManager[list[nn.Module]]):
         return dict(zip(self._modules, self._flags, strict=True))
 
     def __enter__(self) -> list[nn.Module]:
-        self.thread = threading.get_ident()
+        self.thread: int = threading.get_ident()
         with _lock:
             modules = self._modules
             if modules is None:

@@ -143,7 +143,7 @@ class Module(nn.Module):
         current_epoch: the number of the current or last epoch, from 0.
     """
 
-    _fitkit: Any
+    _fitkit: Any  # a `Record`, which stands in model.py with all that it holds
     net: Any
     history: Any
     stop_training: bool

@@ -87,7 +87,7 @@ class Registry(Generic[Entry]):
         for spelling in (name, *aliases):
             form = normalise(spelling)
             if form in self._entries and _origin(self._entries[form]) != _origin(entry):
-                raise ValueError(f"{self.kind} {spelling!r} is registered twice")
+                raise ValueError(f"{self.kind} {spelling!r} is there already. Choose another name.")
             self._entries[form] = entry
             self._spelling[form] = spelling
         return entry

@@ -311,7 +311,7 @@ class ThroughputMonitor(Callback):
     def _tokens_of(self, batch: Any) -> Any:
         """The number of tokens in a batch: a number, or a tensor () on the device."""
         if isinstance(batch, RankBatch):
-            if not batch.count:  # a placeholder batch
+            if not batch.samples:  # a placeholder batch
                 return 0
             batch = batch.batch
         if callable(self.tokens):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -183,10 +183,17 @@ def write_array(file: BinaryIO, offset: int, tensor: torch.Tensor) -> None:
         file.write(content[start : start + _WRITTEN_BYTES])
 
 
-def state_of(file: BinaryIO) -> tuple[int, int]:
-    """What differs after somebody has written to the file: its size, when it was written to."""
+class FileState(NamedTuple):
+    """What differs after somebody has written to a file: its size, and when it was written to."""
+
+    size_bytes: int
+    written_ns: int
+
+
+def state_of(file: BinaryIO) -> FileState:
+    """The state of an open file."""
     found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
+    return FileState(found.st_size, found.st_mtime_ns)
 
 
 class StoredArrays:
@@ -200,7 +207,7 @@ class StoredArrays:
         state: its `state_of` before it was checked; what was written to it since is refused.
     """
 
-    def __init__(self, file: BinaryIO, state: tuple[int, int]) -> None:
+    def __init__(self, file: BinaryIO, state: FileState) -> None:
         self._file = file
         self._state = state
 

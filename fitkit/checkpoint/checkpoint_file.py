@@ -27,8 +27,8 @@ from fitkit.checkpoint.container import read_container, refusals, write_containe
 from fitkit.checkpoint.formats import (
     FORMATS,
     SUFFIXES,
-    Arrays,
     OpenWeights,
+    StoredFile,
     encode_weights,
     software,
     weights_in,
@@ -107,7 +107,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[Checkpoint]:
         yield checkpoint_in(os.fspath(path), stored)
 
 
-def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[Arrays]:
+def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[StoredFile]:
     """A file or folder in fitkit's own form, whatever it holds, once all of it is checked.
 
     Raises:
@@ -117,7 +117,7 @@ def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[Arrays]:
     return open_folder(path) if is_folder_name(path) else read_container(path)
 
 
-def checkpoint_in(name: str, stored: Arrays) -> Checkpoint:
+def checkpoint_in(name: str, stored: StoredFile) -> Checkpoint:
     """The checkpoint in an open file or folder.
 
     Raises:

@@ -240,7 +240,7 @@ def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Describ
         _check_count(root, "/", 2)
         if h5a.get_num_attrs(root):
             raise ValueError("'/' has attributes, which fitkit never writes")
-        dataset = _open_numbers(root, "document", _BYTE, None, verified.state[0])
+        dataset = _open_numbers(root, "document", _BYTE, None, verified.state.size_bytes)
         (length,) = dataset.shape
         if length > LARGEST_DOCUMENT:
             raise ValueError(
@@ -254,7 +254,7 @@ def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Describ
             math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
             for shape, dtype in described
         )
-        if total > verified.state[0]:
+        if total > verified.state.size_bytes:
             raise ValueError(f"its arrays declare {total} bytes, more than the file has")
         arrays = _open_linked(root, "arrays")
         if not isinstance(arrays, h5g.GroupID):
@@ -263,7 +263,7 @@ def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Describ
         offsets = []
         for index, (shape, dtype) in enumerate(described):
             stored = file_dtype(dtype), stored_shape(dtype, shape)
-            dataset = _open_numbers(arrays, str(index), *stored, verified.state[0])
+            dataset = _open_numbers(arrays, str(index), *stored, verified.state.size_bytes)
             offsets.append(int(dataset.get_offset() or 0))
     return document, described, offsets
 

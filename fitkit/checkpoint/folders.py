@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,9 @@ INDEX = "index.h5"
 
 SHARD = re.compile(r"shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
 """The names of the other files in such a folder."""
+
+REMOVAL_S = 1.0
+"""How long a folder is removed again, if files come into it meanwhile."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -181,8 +185,13 @@ def _held(folder: Path) -> Iterator[int | None]:
 
 def _remove(path: Path, descriptor: int | None) -> None:
     """Remove a folder, where it is still the one that was opened."""
-    if descriptor is None or is_still(path, descriptor):
+    ends_at = time.monotonic() + REMOVAL_S
+    while descriptor is None or is_still(path, descriptor):
         remove_tree(path)
+        # Another rank's thread may just begin a file in it.
+        if not path.exists() or time.monotonic() > ends_at:
+            return
+        time.sleep(0.01)
 
 
 def _replace(new: Path, old: Path) -> None:

@@ -282,7 +282,7 @@ def encode_weights(weights: Weights, places: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-class Arrays(TensorReader, Protocol):
+class StoredFile(TensorReader, Protocol):
     """An open and checked file or folder of fitkit's: its document, and tensors by place."""
 
     @property
@@ -303,7 +303,7 @@ class Arrays(TensorReader, Protocol):
         """The shape and dtype of what is at a place; reads nothing."""
 
 
-def weights_in(path: str, arrays: Arrays) -> OpenWeights:
+def weights_in(path: str, arrays: StoredFile) -> OpenWeights:
     """The weights in an open file or folder of fitkit's.
 
     Raises:

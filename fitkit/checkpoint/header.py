@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from fitkit.checkpoint.arrays import state_of
+from fitkit.checkpoint.arrays import FileState, state_of
 from fitkit.checkpoint.remote import downloaded, is_url
 from fitkit.errors import CheckpointError
 
@@ -40,12 +40,12 @@ class Verified:
     Attributes:
         file: the file, unbuffered. Whatever takes its name meanwhile, this is what was checked.
         digest: the digest that its header states, in hexadecimal digits.
-        state: its `state_of` before it was checked; the first of it is its size in bytes.
+        state: its `state_of` before it was checked.
     """
 
     file: BinaryIO
     digest: str
-    state: tuple[int, int]
+    state: FileState
 
 
 def digest_of(file: BinaryIO, start: int, before: bytes = b"") -> str:
@@ -131,7 +131,7 @@ def _verify(name: str, file: BinaryIO) -> Verified:
         raise damaged(name, "its header is incomplete or was changed")
     size_bytes = HEADER_SIZE + int(fields[1])
     state = state_of(file)
-    there = state[0]
+    there = state.size_bytes
     if there < size_bytes:
         raise damaged(name, f"only {there} of its {size_bytes} bytes are there")
     if there > size_bytes:

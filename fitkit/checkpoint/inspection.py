@@ -14,8 +14,8 @@ from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_c
 from fitkit.checkpoint.container import refusals
 from fitkit.checkpoint.formats import (
     SUFFIXES,
-    Arrays,
     OpenWeights,
+    StoredFile,
     format_of,
     open_weights,
     weights_in,
@@ -128,7 +128,7 @@ def _weights(source: OpenWeights) -> Iterator[RenderableType]:
         yield Text(left_out + clean(source.frozen.digest))
 
 
-def _grow(tree: Tree, encoded: object, stored: Arrays, level: int) -> None:
+def _grow(tree: Tree, encoded: object, stored: StoredFile, level: int) -> None:
     from rich.text import Text
 
     items = _items(encoded)
@@ -164,7 +164,7 @@ def _is_short(encoded: object) -> bool:
     )
 
 
-def _words(encoded: object, stored: Arrays) -> str:
+def _words(encoded: object, stored: StoredFile) -> str:
     """One line for a part of the state."""
     if isinstance(encoded, dict) and len(encoded) == 1:
         ((kind, part),) = encoded.items()

@@ -67,7 +67,7 @@ class TorchFile:
                     content = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
                 if state_of(file) != state:
                     raise damaged(name, "it was written to while it was read")
-                weights = _weights_in(name, content, state[0])
+                weights = _weights_in(name, content, state.size_bytes)
             except CheckpointError:
                 raise
             except Exception as error:

@@ -6,8 +6,8 @@ random numbers, and the others get that list.
 
 In training all ranks make the same number of steps, because gradients are exchanged in each. An
 incomplete last group of batches is divided evenly. A rank that gets nothing, or only a batch
-without rows, repeats a sample that doesn't count. Evaluation and prediction exchange nothing, so
-rank r simply takes every n-th batch.
+without rows, repeats a sample that doesn't count. Evaluation and prediction need no equal numbers
+of steps, so rank r simply takes every n-th batch.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class RankBatch:
 
     Attributes:
         batch: what the rank computes.
-        count: its samples; 0 for a placeholder batch that doesn't count.
+        samples: their number; 0 for a placeholder batch that doesn't count.
         total: the samples of all ranks in this step.
     """
 
     batch: Any
-    count: int
+    samples: int
     total: int
 
 

@@ -46,7 +46,7 @@ class WrappedModel:
     shared_buffers: list[torch.Tensor] | None = None
 
     def __init__(self, module: nn.Module, wrapper: Callable[..., Any] | None = None) -> None:
-        self.net = module
+        self.module = module
         self.wrapper = wrapper
 
     @property
@@ -62,7 +62,7 @@ class WrappedModel:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """As a call of the object itself, past its wrapper."""
-        target = getattr(self.net, method) if method else self.net
+        target = getattr(self.module, method) if method else self.module
         return target(*args, **kwargs)
 
 
@@ -79,7 +79,7 @@ class StepRouter(nn.Module):
 
     def __init__(self, wrapped: WrappedModel, carrier: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.model: nn.Module = wrapped.net
+        self.model: nn.Module = wrapped.module
         # After the model's, so that theirs keep their numbers; wrappers name parameters by these.
         self.carrier: nn.ParameterList = nn.ParameterList([] if carrier is None else [carrier])
         self._call = wrapped.call

@@ -160,7 +160,7 @@ class Named:
     """What a name stands for.
 
     Attributes:
-        build: makes the one, from the first batch.
+        build: makes the metric, from the first batch.
         weightable: whether it is a mean over samples, which sample weights can change.
     """
 

@@ -81,11 +81,9 @@ def evaluate_source(
         share_buffers(model)
         context.call_before_batch(callbacks.hooks("on_test_begin"), {})
         plan = EvaluationPlan(model, step, callbacks, "test", source)
-        together = InStep(_first(source, steps, data_ranks), strategy)
+        mine = InStep(_share_of_steps(source, steps, data_ranks), strategy)
         try:
-            count, empty = plan.run(
-                context, together, "stop_evaluating", lambda _: logbook.results()
-            )
+            count, empty = plan.run(context, mine, "stop_evaluating", lambda _: logbook.results())
         except BaseException:
             logbook.logged.finish()
             raise
@@ -103,7 +101,7 @@ def evaluate_source(
     return values
 
 
-def _first(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
+def _share_of_steps(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
     """Give this rank's part of the first `steps` batches that a single process would read."""
     if steps is not None:
         steps = len(range(collectives.rank, steps, collectives.world_size))
@@ -121,21 +119,19 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         callbacks.begin(model, _params(model, "predict", source, arguments))
         copies = HostCopies()
         model.stop_predicting = False
-        together = InStep(
-            _first(source, arguments.steps, data_ranks), strategy, marks_padding=False
+        mine = InStep(
+            _share_of_steps(source, arguments.steps, data_ranks), strategy, marks_padding=False
         )
         try:
             with evaluating(model, context):
                 callbacks.call("on_predict_begin", {})
                 plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
-                plan.run(
-                    context, together, "stop_predicting", partial(_outputs, copies, group_size)
-                )
+                plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
                 copies.wait()
                 callbacks.call("on_predict_end", {})
         finally:
             close_bars(callbacks)
-        everyone = data_ranks.gather(together.without_padding(copies.outputs))
+        everyone = data_ranks.gather(mine.without_padding(copies.outputs))
     # Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
     whole = [output for output in dealt if output is not NoRows]
@@ -323,7 +319,7 @@ class EvaluationPlan:
     def run(
         self,
         context: StepContext,
-        together: InStep,
+        mine: InStep,
         stop: str,
         logs_of: Callable[[int], dict[str, Any]],
     ) -> tuple[int, int]:
@@ -331,7 +327,7 @@ class EvaluationPlan:
 
         Args:
             context: the pass's context.
-            together: this rank's batches.
+            mine: this rank's batches.
             stop: the name of the model's attribute that ends the pass.
             logs_of: returns the logs for the hooks after a batch, by its number.
 
@@ -342,7 +338,7 @@ class EvaluationPlan:
         advance = self._first_step
         index, empty = -1, 0
         with self:
-            batches = self.batches(self._step.mover.bring_each(iter(together)))
+            batches = self.batches(self._step.mover.bring_each(iter(mine)))
             for group in in_groups(batches, model._fitkit.compilation.steps_per_execution):
                 has_rows = False
                 for index, batch in group:
@@ -369,7 +365,7 @@ class EvaluationPlan:
                     logs = LazyLogs(partial(logs_of, index))
                     for hook in end:
                         hook(index, logs)
-                if getattr(model, stop) and together.ends_here():
+                if getattr(model, stop) and mine.ends_here():
                     break
             self.flush()
         return index + 1, empty
@@ -530,7 +526,7 @@ def _short_prediction(
     """Return a faster step with the same outputs, for batches whose inputs are one tensor."""
     if not isinstance(first[0], torch.Tensor):
         return whole
-    net = whole.wrapped.net
+    net = whole.wrapped.module
 
     def step(batch: Any, index: int = 0) -> Any:
         x = batch[0]

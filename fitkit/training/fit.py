@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -131,7 +132,8 @@ class Fit:
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
             continue_from(self, self.resumed)
-        self.epoch_steps, self.interval = self.stream.steps, None
+        self.epoch_steps = self.stream.steps
+        self.interval: Fraction | None = None
         if self.held_out is not None and arguments.validates_within_epochs:
             # Loaders that shard themselves may differ in length. The longest sets the steps.
             everyones = self.collectives.gather(self.stream.steps)
@@ -163,7 +165,7 @@ class Fit:
             self.context,
             self.step,
             accumulate=self.accumulate,
-            after_update=self.rates.after_update,
+            after_update_of=self.rates.after_update_of,
         )
         self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
@@ -191,7 +193,7 @@ class Fit:
         ranks, size = self.collectives.world_size, self.source.batch_size
         replicas, device = self.strategy.replicas, self.strategy.device
         is_silent = chosen_verbose(self.arguments.verbose) == 0
-        if (compiled := self.model._fitkit.compiled_update) is not None:
+        if (compiled := self.model._fitkit.jit_update) is not None:
             compiled.announces(not is_silent and self.collectives.rank == 0)
         alone = ranks * replicas == 1 and device.type == "cpu"
         if alone or self.collectives.rank or is_silent:

@@ -262,7 +262,7 @@ class KeptSteps:
         if not kept.is_kept:
             kept.keep(model, batch)
         if kept.is_kept:
-            kept.step.wrapped.net = kept.step.forward = None
+            kept.step.wrapped.module = kept.step.forward = None
             self._by_stage[kept.context.name] = kept
 
 
@@ -387,7 +387,7 @@ def _ready(
     batch = as_batch(arrays, step.mover.transfer.float_dtype)
     if kept.batch_facts != _batch_facts(batch):
         return None, batch
-    step.wrapped.net = model
+    step.wrapped.module = model
     step.forward = forward_of(step.wrapped)
     if isinstance(step, CompiledStep):
         step.begin()
@@ -590,7 +590,7 @@ def _loss_of(
         prediction = _output_of(model, kept, x)
         return prediction, loss(prediction, y)
     except Exception as error:
-        step.wrapped.net = model
+        step.wrapped.module = model
         step.explain(error, x, y)
         raise
 

@@ -309,10 +309,11 @@ class OwnStep:
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
         self.ranks: Collectives = strategy.data_ranks
-        self.autocast = partial(strategy.precision.autocast, strategy.device.type)
+        autocast = strategy.precision.autocast
+        self.autocast: Callable[..., Any] = partial(autocast, strategy.device.type)
         self._method = f"{stage}_step"
         self._arguments = step_arguments(model, self._method)
-        self.enter = entry_of(model, wrapped, self._method)
+        self.enter: Callable[..., Any] = entry_of(model, wrapped, self._method)
         self._end = getattr(model, f"{stage}_step_end")
         self._has_end = overridden(model, f"{stage}_step_end")
         # A transfer of the model's own is part of what is called through a wrapper: under dp each
@@ -373,8 +374,9 @@ class OwnStep:
         batch = batch if rank_batch is None else rank_batch.batch
         self.samples = self.total = samples_of(batch)
         if rank_batch is not None:
-            self.samples, self.total = rank_batch.count, rank_batch.total
-        context.samples, is_padding = self.samples, rank_batch is not None and rank_batch.count == 0
+            self.samples, self.total = rank_batch.samples, rank_batch.total
+        context.samples = self.samples
+        is_padding = rank_batch is not None and rank_batch.samples == 0
         context.is_padding = is_padding or not counts
         if self.synchronization is not None:
             self.synchronization.counts = not is_padding
@@ -413,7 +415,7 @@ class OwnStep:
         context = self.context
         self.samples = self.total = samples_of(batch)
         if rank_batch is not None:
-            self.samples, self.total = rank_batch.count, rank_batch.total
+            self.samples, self.total = rank_batch.samples, rank_batch.total
         context.samples, context.is_padding = self.samples, False
         if context.waiting:
             context.take_waiting()

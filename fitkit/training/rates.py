@@ -239,7 +239,7 @@ class Rates:
         if self._warm_up is not None:
             self._warm_up.end()
 
-    def after_update(self, optimizer: Optimizer) -> Callable[[], Any] | None:
+    def after_update_of(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         """The function to call after each update of an optimizer; None if nothing moves."""
         own = members_of(optimizer)
         moves = [

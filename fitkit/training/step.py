@@ -133,7 +133,7 @@ class CompiledStep:
         rank_batch = batch if type(batch) is RankBatch else None
         x, y, weight = self.moved_parts(batch if rank_batch is None else rank_batch.batch)
         if self.synchronization is not None:
-            self.synchronization.counts = rank_batch is None or rank_batch.count > 0
+            self.synchronization.counts = rank_batch is None or rank_batch.samples > 0
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
@@ -170,8 +170,8 @@ class CompiledStep:
         x, y, weight = batch
         self.samples = self.total = samples_in(x, y)
         if rank_batch is not None:
-            self.samples, self.total = rank_batch.count, rank_batch.total
-            if rank_batch.count == 0:
+            self.samples, self.total = rank_batch.samples, rank_batch.total
+            if rank_batch.samples == 0:
                 self.count = None if self.count is None else 0
                 return
         logbook, samples = self.logbook, self.samples
@@ -332,7 +332,7 @@ class CompiledStep:
 
     def _ask_for_sum(self, x: Any, y: Any) -> None:
         """Find out what a net's own loss is the mean over, if the net can return its sum, too."""
-        own, net = self.loss.own, self.wrapped.net
+        own, net = self.loss.own, self.wrapped.module
         if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
             return
         with modes_restored(net), torch.no_grad(), self._autocast(self._kind):
@@ -344,7 +344,7 @@ class CompiledStep:
         """What each output's mean will be taken over, for a batch that isn't computed yet."""
         rank_batch = batch if type(batch) is RankBatch else None
         x, y, _ = self._unpack(batch if rank_batch is None else rank_batch.batch)
-        samples = samples_in(x, y) if rank_batch is None else rank_batch.count
+        samples = samples_in(x, y) if rank_batch is None else rank_batch.samples
         counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
         return [float(samples if c is None or not samples else c) for c in counts]
 
@@ -362,7 +362,7 @@ class CompiledStep:
                 f"targets, write for example compile(target={list(x)[-1]!r}). Otherwise give "
                 "(x, y) by a collate_fn."
             ) from error
-        raise_explained(error, self.wrapped.net, x, y, self.name)
+        raise_explained(error, self.wrapped.module, x, y, self.name)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Check the first batch for everything that shows before an update."""
@@ -491,7 +491,7 @@ class PredictStep:
             if sequences is not None:
                 outputs = sequences.join(outputs)
         except Exception as error:
-            raise_explained(error, self.wrapped.net, x, None)
+            raise_explained(error, self.wrapped.module, x, None)
             raise
         if not self.checked:
             self.mover.transfer.note_writes()
@@ -509,10 +509,10 @@ class PredictStep:
 
 
 def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
-    """How to call the net of a wrapped model. The net itself, if nothing is around it."""
+    """Return what calls a wrapped model: its network directly, if nothing is around it."""
     if not wrapped.is_bare:
         return partial(wrapped, "")
-    model = wrapped.net
+    model = wrapped.module
     if not is_plain_wrapper(model):
         return model
     parts = model._modules

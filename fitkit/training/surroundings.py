@@ -39,7 +39,8 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
 
     Inside, torch's flags are set, and the net is compiled and laid out, as `compile` was told. An
     out-of-memory error says what took the memory. If `fit` fails before its first update, the
-    model is restored. For `evaluate` and `predict`, the model is moved to its device.
+    model is restored. For `evaluate` and `predict`, the model is moved to its device, where it also
+    gets rank 0's weights if this rank lacks them; `fit` does that in `Fit`.
 
     Args:
         batch_size: samples in a batch; None if the data come in batches already.

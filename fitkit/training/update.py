@@ -56,7 +56,7 @@ def updates_for(
     step: Step,
     *,
     accumulate: int | None = None,
-    after_update: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
+    after_update_of: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
     compiles: bool = True,
 ) -> Update | ByTurns | Manual:
     """Choose how training batches make updates: by one optimizer, by several in turn, or manually.
@@ -66,7 +66,7 @@ def updates_for(
         context: the training's context; manual optimization gets its `backward` from it.
         step: computes losses.
         accumulate: the number of batches in an update; None for the number given to `compile`.
-        after_update: takes an optimizer, and returns a function to call after each of its updates.
+        after_update_of: takes an optimizer, and returns a function to call after each update.
         compiles: as in `Update`.
     """
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
@@ -82,7 +82,7 @@ def updates_for(
             step,
             optimizer,
             scaling,
-            after_update(optimizer),
+            after_update_of(optimizer),
             is_one_of_several=several,
             compiles=compiles,
         )
@@ -213,8 +213,10 @@ class Update:
             self.backward = partial(scaling.backward, through=self.backward)
         self._clip_value = compilation.gradient_clip_val
         self._clip_algorithm = compilation.gradient_clip_algorithm
-        # A compiled step has no wrapper that averages gradients within the backward pass.
+        # A compiled step has no wrapper that averages gradients within the backward pass. It has a
+        # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
+        # Whether this object averages the gradients over the ranks, before an update.
         self._exchanges = is_one_of_several or self._buffers is not None
         self._parameters = held_by(optimizer) if is_one_of_several else compilation.trainable(model)
         # No strategy knows a loss's own parameters, so their gradients are averaged here.
@@ -257,9 +259,9 @@ class Update:
                 "gradients. PyTorch 2.13 compiles the whole step."
             )
             return None
-        if model._fitkit.compiled_update is None:
-            model._fitkit.compiled_update = JitUpdate(options)
-        found: JitUpdate = model._fitkit.compiled_update
+        if model._fitkit.jit_update is None:
+            model._fitkit.jit_update = JitUpdate(options)
+        found: JitUpdate = model._fitkit.jit_update
         found.begin(
             model, step, self.optimizer, self._parameters, self._count_update, self._learn_by
         )
@@ -318,10 +320,10 @@ class Update:
         step.is_part = self._ranks > 1 or self._accumulate > 1
         compiled = self._jit if compiles else None
         if compiled is not None and compiled.stopped is None:
-            if self._learn_compiled(compiled, batch, index):
+            if self._learn_jit(compiled, batch, index):
                 return
             # If the batch itself is wrong, the error is the same as without compiling.
-            with as_written(cast(Module, step.wrapped.net)):
+            with as_written(cast(Module, step.wrapped.module)):
                 self(batch, index, compiles=False)
             if compiled.waits:
                 compiled.look_back()
@@ -346,7 +348,7 @@ class Update:
         self.backward(loss)
         self._update()
 
-    def _learn_compiled(self, compiled: JitUpdate, batch: Any, index: int) -> bool:
+    def _learn_jit(self, compiled: JitUpdate, batch: Any, index: int) -> bool:
         """Learn from a batch by the compiled functions; return whether that could be done."""
         if not compiled(batch, index):
             return False

@@ -263,7 +263,8 @@ def test_two_ranks_choose_alike_write_once_and_share_an_error(tmp_path):
             run = self.model._fitkit.fit_state.run
             callbacks = run.arguments.callback_list.callbacks
             own = next(c for c in callbacks if isinstance(c, ModelCheckpoint))
-            told = run.collectives.gather([own.best, own.best_model_path, own._kept, own._last])
+            facts = own.best, own.best_model_path, own._kept, own.last_model_path
+            told = run.collectives.gather(facts)
             assert told[0] == told[1]
 
     for number, options in enumerate([

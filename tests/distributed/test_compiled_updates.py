@@ -74,7 +74,7 @@ def assert_same(model, wanted, atol=1e-10):
 
 
 def assert_compiled(model):
-    made = model._fitkit.compiled_update
+    made = model._fitkit.jit_update
     assert made.stopped is None and made._optimizing.stopped is None
     return made
 

@@ -350,7 +350,7 @@ class StartedRanks(OtherRanks):
     def __init__(self, shows_output: bool) -> None:
         self.owner: int = os.getpid()
         self.shows_output = shows_output
-        self.folder = MeetingFolder.make()
+        self.folder: MeetingFolder = MeetingFolder.make()
         self.processes: list[Any] = []
 
     def lost(self) -> Failure | None:

@@ -60,7 +60,9 @@ class JoinsRanks(Protocol):
 
 
 class RankLauncher:
-    """Makes a call that every rank makes too, in processes that some launcher started.
+    """Makes a call that every rank makes too.
+
+    Another launcher, such as torchrun, has started the processes, or a subclass starts them.
 
     Each call has a process group of its own, so that nothing is left of one that failed. A
     group that the script made itself is used, and left alone.
@@ -89,7 +91,7 @@ class RankLauncher:
         self.strategy = strategy
         self.cluster = cluster
         self.timeout: timedelta = timeout or strategy.timeout or DEFAULT_TIMEOUT
-        self.others = OtherRanks()
+        self.others: OtherRanks = OtherRanks()
         self.call_store = store
         self._store: Store | None = None  # of the last call
         self._done: dict[str, int] = {}  # since then, on rank 0 alone

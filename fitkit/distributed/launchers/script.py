@@ -116,7 +116,7 @@ class ScriptRanks(StartedRanks):
     def __init__(self, size: int, shows_output: bool = False) -> None:
         port = _free_port()
         super().__init__(shows_output)
-        self.size = size
+        self.size: int = size
         self.failed = False
         variables = {
             "FITKIT_LAUNCHED": "1",
@@ -189,9 +189,9 @@ class JoinedRanks(OtherRanks):
                 "fitkit sets it for the ranks of a script. To start the script by itself, unset "
                 f"{', '.join(VARIABLES)}."
             )
-        self.size = place.world_size
+        self.size: int = place.world_size
         self.failed = False
-        self.folder = MeetingFolder(path)
+        self.folder: MeetingFolder = MeetingFolder(path)
         self._store = self.folder.store(0)
 
     def lost(self) -> Failure | None:

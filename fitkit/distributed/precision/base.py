@@ -376,14 +376,14 @@ class BFloat16Mixed(MixedPrecision):
     """Autocast to bfloat16, which has float32's range: no loss scaling is needed."""
 
     name = "bf16-mixed"
-    compute_dtype = torch.bfloat16
+    compute_dtype: torch.dtype = torch.bfloat16
 
 
 class HalfMixed(MixedPrecision):
     """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
 
     name = "16-mixed"
-    compute_dtype = torch.float16
+    compute_dtype: torch.dtype = torch.float16
 
     def convert(self, module: torch.nn.Module) -> None:
         super().convert(module)
@@ -427,7 +427,7 @@ class DoublePrecision(TruePrecision):
     """All in float64."""
 
     name = "64-true"
-    compute_dtype = torch.float64
+    compute_dtype: torch.dtype = torch.float64
 
 
 class BFloat16Precision(TruePrecision):
@@ -437,7 +437,7 @@ class BFloat16Precision(TruePrecision):
     """
 
     name = "bf16-true"
-    compute_dtype = torch.bfloat16
+    compute_dtype: torch.dtype = torch.bfloat16
 
 
 class HalfPrecision(TruePrecision):
@@ -448,7 +448,7 @@ class HalfPrecision(TruePrecision):
     """
 
     name = "16-true"
-    compute_dtype = torch.float16
+    compute_dtype: torch.dtype = torch.float16
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:

@@ -58,7 +58,7 @@ class SequenceParts(WrappedModel):
         group: RankGroup,
         compute_dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(whole.net, self._call_with_part)
+        super().__init__(whole.module, self._call_with_part)
         self.whole = whole
         self.size = size
         self._rank = rank % size
@@ -66,7 +66,7 @@ class SequenceParts(WrappedModel):
         self._compute_dtype = compute_dtype
         self._attention: Callable[..., torch.Tensor] | None = None  # torch's, while ours is there
         self._dimensions: list[int | None] = []  # in which each output has tokens
-        names = _inputs_of(self.net)
+        names = _inputs_of(self.module)
         self._place_of_positions = names.index("position_ids") if "position_ids" in names else None
 
     def _call_with_part(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -299,8 +299,8 @@ class SequenceParts(WrappedModel):
 
         x, y = trees.map_leaves(short, x), trees.map_leaves(short, y)
         part_x, part_y, _ = self.divide(x, y)
-        with modes_restored(self.net), torch.no_grad(), random_weights(self.net):
-            self.net.eval()
+        with modes_restored(self.module), torch.no_grad(), random_weights(self.module):
+            self.module.eval()
             whole = predict(lambda *args, **kwargs: self.whole("", *args, **kwargs), x)
             try:
                 part = predict(lambda *args, **kwargs: self("", *args, **kwargs), part_x)
@@ -312,7 +312,7 @@ class SequenceParts(WrappedModel):
         return whole, y, part, part_y
 
     def _check_layers(self) -> None:
-        for name, module in self.net.named_modules():
+        for name, module in self.module.named_modules():
             if isinstance(module, _BatchNorm):
                 raise ConfigurationError(
                     f"{name} is a {type(module).__name__}: under context_parallel its statistics "
@@ -384,7 +384,7 @@ class SequenceParts(WrappedModel):
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self.net.parameters())).device
+        return next(iter(self.module.parameters())).device
 
 
 def context_group(

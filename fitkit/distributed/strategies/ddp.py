@@ -188,7 +188,7 @@ class DDP(Strategy):
     ) -> WrappedModel:
         if self.engine is not None and self.engine.replaces_ddp:
             return self.engine.wrap(module)
-        if self._wrapper is not None and self._wrapper.wrapped.net is module:
+        if self._wrapper is not None and self._wrapper.wrapped.module is module:
             same: WrappedModel = self._wrapper.wrapped  # a callback of fit calls `train_on_batch`
             return same
         wrapped = self.wrap_for_evaluation(module)
@@ -276,7 +276,7 @@ class DDPWrapper:
                 raise
             raise ConfigurationError(
                 "Parameters of the net took no part in the last step's loss"
-                f"{_unused_names(self.wrapped.net, error)}. "
+                f"{_unused_names(self.wrapped.module, error)}. "
                 "Freeze them (requires_grad = False), use them, or write "
                 "strategy=DDPStrategy(find_unused_parameters=True).",
                 code="FK045",
@@ -290,7 +290,7 @@ class DDPWrapper:
         """
         if not (_averages_exactly(self._ddp) and self._ddp.broadcast_buffers):
             return False
-        learning = [p for p in self.wrapped.net.parameters() if p.requires_grad]
+        learning = [p for p in self.wrapped.module.parameters() if p.requires_grad]
         size: int = sum(p.numel() * p.element_size() for p in learning)
         return size <= int(self._ddp.bucket_bytes_cap)
 

@@ -113,7 +113,7 @@ class Replicas(WrappedModel):
             samples = trees.sample_count((args, kwargs))
         weights = part_sizes(samples, len(self._devices))
         self.weights: list[int] | None = weights
-        replicas = replicate(self.net, list(self._devices[: len(parts)]))
+        replicas = replicate(self.module, list(self._devices[: len(parts)]))
         for replica, size in zip(replicas, weights, strict=True):
             if hasattr(type(replica.module), "_begin_replica"):
                 replica.module._begin_replica(replica.device, size)
@@ -121,13 +121,13 @@ class Replicas(WrappedModel):
         outputs = self._run(replicas, method, parts)
         for attributes in begun:
             self._warn_of_lost_state(attributes, method)
-        _keep_buffers(self.net, replicas[0].module)
+        _keep_buffers(self.module, replicas[0].module)
         for replica in replicas:
             for own, copied in replica.metrics.values():
                 for given, named in _moved(copied._noted, own.device):
                     own.update(*given, **named)
-        if hasattr(type(self.net), "_end_replicas"):
-            net: Any = self.net
+        if hasattr(type(self.module), "_end_replicas"):
+            net: Any = self.module
             net._end_replicas([replica.module for replica in replicas])
         if method:
             return gather(outputs, replicas[0].device)

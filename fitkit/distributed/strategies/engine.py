@@ -62,10 +62,16 @@ class Engine:
 
     Example:
         >>> from fitkit.strategies import DDPSpawnStrategy, Engine
-        >>> class Local(Engine):
-        ...     "Each rank updates by its own gradients."
-        >>> class LocalStrategy(DDPSpawnStrategy):
-        ...     "Trains with it."
+        >>> class Counting(Engine):
+        ...     "Counts the updates."
+        ...     updates = 0
+        ...     def after_update(self):
+        ...         self.updates += 1
+        >>> class CountingStrategy(DDPSpawnStrategy):
+        ...     "Trains with it; DDP still averages the gradients."
+        ...     has_engine = True
+        ...     def engine_for(self, module, optimizers):
+        ...         return Counting()
     """
 
     in_place: tuple[InPlace, ...] = ()
@@ -87,6 +93,9 @@ class Engine:
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> bool:
         """Average gradients over the ranks, if no backward pass has averaged them.
+
+        This is called with manual optimization, several optimizers and compiled steps. In other
+        steps DDP averages them, or `backward` of an engine that replaces DDP.
 
         Returns:
             Whether they are averaged now. If not, the strategy does it.

@@ -45,7 +45,7 @@ class TracedStep:
         if isinstance(step, CompiledStep):
             self._loss, self._counts = step.loss, step.may_count
             self._keeps_prediction = step.meters is not None
-            self.may_join = False
+            self.may_join: bool = False
 
     def moved(self, batch: Any, index: int) -> Batch:
         """Move a batch's inputs, targets and weights to the device."""

@@ -139,7 +139,7 @@ class JitUpdate:
             return False
         rank_batch = batch if type(batch) is RankBatch else None
         if rank_batch is not None:
-            if rank_batch.count == 0:
+            if rank_batch.samples == 0:
                 return False  # a placeholder batch must have no effect but its gradients
             batch = rank_batch.batch
         parts = self._traced.moved(batch, index)

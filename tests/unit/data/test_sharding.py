@@ -78,7 +78,7 @@ def shares(data, size, *, training, scatter=False, batch_size=4, keep=object):
         found = [one for one in shard.batches(0) if isinstance(one, keep)]
         return [
             one if one is NoRows
-            else (one.batch[0].tolist(), one.count, one.total) if isinstance(one, RankBatch)
+            else (one.batch[0].tolist(), one.samples, one.total) if isinstance(one, RankBatch)
             else one[0].tolist()
             for one in found
         ]
@@ -292,6 +292,6 @@ def test_samples_are_counted_by_their_targets_on_every_rank():
         source = make_source(rows)
         source = source if exchange.rank == 0 else for_other_ranks(source)
         shard = sharded(source, exchange, training=True, replace_sampler=True, scatter=True)
-        return [(share.count, share.total) for share in shard.batches(0)]
+        return [(share.samples, share.total) for share in shard.batches(0)]
 
     assert on_ranks(2, read) == [[(4, 8), (3, 3)], [(4, 8), (0, 3)]]

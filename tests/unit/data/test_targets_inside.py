@@ -1,5 +1,6 @@
 """`compile(target="mask")`: dict batches that carry the targets, as segmentation loaders give."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,9 +42,11 @@ def test_a_loss_and_a_metric_by_name_suffice_for_image_and_mask(batch_size):
     assert torch.equal(model.net.weight, pairs.net.weight)
     data = loader(batch_size=batch_size)
     assert model.evaluate(data, verbose=0) == pytest.approx(pairs.evaluate(X, Y, verbose=0))
-    assert torch.allclose(torch.as_tensor(model.predict(data, verbose=0)), pairs.net(X))
+    # Products of other batches may differ in the last bit, depending on the processor.
+    expected = pairs.net(X).detach().numpy()
+    np.testing.assert_allclose(model.predict(data, verbose=0), expected, rtol=1e-5, atol=1e-6)
     without = DataLoader([{"image": x} for x in X], batch_size=16)
-    assert (model.predict(without, verbose=0) == pairs.predict(X, verbose=0)).all()
+    np.testing.assert_allclose(model.predict(without, verbose=0), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_arrays_and_single_batches_in_a_dict_too():

@@ -145,14 +145,14 @@ class PlainOut:
 def test_a_loss_that_a_net_computes_becomes_the_mean_over_samples(kind, samples):
     net = Returns(lambda self, x: kind(loss=self.layer(x).pow(2).mean(), logits=self.layer(x)))
     x = torch.randn(samples, 3)
-    door = replicas(net)
-    found = door("", x)
+    wrapped = replicas(net)
+    found = wrapped("", x)
     loss, logits = (
         (found["loss"], found["logits"]) if isinstance(found, dict) else (found.loss, found.logits)
     )
     torch.testing.assert_close(loss, net.layer(x).pow(2).mean())
     torch.testing.assert_close(logits, net.layer(x))
-    assert door.weights == ([3, 2] if samples == 5 else [1]) and door.net is net
+    assert wrapped.weights == ([3, 2] if samples == 5 else [1]) and wrapped.module is net
 
 
 def test_inputs_by_position_and_keyword_are_divided_together():
@@ -194,9 +194,9 @@ def test_gradients_and_buffers_are_those_of_plain_pytorch_on_the_parts():
     net = Norms()
     plain = copy.deepcopy(net)
     x, y = torch.randn(7, 3, 4), torch.randint(3, (7,))
-    door = replicas(net, 3)
-    losses = door("step", (x, y), 0)
-    weights = torch.tensor(door.weights) / 7
+    wrapped = replicas(net, 3)
+    losses = wrapped("step", (x, y), 0)
+    weights = torch.tensor(wrapped.weights) / 7
     (losses * weights).sum().backward()
 
     kept = {}
@@ -225,17 +225,17 @@ def modes_in(module, x):
 
 
 def test_the_callers_modes_hold_in_the_replicas():
-    door = replicas(Returns(modes_in).eval())
+    wrapped = replicas(Returns(modes_in).eval())
     x = torch.randn(2, 3)
-    found = door("", x)
+    found = wrapped("", x)
     assert found["grad"].all() and not found["half"].any() and not found["inference"].any()
     assert len(found["thread"][0]) == 2 and not found["training"].any()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = door("", x)
+        found = wrapped("", x)
     assert found["half"].all() and not found["grad"].any() and not found["shared"].any()
     with torch.inference_mode():
-        assert door("", x)["inference"].all()
-    assert not door("", x)["half"].any()
+        assert wrapped("", x)["inference"].all()
+    assert not wrapped("", x)["half"].any()
 
 
 def test_the_callers_modes_are_carried_to_another_thread():
@@ -370,9 +370,9 @@ def test_metrics_count_what_all_replicas_saw():
     torch.manual_seed(1)
     batches = [(torch.rand(n, 3), torch.randint(3, (n,))) for n in (7, 5, 2, 1)]
     net, plain = Net(), Net()
-    door = replicas(net, 3)
+    wrapped = replicas(net, 3)
     for index, (x, y) in enumerate(batches):
-        values = door("step", (x, y), index)
+        values = wrapped("step", (x, y), index)
         plain.step((x, y), index)
         expected = [(px.argmax(1) == py).float().mean() for px, py in
                     zip(torch.tensor_split(x, len(values)), torch.tensor_split(y, len(values)),
@@ -416,10 +416,10 @@ def test_metrics_whose_states_can_not_be_merged_count_the_same_updates():
 
     torch.manual_seed(5)
     net, plain = Net(), Net()
-    door = replicas(net, 3)
+    wrapped = replicas(net, 3)
     for n in (7, 2, 4):
         x = torch.rand(n)
-        assert door("step", x, 0).tolist() == part_sizes(n, 3)
+        assert wrapped("step", x, 0).tolist() == part_sizes(n, 3)
         for rows in split(x, 3):
             plain.step(rows, 0)
     for name in ("mine", "pearson", "range"):
@@ -465,11 +465,11 @@ def test_replicas_on_several_devices_keep_buffers_metrics_and_gradients(monkeypa
     net = Net()
     plain = copy.deepcopy(net)
     x = torch.randn(5, 4)
-    door = Replicas(net, (torch.device("cpu", 0), torch.device("cpu", 1)))
+    wrapped = Replicas(net, (torch.device("cpu", 0), torch.device("cpu", 1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            door("step", x, 0).pow(2).mean().backward()
+            wrapped("step", x, 0).pow(2).mean().backward()
     for _ in range(2):
         second = plain.layer(copy.deepcopy(plain.norm)(x[3:]))
         first = plain.step(x[:3], 0)

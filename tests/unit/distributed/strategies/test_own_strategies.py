@@ -68,7 +68,7 @@ def test_a_registered_class_is_known_and_another_can_not_take_its_name():
     model = fitkit.Model(torch.nn.Linear(2, 1))
     model.compile(strategy="test-only-strategy")
     assert type(model._fitkit.compilation.strategy) is own
-    with pytest.raises(ValueError, match="registered twice"):
+    with pytest.raises(ValueError, match="is there already"):
         fitkit.strategies.register("ddp")(own)
 
 
