@@ -193,7 +193,7 @@ def test_ranks_deal_out_a_billion_samples_in_flat_memory(training, shuffle):
         source = make_source(data := Numbers(BILLION), batch_size=8, shuffle=shuffle)
         shard = sharded(source, exchange, training=training, replace_sampler=True, scatter=False)
         batches = itertools.islice(shard.batches(0, middle * size), 4)
-        counts = [(b.count, b.total) for b in batches] if training else list(batches)
+        counts = [(b.samples, b.total) for b in batches] if training else list(batches)
         return data.read, counts
 
     torch.manual_seed(3)
@@ -229,7 +229,7 @@ def test_ranks_shares_of_computed_orders_are_disjoint_and_complete(monkeypatch, 
             source = make_source(loader)
         shard = sharded(source, exchange, training=True, replace_sampler=True, scatter=False)
         passes = [list(shard.batches(0)), list(shard.batches(0, skip=2 * size))]
-        return [[(b.batch[-1].flatten().tolist(), b.count, b.total) for b in p] for p in passes]
+        return [[(b.batch[-1].flatten().tolist(), b.samples, b.total) for b in p] for p in passes]
 
     found = on_ranks(size, read)
     firsts = [first for first, _ in found]

@@ -103,7 +103,7 @@ def test_shares_keep_their_counts_and_what_is_fed_is_not_moved_again():
     streams, share = Streams(), RankBatch((torch.ones(2, 3, dtype=torch.float64),), 2, 5)
     transfer = Copying(streams)
     (given,) = brought(iter([share]), transfer, streams)
-    assert (given.count, given.total) == (2, 5)
+    assert (given.samples, given.total) == (2, 5)
     assert given.batch[0].dtype == torch.float32
     assert transfer(given.batch) is given.batch
 
