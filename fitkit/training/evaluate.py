@@ -394,15 +394,15 @@ class EvaluationPlan:
         Args:
             first: the first batch, whose step is done.
         """
-        compiled = self._jit
-        if compiled is not None and not compiled.gains:
-            self._jit = compiled = None
+        jit = self._jit
+        if jit is not None and not jit.gains:
+            self._jit = jit = None
             self._as_written.enter_context(as_written(self._model))
             self._may_infer = self._sees_only_torchs()
         plain = self._plain_after(first)
-        if compiled is None:
+        if jit is None:
             return plain
-        return compiled.after_first(first, plain, keeps=self._in_memory)
+        return jit.after_first(first, plain, keeps=self._in_memory)
 
     def _plain_after(self, first: Any) -> Callable[..., Any]:
         step = self._step

@@ -318,15 +318,15 @@ class Update:
                 self._strategy.collectives.broadcast_tensors(self._buffers)
         # Whether a batch is only a part of an update's samples.
         step.is_part = self._ranks > 1 or self._accumulate > 1
-        compiled = self._jit if compiles else None
-        if compiled is not None and compiled.stopped is None:
-            if self._learn_jit(compiled, batch, index):
+        jit = self._jit if compiles else None
+        if jit is not None and jit.stopped is None:
+            if self._learn_jit(jit, batch, index):
                 return
             # If the batch itself is wrong, the error is the same as without compiling.
             with as_written(cast(Module, step.wrapped.module)):
                 self(batch, index, compiles=False)
-            if compiled.waits:
-                compiled.look_back()
+            if jit.waits:
+                jit.look_back()
             return
         if self._accumulate > 1:
             with self._around_step():
@@ -348,12 +348,12 @@ class Update:
         self.backward(loss)
         self._update()
 
-    def _learn_jit(self, compiled: JitUpdate, batch: Any, index: int) -> bool:
+    def _learn_jit(self, jit: JitUpdate, batch: Any, index: int) -> bool:
         """Learn from a batch by the compiled functions; return whether that could be done."""
-        if not compiled(batch, index):
+        if not jit(batch, index):
             return False
-        if compiled.loss is not None:
-            self._learn_by(compiled.loss, compiled.backward)
+        if jit.loss is not None:
+            self._learn_by(jit.loss, jit.backward)
         return True
 
     def _learn_by(self, loss: torch.Tensor, backward: Callable[..., Any]) -> None:
