@@ -530,8 +530,7 @@ def _evaluate_shortly(
             return None
         if model._fitkit.fit_state.trains:
             return None
-        if any(map(FLAG, modules)):
-            set_flags([(module, False) for module in modules if module.training])
+        set_flags([(module, False) for module in modules if module.training])
         try:
             compute = _outputs if verb == "predict_on_batch" else _values
             with kept.mode:

@@ -240,15 +240,12 @@ def _names_in(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
 
 def load(
     model: Module, path: Any, agree: Callable[[Progress | None], None] = lambda progress: None
-) -> Progress | None:
+) -> None:
     """Restore weights, optimizers and schedulers. Everything is checked before anything changes.
 
     Args:
         agree: a function called with the training's progress once all else is checked. It raises if
-            the training can't continue there.
-
-    Returns:
-        The training's progress; None if it hadn't begun.
+            the training can't continue there. It gets None if the training hadn't begun.
     """
     with files.open_checkpoint(path) as found:
         name = os.fspath(path)
@@ -275,7 +272,6 @@ def load(
     if progress is not None:
         model.history = History()
         progress.restore_history(model.history)
-    return progress
 
 
 def _assign(
