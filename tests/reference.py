@@ -18,8 +18,17 @@ def slices(x, y, size):
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
-def plain_loop(net, optimizer, batches, epochs=1, *, loss=F.cross_entropy, scheduler=None,
-               clip=None, clip_value=None):
+def plain_loop(
+    net,
+    optimizer,
+    batches,
+    epochs=1,
+    *,
+    loss=F.cross_entropy,
+    scheduler=None,
+    clip=None,
+    clip_value=None,
+):
     """Train as a careful user writes it, in the modes that the net has; each epoch's mean loss."""
     losses = []
     for _ in range(epochs):

@@ -395,7 +395,7 @@ class EvaluationPlan:
             first: the first batch, whose step is done.
         """
         jit = self._jit
-        if jit is not None and not jit.gains:
+        if jit is not None and not jit.gains(keeps=self._in_memory and not self._users_look):
             self._jit = jit = None
             self._as_written.enter_context(as_written(self._model))
             self._may_infer = self._sees_only_torchs()

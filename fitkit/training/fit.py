@@ -23,7 +23,7 @@ from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
-from fitkit.training.evaluate import evaluate_source
+from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, reduced
 from fitkit.training.optimizing import warn_of_flags
 from fitkit.training.own_step import Step, StepContext, running, step_for
@@ -165,7 +165,7 @@ class Fit:
             self.context,
             self.step,
             accumulate=self.accumulate,
-            after_update_of=self.rates.after_update_of,
+            rates=self.rates,
         )
         self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
@@ -254,6 +254,8 @@ class Fit:
         group_size = self.compilation.steps_per_execution
         asks_ranks = self._asks_ranks()
         validates = self.interval is not None
+        # Whether other code may run between two groups: then no batch may wait.
+        looks = validates or asks_ranks or users_look(callbacks, "train")
         index, empty = done - 1, 0
         with running(model, context):
             batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
@@ -279,7 +281,8 @@ class Fit:
                         self.note(index + 1)  # for a save in a hook, even on_exception
                 if not has_rows:
                     continue
-                update.flush()
+                if looks:
+                    update.flush()
                 if end:
                     logs = LazyLogs(logbook.results, logbook.loss.last)
                     for hook in end:
@@ -290,6 +293,7 @@ class Fit:
                     self.note(index + 1)
                     if self._validate_if_due(epoch, callbacks):
                         break
+            update.flush()
             update.finish()
             self.batch = None
             self.note(index + 1)

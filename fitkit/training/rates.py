@@ -239,6 +239,11 @@ class Rates:
         if self._warm_up is not None:
             self._warm_up.end()
 
+    @property
+    def read_steps(self) -> bool:
+        """Whether a scheduler needs a step's value before the next step."""
+        return any(plan.watches and plan.interval == "step" for plan in self._schedulers)
+
     def after_update_of(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         """The function to call after each update of an optimizer; None if nothing moves."""
         own = members_of(optimizer)

@@ -45,6 +45,7 @@ from fitkit.training.manual import (
 )
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step, StepContext
+from fitkit.training.rates import Rates
 from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
@@ -56,7 +57,7 @@ def updates_for(
     step: Step,
     *,
     accumulate: int | None = None,
-    after_update_of: Callable[[Optimizer], Callable[[], Any] | None] = lambda optimizer: None,
+    rates: Rates | None = None,
     compiles: bool = True,
 ) -> Update | ByTurns | Manual:
     """Choose how training batches make updates: by one optimizer, by several in turn, or manually.
@@ -66,7 +67,7 @@ def updates_for(
         context: the training's context; manual optimization gets its `backward` from it.
         step: computes losses.
         accumulate: the number of batches in an update; None for the number given to `compile`.
-        after_update_of: takes an optimizer, and returns a function to call after each update.
+        rates: moves the learning rates after each update; None if they stay.
         compiles: as in `Update`.
     """
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
@@ -82,7 +83,7 @@ def updates_for(
             step,
             optimizer,
             scaling,
-            after_update_of(optimizer),
+            rates,
             is_one_of_several=several,
             compiles=compiles,
         )
@@ -155,7 +156,7 @@ class Update:
         step: computes a batch's loss.
         optimizer: makes the update.
         scaling: scales losses if half precision needs that, else None.
-        after_update: called after each update (a scheduler that counts steps).
+        rates: moves the learning rates after each update; None if they stay.
         is_one_of_several: whether other optimizers take turns with this one. Their steps bypass
             the wrapper that averages gradients over the ranks, so this class averages them. It
             does so for compiled steps too.
@@ -189,7 +190,7 @@ class Update:
         step: Step,
         optimizer: Optimizer,
         scaling: Scaling | None,
-        after_update: Callable[[], Any] | None,
+        rates: Rates | None,
         *,
         is_one_of_several: bool,
         compiles: bool = True,
@@ -202,7 +203,7 @@ class Update:
         self._looks_at_gradients = _is_named(model)
         # Without an engine of the strategy's own, the base class does as torch does.
         engine = self._engine = strategy.engine or Engine()
-        self._after_update = after_update
+        self._after_update = None if rates is None else rates.after_update_of(optimizer)
         self._fit_state: FitState = model._fitkit.fit_state
         self._strategy = strategy
         self._is_alone = strategy.collectives.world_size == 1
@@ -237,10 +238,11 @@ class Update:
         self._takes_closure = needs_closure(optimizer)
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        self._jit = self._jit_for(model) if compiles else None
+        joins_steps = rates is None or not rates.read_steps
+        self._jit = self._jit_for(model, joins_steps=joins_steps) if compiles else None
         self._regroup()
 
-    def _jit_for(self, model: Module) -> JitUpdate | None:
+    def _jit_for(self, model: Module, *, joins_steps: bool) -> JitUpdate | None:
         """Return what computes compiled updates, if `compile` asks for them; None otherwise.
 
         Only a single optimizer's updates can be compiled. The step may be the one that `compile`
@@ -263,7 +265,13 @@ class Update:
             model._fitkit.jit_update = JitUpdate(options)
         found: JitUpdate = model._fitkit.jit_update
         found.begin(
-            model, step, self.optimizer, self._parameters, self._count_update, self._learn_by
+            model,
+            step,
+            self.optimizer,
+            self._parameters,
+            self._count_update,
+            self._learn_by,
+            joins_steps=joins_steps,
         )
         return found
 

@@ -83,9 +83,7 @@ def test_a_model_of_peft(tmp_path, strategy):
     saves = ModelCheckpoint(tmp_path / "{epoch}.h5", trainable_only=True)
     model = trained(language_model, data, None, asked, loss=None, callbacks=saves)
     assert_same_weights(model.net, reference.net, atol=1e-5)
-    again = trained(
-        language_model, data, None, asked, loss=None, resume_from=tmp_path / "1.h5"
-    )
+    again = trained(language_model, data, None, asked, loss=None, resume_from=tmp_path / "1.h5")
     assert_same_weights(again.net, model.net, atol=0)
     model.save_weights(tmp_path / "adapter.safetensors", trainable_only=True)
     assert (tmp_path / "adapter.safetensors").stat().st_size < 16_000
@@ -103,8 +101,9 @@ def in_half(adapters):
     for layer in (net[0], net[2]):
         layer.down.to(adapters)
         layer.up.to(adapters)
-        layer.forward = lambda x, layer=layer: layer.base(x) + layer.up(
-            layer.down(x.to(adapters))).bfloat16()
+        layer.forward = lambda x, layer=layer: (
+            layer.base(x) + layer.up(layer.down(x.to(adapters))).bfloat16()
+        )
     return net
 
 

@@ -57,8 +57,9 @@ class Decoder(nn.Module):
 
 
 def text(rows=8, length=LENGTH, ignored=True):
-    tokens = torch.randint(VOCABULARY, (rows, length + 1),
-                           generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(
+        VOCABULARY, (rows, length + 1), generator=torch.Generator().manual_seed(3)
+    )
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     if ignored:
         y[:, :3] = -100  # rank 0 has fewer labels than rank 1
@@ -96,12 +97,23 @@ def right(net, x, y):
 def test_two_ranks_learn_from_parts_what_one_learns_from_the_whole(is_causal):
     x, y = text()
     model, reference = fitkit.Model(Decoder(is_causal).double()), Decoder(is_causal).double()
-    model.compile(torch.optim.Adam(model.parameters(), 0.01), "cross_entropy",
-                  metrics=["accuracy"], gradient_clip_val=0.5,
-                  **on(2, activation_checkpointing=is_causal))
-    history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0,
-                        validation_data=(x[:5], y[:5]), callbacks=[
-                            fitkit.callbacks.ThroughputMonitor(tokens=True)]).history
+    model.compile(
+        torch.optim.Adam(model.parameters(), 0.01),
+        "cross_entropy",
+        metrics=["accuracy"],
+        gradient_clip_val=0.5,
+        **on(2, activation_checkpointing=is_causal),
+    )
+    history = model.fit(
+        x,
+        y,
+        batch_size=4,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        validation_data=(x[:5], y[:5]),
+        callbacks=[fitkit.callbacks.ThroughputMonitor(tokens=True)],
+    ).history
     # Tokens of a batch that two ranks compute together count once.
     rate = history["tokens_per_sec"][0] / history["samples_per_sec"][0]
     assert rate == pytest.approx(LENGTH)
@@ -117,8 +129,9 @@ def test_two_ranks_learn_from_parts_what_one_learns_from_the_whole(is_causal):
     found = model.evaluate(x[:5], y[:5], batch_size=2, verbose=0, return_dict=True)
     assert found["loss"] == pytest.approx(loss, abs=1e-10)
     assert found["accuracy"] == pytest.approx(right(reference, x[:5], y[:5]), abs=1e-10)
-    torch.testing.assert_close(torch.tensor(model.predict(x, batch_size=3, verbose=0)), whole,
-                               rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.tensor(model.predict(x, batch_size=3, verbose=0)), whole, rtol=0, atol=1e-10
+    )
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
@@ -129,8 +142,14 @@ def test_four_ranks_divide_sequences_and_batches(tmp_path):
 
     def trained(**options):
         model = fitkit.Model(Decoder().double())
-        model.compile("adam", "cross_entropy", learning_rate=0.01, metrics=["accuracy"],
-                      gradient_clip_val=0.5, **on(4))
+        model.compile(
+            "adam",
+            "cross_entropy",
+            learning_rate=0.01,
+            metrics=["accuracy"],
+            gradient_clip_val=0.5,
+            **on(4),
+        )
         found = model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0, **options)
         return model, found.history
 
@@ -150,8 +169,9 @@ def test_four_ranks_divide_sequences_and_batches(tmp_path):
     found = model.evaluate(x[:5], y[:5], batch_size=1, verbose=0, return_dict=True)
     assert found["loss"] == pytest.approx(loss, abs=1e-10)
     assert found["accuracy"] == pytest.approx(right(reference, x[:5], y[:5]), abs=1e-10)
-    torch.testing.assert_close(torch.tensor(model.predict(x[:5], batch_size=1, verbose=0)), whole,
-                               rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.tensor(model.predict(x[:5], batch_size=1, verbose=0)), whole, rtol=0, atol=1e-10
+    )
     # It continues within an epoch to the last bit.
     again, resumed = trained(resume_from=tmp_path / "cut.h5")
     assert_same_weights(again.net, model.net)
@@ -268,10 +288,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=() if number < 2 else pytest.mark.slow)
-    for number, case in enumerate(REFUSED)
-])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if number < 2 else pytest.mark.slow)
+        for number, case in enumerate(REFUSED)
+    ],
+)
 def test_what_would_see_a_part_alone_is_refused(case):
     kind, loss, data, message = REFUSED[case]
     model = fitkit.Model(kind())

@@ -126,8 +126,10 @@ LOSSES = {
         torch.tensor([0.1, 1.0, 1.0, 5.0, 0.0], dtype=torch.float64)
     ),
     "torch's, with another label ignored": lambda: nn.CrossEntropyLoss(ignore_index=2),
-    "values of the labels that count": lambda: lambda p, t: F.cross_entropy(
-        p.movedim(1, -1)[t != IGNORED], t[t != IGNORED], reduction="none"
+    "values of the labels that count": lambda: (
+        lambda p, t: F.cross_entropy(
+            p.movedim(1, -1)[t != IGNORED], t[t != IGNORED], reduction="none"
+        )
     ),
 }
 
@@ -389,9 +391,7 @@ def test_a_net_that_takes_the_number_of_items(cut):
     x, y = tokens()
     y[:, 1] = y[:, 0]
     wanted = reference(made(SaysItsSum), lambda net, x, y: net(x, y)["loss"], (x, y))
-    model = fitted(
-        fitkit.Model(made(SaysItsSum)), (x, y), cut, lambda x, y: {"x": x, "labels": y}
-    )
+    model = fitted(fitkit.Model(made(SaysItsSum)), (x, y), cut, lambda x, y: {"x": x, "labels": y})
     assert apart(model.net, wanted) < 1e-12
 
 

@@ -199,6 +199,7 @@ WRITE = """
 open(f"numbers{os.environ['RANK']}.json", "w").write(json.dumps(numbers))
 """
 
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The folder to which two nodes wrote."""

@@ -120,9 +120,7 @@ def test_the_pods_of_a_pytorchjob_are_the_ranks(tmp_path):
         "KUBERNETES_PORT": "tcp://10.0.0.1:443", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(), "WORLD_SIZE": "2",
     }  # fmt: skip
-    assert_two_pods_agree(
-        tmp_path, [begin(tmp_path, NUMBERS, RANK=rank, **job) for rank in "01"]
-    )
+    assert_two_pods_agree(tmp_path, [begin(tmp_path, NUMBERS, RANK=rank, **job) for rank in "01"])
 
 
 @pytest.mark.slow  # how it is recognised is a unit test, how ranks take part is that of Slurm

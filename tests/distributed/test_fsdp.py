@@ -78,8 +78,13 @@ def test_weights_state_and_values_are_those_of_plain_pytorch(ranks, wrap):
     parameters, kinds = list(module.parameters()), [type(part) for part in module.modules()]
     attributes = [set(vars(part)) for part in module.modules()]
     model = fitkit.Model(module)
-    model.compile(given, "cross_entropy", metrics=["accuracy"], lr_scheduler=lambda optimizer: (
-        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)), **on(ranks, wrap=wrap))
+    model.compile(
+        given,
+        "cross_entropy",
+        metrics=["accuracy"],
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        **on(ranks, wrap=wrap),
+    )
     history = fit(model, ranks, epochs=2, validation_data=(X[:25], Y[:25])).history
     adam = torch.optim.Adam(reference.parameters(), 0.01)
     plainly(reference, adam, 2, torch.optim.lr_scheduler.StepLR(adam, 1, 0.5))
@@ -98,8 +103,12 @@ def test_weights_state_and_values_are_those_of_plain_pytorch(ranks, wrap):
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
     assert [type(part) for part in module.modules()] == kinds
     assert [set(vars(part)) for part in module.modules()] == attributes
-    assert not any(held for part in module.modules() for name, held in vars(part).items()
-                   if name.endswith("_hooks"))
+    assert not any(
+        held
+        for part in module.modules()
+        for name, held in vars(part).items()
+        if name.endswith("_hooks")
+    )
     assert not parameters[1].requires_grad and model.optimizer is given
     copy.deepcopy(model)
 
@@ -124,9 +133,14 @@ def test_a_second_fit_and_one_on_one_device_go_on_exactly():
 @pytest.mark.parametrize("limit", ["norm", "value"])
 def test_clipping_and_accumulation_see_all_gradients(limit):
     model, reference = fitkit.Model(still(net())), still(net())
-    model.compile("adam", "cross_entropy", gradient_clip_val=0.05, gradient_clip_algorithm=limit,
-                  accumulate_grad_batches=3, **on(
-                      2, activation_checkpointing=limit == "norm" or (Block, nn.Linear)))
+    model.compile(
+        "adam",
+        "cross_entropy",
+        gradient_clip_val=0.05,
+        gradient_clip_algorithm=limit,
+        accumulate_grad_batches=3,
+        **on(2, activation_checkpointing=limit == "norm" or (Block, nn.Linear)),
+    )
     fit(model, 2, epochs=2)
     adam = torch.optim.Adam(reference.parameters())
     clip = {"clip": 0.05} if limit == "norm" else {"clip_value": 0.05}
@@ -143,8 +157,12 @@ def test_saves_in_between_are_whole_and_resume_on_other_ranks(tmp_path):
         model.save(tmp_path / f"{epoch}.h5")
         model.save_weights(tmp_path / f"{epoch}.safetensors")
         held = [p.to_local().numel() for p in model.parameters()]
-        held += [v.to_local().numel() for s in model.optimizer.state.values()
-                 for v in s.values() if v.ndim]
+        held += [
+            v.to_local().numel()
+            for s in model.optimizer.state.values()
+            for v in s.values()
+            if v.ndim
+        ]
         logs["held"] = float(sum(held))
         logs["inside"] = model.evaluate(X[:7], Y[:7], batch_size=4, verbose=0)
 
@@ -158,7 +176,8 @@ def test_saves_in_between_are_whole_and_resume_on_other_ranks(tmp_path):
     weights.load_weights(tmp_path / "0.safetensors")
     same(weights.net, reference)
     assert history["inside"][0] == pytest.approx(
-        F.cross_entropy(reference.eval()(X[:7]), Y[:7]).item(), abs=1e-9)
+        F.cross_entropy(reference.eval()(X[:7]), Y[:7]).item(), abs=1e-9
+    )
     plainly(reference, adam, 2)
     for hardware in (on(3), {"devices": 1, "accelerator": "cpu"}):
         resumed, ranks = fitkit.Model(still(net())), hardware["devices"]
@@ -214,17 +233,29 @@ def test_each_rank_writes_its_part_of_a_folder_that_any_number_of_ranks_goes_on_
 @pytest.mark.parametrize("hardware", [{"ranks": 3}, {"ranks": 4, "shard_size": 2}, {"ddp": 2}])
 def test_a_folder_is_read_by_other_meshes_and_strategies(tmp_path, hardware):
     model, reference = fitkit.Model(still(net())), still(net())
-    model.compile("adam", "cross_entropy", **on(2 if "shard_size" not in hardware else 4, **(
-        {} if "shard_size" not in hardware else {"shard_size": 2})))
+    model.compile(
+        "adam",
+        "cross_entropy",
+        **on(
+            2 if "shard_size" not in hardware else 4,
+            **({} if "shard_size" not in hardware else {"shard_size": 2}),
+        ),
+    )
     saves = fitkit.callbacks.ModelCheckpoint(tmp_path / "{epoch}.dcp")
     fit(model, model.world_size, callbacks=saves)
     adam = torch.optim.Adam(reference.parameters())
     plainly(reference, adam, 2)
     ranks = hardware.get("ddp") or 3
     other = fitkit.Model(still(net()))
-    other.compile("adam", "cross_entropy", **(
-        on(ranks) if "ddp" not in hardware
-        else {"accelerator": "cpu", "devices": 2, "strategy": "ddp_sharded"}))
+    other.compile(
+        "adam",
+        "cross_entropy",
+        **(
+            on(ranks)
+            if "ddp" not in hardware
+            else {"accelerator": "cpu", "devices": 2, "strategy": "ddp_sharded"}
+        ),
+    )
     fit(other, ranks, epochs=2, resume_from=tmp_path / "1.dcp")
     same(other.net, reference)
     same_state(other.optimizer, adam)
@@ -293,10 +324,15 @@ def test_own_steps_with_tied_weights_and_a_recurrent_layer(wrap):
     models, logs, predicted = [Own(), Own()], [], []
     for model, ranks in zip(models, (1, 2), strict=True):
         hardware = on(2, wrap=wrap, reshard_after_forward=wrap is None)
-        model.compile(torch.optim.AdamW(model.parameters(), 0.01),
-                      **(hardware if ranks == 2 else {"accelerator": "cpu", "devices": 1}))
-        inside = fitkit.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs, m=model: (
-            predicted.append(m.predict(X[:9], batch_size=4, verbose=0)["scores"])))
+        model.compile(
+            torch.optim.AdamW(model.parameters(), 0.01),
+            **(hardware if ranks == 2 else {"accelerator": "cpu", "devices": 1}),
+        )
+        inside = fitkit.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs, m=model: predicted.append(
+                m.predict(X[:9], batch_size=4, verbose=0)["scores"]
+            )
+        )
         options = {"validation_data": (X[:9], Y[:9]), "validation_batch_size": 4}
         logs.append(fit(model, ranks, epochs=2, callbacks=inside, **options).history)
     assert logs[0].keys() == logs[1].keys()
@@ -331,10 +367,15 @@ def test_a_layer_that_a_callback_thaws_learns_from_then_on():
 def test_the_best_weights_and_a_moving_average_come_back():
     model, reference = fitkit.Model(still(net())), fitkit.Model(still(net()))
     for one, ranks in ((model, 2), (reference, 1)):
-        one.compile("adam", "cross_entropy", learning_rate=0.3,
-                    **(on(2) if ranks == 2 else {"accelerator": "cpu", "devices": 1}))
-        best = fitkit.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True,
-                                              min_delta=0.3)
+        one.compile(
+            "adam",
+            "cross_entropy",
+            learning_rate=0.3,
+            **(on(2) if ranks == 2 else {"accelerator": "cpu", "devices": 1}),
+        )
+        best = fitkit.callbacks.EarlyStopping(
+            "loss", patience=9, restore_best_weights=True, min_delta=0.3
+        )
         fit(one, ranks, epochs=4, callbacks=best)
         average = fitkit.callbacks.EMA(0.9, use_buffers=False)
         fit(one, ranks, epochs=2, callbacks=average)
@@ -363,12 +404,25 @@ def test_half_precision_trains(precision):
         return fitkit.Model(module)
 
     model = made()
-    model.compile("adam", "cross_entropy", learning_rate=0.01, precision=precision,
-                  gradient_clip_val=1.0, **on(2))
+    model.compile(
+        "adam",
+        "cross_entropy",
+        learning_rate=0.01,
+        precision=precision,
+        gradient_clip_val=1.0,
+        **on(2),
+    )
     losses = fit(model, 2, epochs=4).history["loss"]
     alone = made()
-    alone.compile("adam", "cross_entropy", learning_rate=0.01, precision=precision,
-                  gradient_clip_val=1.0, accelerator="cpu", devices=1)
+    alone.compile(
+        "adam",
+        "cross_entropy",
+        learning_rate=0.01,
+        precision=precision,
+        gradient_clip_val=1.0,
+        accelerator="cpu",
+        devices=1,
+    )
     assert losses == pytest.approx(fit(alone, 1, epochs=4).history["loss"], abs=0.02)
     assert losses[-1] < losses[0] and model.global_step == alone.global_step
 
@@ -428,11 +482,22 @@ def test_ranks_that_compute_a_batch_together_make_what_one_process_makes(tmp_pat
         logs["held"] = float(sum(p.to_local().numel() for p in model.parameters()))
 
     def trained(some, epochs, **options):
-        return some.fit(X, Y, batch_size=24 // ranks, shuffle=False, verbose=0, epochs=epochs,
-                        validation_data=(X[:25], Y[:25]), **options).history
+        return some.fit(
+            X,
+            Y,
+            batch_size=24 // ranks,
+            shuffle=False,
+            verbose=0,
+            epochs=epochs,
+            validation_data=(X[:25], Y[:25]),
+            **options,
+        ).history
 
-    history = trained(model, 2, callbacks=fitkit.callbacks.LambdaCallback(
-        on_train_batch_end=look, on_epoch_end=end))
+    history = trained(
+        model,
+        2,
+        callbacks=fitkit.callbacks.LambdaCallback(on_train_batch_end=look, on_epoch_end=end),
+    )
     inside = sum(p.numel() for block in (module[1], module[3]) for p in block.parameters())
     whole = sum(p.numel() for p in parameters)
     copies = ranks // 2
@@ -447,8 +512,12 @@ def test_ranks_that_compute_a_batch_together_make_what_one_process_makes(tmp_pat
     assert model.evaluate(X[:25], Y[:25], verbose=0)[0] == pytest.approx(loss, abs=1e-9)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
     assert [set(vars(part)) for part in module.modules()] == attributes
-    assert not any(held for part in module.modules() for name, held in vars(part).items()
-                   if name.endswith("_hooks"))
+    assert not any(
+        held
+        for part in module.modules()
+        for name, held in vars(part).items()
+        if name.endswith("_hooks")
+    )
     assert model.optimizer.param_groups[0]["foreach"] == adam.param_groups[0]["foreach"]
     # It goes on within an epoch to the last bit, and after one in a second fit.
     again = fitkit.Model(even())
@@ -477,9 +546,10 @@ def test_the_reason_why_a_plan_cannot_be_kept_is_told(case):
         TensorParallel(net(), plan, types.SimpleNamespace(size=lambda: 2))
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=() if case == "uneven" else pytest.mark.slow) for case in UNKEEPABLE
-])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case == "uneven" else pytest.mark.slow) for case in UNKEEPABLE],
+)
 def test_plans_that_cannot_be_kept_are_refused(case):
     plan, message = UNKEEPABLE[case]
     model = fitkit.Model(net())
@@ -511,11 +581,16 @@ def on_meta():
         return Attends().double()
 
 
-@pytest.mark.parametrize("hardware", [
-    {"strategy": FSDPStrategy()},
-    pytest.param({"strategy": FSDPStrategy(wrap=nn.Linear), "devices": 3}, marks=pytest.mark.slow),
-    pytest.param({"strategy": "ddp_spawn"}, marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "hardware",
+    [
+        {"strategy": FSDPStrategy()},
+        pytest.param(
+            {"strategy": FSDPStrategy(wrap=nn.Linear), "devices": 3}, marks=pytest.mark.slow
+        ),
+        pytest.param({"strategy": "ddp_spawn"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_net_on_the_meta_device_gets_the_same_numbers_on_any_ranks(hardware):
     found = []
     for where in ({}, {"devices": 2, **hardware}):
@@ -608,10 +683,14 @@ UNTRAINABLE = {
 }
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=() if case == "adafactor" else pytest.mark.slow)
-    for case in UNTRAINABLE if case != "compiled part"  # workers would get it as it was before
-])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case == "adafactor" else pytest.mark.slow)
+        for case in UNTRAINABLE
+        if case != "compiled part"  # workers would get it as it was before
+    ],
+)
 def test_what_cannot_be_trained_so_is_refused(case):
     make, options, message = UNTRAINABLE[case]
     model = make()
@@ -633,15 +712,27 @@ def test_the_reason_why_something_cannot_be_trained_so_is_told(case):
         check_trains(model, optimizers, "fsdp")
 
 
-@pytest.mark.parametrize("options", [
-    {"wrap": "layers"}, {"wrap": True}, {"wrap": (nn.Linear, 3)}, {"wrap": 0}, {"shard_size": 1},
-    {"shard_size": 2.0}, {"backup": 1}, {"reshard_after_forward": None},
-    {"activation_checkpointing": "blocks"}, {"timeout": -1}, {"tensor_parallel": 2},
-    {"tensor_parallel_plan": {"0": "colwise"}}, {"tensor_parallel": 0},
-    {"tensor_parallel": 2, "tensor_parallel_plan": {"0": "rowwsie"}},
-    {"tensor_parallel": 2, "tensor_parallel_plan": {"0": nn.Linear}},
-    {"tensor_parallel": 2, "tensor_parallel_plan": {"0": "colwise"}, "shard_size": 2},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wrap": "layers"},
+        {"wrap": True},
+        {"wrap": (nn.Linear, 3)},
+        {"wrap": 0},
+        {"shard_size": 1},
+        {"shard_size": 2.0},
+        {"backup": 1},
+        {"reshard_after_forward": None},
+        {"activation_checkpointing": "blocks"},
+        {"timeout": -1},
+        {"tensor_parallel": 2},
+        {"tensor_parallel_plan": {"0": "colwise"}},
+        {"tensor_parallel": 0},
+        {"tensor_parallel": 2, "tensor_parallel_plan": {"0": "rowwsie"}},
+        {"tensor_parallel": 2, "tensor_parallel_plan": {"0": nn.Linear}},
+        {"tensor_parallel": 2, "tensor_parallel_plan": {"0": "colwise"}, "shard_size": 2},
+    ],
+)
 def test_arguments_are_checked_where_they_are_given(options):
     with pytest.raises(fitkit.FitkitError):
         FSDPStrategy(**options)

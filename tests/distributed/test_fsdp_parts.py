@@ -33,11 +33,16 @@ def test_recomputed_blocks_count_a_batch_once_in_their_running_statistics():
         return nn.Sequential(Block(), Block(), nn.Linear(4, 2)).double()
 
     model, reference = fitkit.Model(net()), net()
-    model.compile(torch.optim.SGD(model.parameters(), 0.0), "mse", accelerator="cpu", devices=2,
-                  strategy=FSDPStrategy(activation_checkpointing=True))
+    model.compile(
+        torch.optim.SGD(model.parameters(), 0.0),
+        "mse",
+        accelerator="cpu",
+        devices=2,
+        strategy=FSDPStrategy(activation_checkpointing=True),
+    )
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     for first in range(0, len(X), 8):
-        reference(X[first:first + 4])  # rank 0's half
+        reference(X[first : first + 4])  # rank 0's half
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(model.net.get_buffer(name), buffer, rtol=0, atol=1e-12)
 
@@ -53,8 +58,13 @@ def test_a_loss_may_work_in_place_on_predictions_that_are_a_view():
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1), nn.Flatten(0)).double()
 
     model, reference, targets = fitkit.Model(net()), net(), Y[:, 0] + 1
-    model.compile(torch.optim.SGD(model.parameters(), 0.1), squared, accelerator="cpu", devices=2,
-                  strategy="fsdp")
+    model.compile(
+        torch.optim.SGD(model.parameters(), 0.1),
+        squared,
+        accelerator="cpu",
+        devices=2,
+        strategy="fsdp",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.fit(X, targets, batch_size=4, shuffle=False, verbose=0)
@@ -70,7 +80,8 @@ class Scaled(nn.Module):
         super().__init__()
         self.place = nn.Parameter(torch.empty(4))
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)
+        )
         self.out = nn.Linear(4, 2)
         self.reset_parameters()
 
@@ -92,8 +103,13 @@ def test_a_net_that_fills_its_own_parts_gets_the_same_numbers_on_any_ranks():
             net = Scaled()
         model = fitkit.Model(net)
         options = {"strategy": "fsdp"} if ranks > 1 else {}
-        model.compile(torch.optim.SGD(model.parameters(), 0.0), "mse", accelerator="cpu",
-                      devices=ranks, **options)
+        model.compile(
+            torch.optim.SGD(model.parameters(), 0.0),
+            "mse",
+            accelerator="cpu",
+            devices=ranks,
+            **options,
+        )
         model.fit(X.float(), Y.float(), batch_size=8, verbose=0)
         return net.state_dict()
 
@@ -111,8 +127,14 @@ class OffloadedToItself(FSDPStrategy):
 
 def test_parameters_kept_in_main_memory_learn_the_same():
     model, reference = fitkit.Model(dense(4, 8, 2).double()), dense(4, 8, 2).double()
-    model.compile(torch.optim.Adam(model.parameters(), 0.1), "mse", accelerator="cpu", devices=2,
-                  gradient_clip_val=0.01, strategy=OffloadedToItself(nn.Linear, cpu_offload=True))
+    model.compile(
+        torch.optim.Adam(model.parameters(), 0.1),
+        "mse",
+        accelerator="cpu",
+        devices=2,
+        gradient_clip_val=0.01,
+        strategy=OffloadedToItself(nn.Linear, cpu_offload=True),
+    )
     optimizer = torch.optim.Adam(reference.parameters(), 0.1)
     for _ in range(2):  # the state goes back and forth
         model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)

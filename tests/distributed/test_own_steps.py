@@ -77,8 +77,10 @@ class Adversaries(fitkit.Model):
         self.automatic_optimization = not manual
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(self.maker.parameters(), 0.01),
-                torch.optim.SGD(self.judge.parameters(), 0.1)]
+        return [
+            torch.optim.Adam(self.maker.parameters(), 0.01),
+            torch.optim.SGD(self.judge.parameters(), 0.1),
+        ]
 
     def loss(self, x, turn):
         if turn == 0:

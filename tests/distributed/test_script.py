@@ -259,7 +259,8 @@ TALKS = """
 
 def test_lightnings_print_on_every_rank_is_seen_with_output_all(start):
     process = start(
-        TALKS + """
+        TALKS
+        + """
     from fitkit.strategies import DDPStrategy
     model = compiled(strategy=DDPStrategy(output="all"))
     model.fit(x, y, epochs=2, verbose=0, callbacks=[shown])

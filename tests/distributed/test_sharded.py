@@ -42,8 +42,12 @@ def test_weights_and_the_whole_state_are_those_of_plain_pytorch(ranks):
     module, reference = net(), net()
     given = torch.optim.Adam(module.parameters(), 0.01)
     model = fitkit.Model(module)
-    model.compile(given, "cross_entropy", lr_scheduler=lambda optimizer: (
-        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)), **on(ranks))
+    model.compile(
+        given,
+        "cross_entropy",
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        **on(ranks),
+    )
     fit(model, ranks, epochs=2)
     adam = torch.optim.Adam(reference.parameters(), 0.01)
     plainly(reference, adam, 2, torch.optim.lr_scheduler.StepLR(adam, 1, 0.5))
@@ -71,8 +75,9 @@ def test_a_second_fit_on_one_device_and_a_third_on_two_go_on_exactly(tmp_path):
 
 def test_clipping_and_accumulation_see_all_gradients():
     model, reference = fitkit.Model(net()), net()
-    model.compile("adam", "cross_entropy", gradient_clip_val=0.05, accumulate_grad_batches=2,
-                  **on(2))
+    model.compile(
+        "adam", "cross_entropy", gradient_clip_val=0.05, accumulate_grad_batches=2, **on(2)
+    )
     fit(model, 2, epochs=2)
     adam = torch.optim.Adam(reference.parameters(), fused=True)  # as one by name
     plainly(reference, adam, 2, clip=0.05, group=2)
@@ -92,7 +97,8 @@ def test_each_rank_keeps_its_share_of_the_state_and_a_save_in_between_has_all(tm
 
     seen = []
     note = fitkit.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: (look(epoch, logs), seen.append(logs["held"])))
+        on_epoch_end=lambda epoch, logs: (look(epoch, logs), seen.append(logs["held"]))
+    )
     fit(model, 2, epochs=2, callbacks=note)
     whole = 2 * sum(parameter.numel() for parameter in model.parameters())
     for first, second in seen:
@@ -114,8 +120,10 @@ class ByHand(fitkit.Model):
         self.automatic_optimization = False
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(self.net[0].parameters(), 0.01),
-                torch.optim.SGD(self.net[2:].parameters(), 0.1, momentum=0.9)]
+        return [
+            torch.optim.Adam(self.net[0].parameters(), 0.01),
+            torch.optim.SGD(self.net[2:].parameters(), 0.1, momentum=0.9),
+        ]
 
     def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
@@ -241,8 +249,17 @@ def test_a_schedule_free_optimizer_switches_all_ranks_weights(strategy, tmp_path
         model = fitkit.Model(net())
         model.compile(ScheduleFreeSGD, "cross_entropy", **{**on(2), "strategy": strategy})
         saves = fitkit.callbacks.ModelCheckpoint(str(tmp_path / "{step}.h5"), every_n_train_steps=2)
-        history = model.fit(X, Y, batch_size=6, epochs=3, shuffle=False, verbose=0,
-                            validation_data=(X, Y), callbacks=saves, **options).history
+        history = model.fit(
+            X,
+            Y,
+            batch_size=6,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            validation_data=(X, Y),
+            callbacks=saves,
+            **options,
+        ).history
         same(model.net, plain)
         assert history["val_loss"][-1] == pytest.approx(expected, abs=1e-9)
         return model

@@ -76,9 +76,7 @@ class PartOfLength(Part):
         return 20 if alone or torch.distributed.get_rank() == 0 else 8
 
 
-@pytest.mark.parametrize(
-    ("data", "frequency"), [(Part, {"batches": 2}), (PartOfLength, 0.4)]
-)
+@pytest.mark.parametrize(("data", "frequency"), [(Part, {"batches": 2}), (PartOfLength, 0.4)])
 def test_ranks_with_unequal_parts_validate_after_the_same_batches(data, frequency):
     model = compiled(2)
     history = model.fit(

@@ -20,11 +20,24 @@ def test_weights_saved_within_an_epoch_are_the_mean_of_what_the_ranks_have(tmp_p
     model = fitkit.Model(net)
     # Nothing is exchanged before the fifth step.
     strategy = BaguaStrategy("decentralized", communication_interval=5)
-    model.compile(torch.optim.SGD(net.parameters(), 0.1), "mse", accelerator="cpu", devices=2,
-                  strategy=strategy)
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[
-        ModelCheckpoint(tmp_path / f"{{batch}}{suffix}", save_weights_only=True, save_freq=3)
-        for suffix in (".safetensors", ".dcp")])
+    model.compile(
+        torch.optim.SGD(net.parameters(), 0.1),
+        "mse",
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+    )
+    model.fit(
+        x,
+        y,
+        batch_size=4,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            ModelCheckpoint(tmp_path / f"{{batch}}{suffix}", save_weights_only=True, save_freq=3)
+            for suffix in (".safetensors", ".dcp")
+        ],
+    )
     for rank, replica in enumerate(replicas):
         optimizer = torch.optim.SGD(replica.parameters(), 0.1)
         for step in range(3):
@@ -34,6 +47,7 @@ def test_weights_saved_within_an_epoch_are_the_mean_of_what_the_ranks_have(tmp_p
             optimizer.step()
     for suffix in (".safetensors", ".dcp"):
         load_weights(tmp_path / f"3{suffix}", net)
-        for found, one, other in zip(net.parameters(), *(r.parameters() for r in replicas),
-                                     strict=True):
+        for found, one, other in zip(
+            net.parameters(), *(r.parameters() for r in replicas), strict=True
+        ):
             torch.testing.assert_close(found, (one + other) / 2, rtol=0, atol=1e-12)

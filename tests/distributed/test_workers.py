@@ -71,8 +71,10 @@ def test_layers_in_evaluation_mode_stay_so_on_all_ranks():
     def frozen():
         torch.manual_seed(0)
         net = torch.nn.Sequential(
-            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8),
-            torch.nn.Dropout(), torch.nn.Linear(8, 3),
+            torch.nn.Linear(6, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(),
+            torch.nn.Linear(8, 3),
         )
         for layer in net[1:3]:
             layer.eval()
@@ -352,12 +354,8 @@ def raise_mine():
     [
         (raise_mine, r"Rank 1 failed: KeyError: 'mine'"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "Rank 1 was ended by SIGKILL"),
-        pytest.param(
-            lambda: os._exit(3), "Rank 1 left with status 3", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda: sys.exit(0), "Rank 1 failed: SystemExit", marks=pytest.mark.slow
-        ),
+        pytest.param(lambda: os._exit(3), "Rank 1 left with status 3", marks=pytest.mark.slow),
+        pytest.param(lambda: sys.exit(0), "Rank 1 failed: SystemExit", marks=pytest.mark.slow),
     ],
     ids=["exception", "kill", "exit", "sys.exit"],
 )
@@ -463,8 +461,9 @@ def test_an_update_by_a_callback_in_mid_training_is_that_of_one_process():
     for devices in (1, 2):
         callback = LambdaCallback(on_train_batch_end=learn)
         model = compiled(devices=devices, metrics=None)
-        model.fit(X[:96], Y[:96], batch_size=32 // devices, shuffle=False, verbose=0,
-                  callbacks=callback)
+        model.fit(
+            X[:96], Y[:96], batch_size=32 // devices, shuffle=False, verbose=0, callbacks=callback
+        )
         models.append(model)
     assert_same_weights(*(model.net for model in models), atol=1e-6)
 

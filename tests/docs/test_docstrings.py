@@ -39,6 +39,8 @@ NEEDS = {
 MISSING = tuple(name for name, package in NEEDS.items() if not importlib.util.find_spec(package))
 NAMES_OF_OPTIMIZERS = ["QAdamOptimizer", "muon", "parameter_groups"]
 """What fitkit.optimizers has for users; it has no __all__."""
+
+
 def public_names():
     """(module, name) of all that users may write."""
     for name in PUBLIC:

@@ -51,25 +51,41 @@ same_state = functools.partial(assert_same_optimizer_state, atol=1e-5, settings=
 
 
 def attributes(module):
-    return {name: {key: set(value) if isinstance(value, dict) else None
-                   for key, value in vars(part).items()}
-            for name, part in module.named_modules()}
+    return {
+        name: {
+            key: set(value) if isinstance(value, dict) else None
+            for key, value in vars(part).items()
+        }
+        for name, part in module.named_modules()
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_and_the_whole_state_are_those_of_plain_pytorch(stage):
     module, reference = net(), net()
-    given = torch.optim.AdamW([{"params": module[:2].parameters()},
-                               {"params": module[2:].parameters(), "lr": 0.003}], 0.01)
+    given = torch.optim.AdamW(
+        [{"params": module[:2].parameters()}, {"params": module[2:].parameters(), "lr": 0.003}],
+        0.01,
+    )
     before, parameters = attributes(module), list(module.parameters())
     model = fitkit.Model(module)
-    model.compile(given, "cross_entropy", metrics="accuracy", gradient_clip_val=0.5,
-                  lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), **on(stage))
+    model.compile(
+        given,
+        "cross_entropy",
+        metrics="accuracy",
+        gradient_clip_val=0.5,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        **on(stage),
+    )
     history = fit(model, epochs=2, validation_data=(X[:37], Y[:37])).history
-    adam = torch.optim.AdamW([{"params": reference[:2].parameters()},
-                              {"params": reference[2:].parameters(), "lr": 0.003}], 0.01)
-    plainly(reference, adam, 2, clip=0.5,
-            scheduler=torch.optim.lr_scheduler.StepLR(adam, 1, 0.5))
+    adam = torch.optim.AdamW(
+        [
+            {"params": reference[:2].parameters()},
+            {"params": reference[2:].parameters(), "lr": 0.003},
+        ],
+        0.01,
+    )
+    plainly(reference, adam, 2, clip=0.5, scheduler=torch.optim.lr_scheduler.StepLR(adam, 1, 0.5))
     same(module, reference)
     assert model.optimizer is given
     same_state(given, adam)
@@ -79,8 +95,9 @@ def test_weights_and_the_whole_state_are_those_of_plain_pytorch(stage):
     assert history["val_loss"][-1] == pytest.approx(expected, abs=1e-5)
     loss = model.evaluate(X[:37], Y[:37], verbose=0)[0]
     assert loss == pytest.approx(expected, abs=1e-5)
-    torch.testing.assert_close(torch.tensor(model.predict(X, verbose=0)), outputs, rtol=0,
-                               atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(model.predict(X, verbose=0)), outputs, rtol=0, atol=1e-5
+    )
     # Nothing of the engine is left on the model.
     assert [id(p) for p in module.parameters()] == [id(p) for p in parameters]
     assert attributes(module) == before and not any(vars(p) for p in parameters)
@@ -89,8 +106,13 @@ def test_weights_and_the_whole_state_are_those_of_plain_pytorch(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulated_groups_count_each_sample_once_also_the_short_last_one(stage):
     model, reference = fitkit.Model(net()), net()
-    model.compile(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "cross_entropy",
-                  accumulate_grad_batches=3, gradient_clip_val=0.05, **on(stage))
+    model.compile(
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        "cross_entropy",
+        accumulate_grad_batches=3,
+        gradient_clip_val=0.05,
+        **on(stage),
+    )
     fit(model, epochs=2)
     sgd = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
     plainly(reference, sgd, 2, clip=0.05, group=3)
@@ -103,12 +125,15 @@ def test_a_save_in_the_middle_is_whole_and_goes_on_anywhere(stage, tmp_path):
     model, reference = fitkit.Model(net()), net()
     model.compile("adam", "cross_entropy", learning_rate=0.01, **on(stage))
     save = fitkit.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: model.save(tmp_path / f"{epoch}.h5"))
+        on_epoch_end=lambda epoch, logs: model.save(tmp_path / f"{epoch}.h5")
+    )
     fit(model, epochs=2, callbacks=save)
     adam = torch.optim.Adam(reference.parameters(), 0.01, fused=True)  # as one by name
     plainly(reference, adam, 1)
-    for name, ranks, options in (("plain", 1, {"devices": 1, "accelerator": "cpu"}),
-                                 ("spread", 3, on(stage, 3))):
+    for name, ranks, options in (
+        ("plain", 1, {"devices": 1, "accelerator": "cpu"}),
+        ("spread", 3, on(stage, 3)),
+    ):
         resumed = fitkit.Model(net())
         resumed.compile("adam", "cross_entropy", learning_rate=0.01, **options)
         resumed.load(tmp_path / "0.h5")
@@ -146,8 +171,10 @@ def test_numbers_that_a_callback_changes_in_place_are_gone_on_from(stage):
 
     model, reference = fitkit.Model(net()), net()
     model.compile(torch.optim.SGD(model.parameters(), 0.1), "cross_entropy", **on(stage))
-    fit(model, callbacks=fitkit.callbacks.LambdaCallback(
-        on_batch_end=lambda batch, logs: limit(model)))
+    fit(
+        model,
+        callbacks=fitkit.callbacks.LambdaCallback(on_batch_end=lambda batch, logs: limit(model)),
+    )
     sgd = torch.optim.SGD(reference.parameters(), 0.1)
     for batch in slices(X, Y, 12):
         plain_loop(reference, sgd, [batch])
@@ -179,8 +206,9 @@ def test_half_precision_learns():
     for precision in ("bf16-mixed", "bf16-true"):
         for stage in (1, 2, 3):
             model = fitkit.Model(net())
-            model.compile("adam", "cross_entropy", learning_rate=0.01, precision=precision,
-                          **on(stage))
+            model.compile(
+                "adam", "cross_entropy", learning_rate=0.01, precision=precision, **on(stage)
+            )
             history = fit(model, epochs=8).history["loss"]
             assert history[-1] < history[0] - 0.02, (precision, stage)
             kind = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -207,8 +235,14 @@ def test_ranks_of_torchrun_and_of_deepspeeds_own_launcher_train_alike(launcher, 
     path.write_text(textwrap.dedent(SCRIPT))
     start = {
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port",
-                      "29611"],
+        "deepspeed": [
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            "29611",
+        ],
     }[launcher]
     result = subprocess.run(
         [sys.executable, *start, str(path)], cwd=tmp_path,

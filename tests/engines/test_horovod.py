@@ -108,8 +108,9 @@ FAILS = """
 
 def run(tmp_path, text, strategy, launcher=None):
     path = tmp_path / "train.py"
-    path.write_text(f"STRATEGY = None\n{textwrap.dedent(BEGIN)}\nSTRATEGY = {strategy}\n"
-                    f"{textwrap.dedent(text)}")
+    path.write_text(
+        f"STRATEGY = None\n{textwrap.dedent(BEGIN)}\nSTRATEGY = {strategy}\n{textwrap.dedent(text)}"
+    )
     launcher = launcher or [RUN, "-np", "2", "--gloo", "--network-interfaces", "lo"]
     began = time.monotonic()
     result = subprocess.run(

@@ -38,5 +38,9 @@ def test_it_trains_on_the_cpu_where_torch_doesnt_load_the_package():
         model.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
     """
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=patience(90),
-                   env={**os.environ, **path})
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        timeout=patience(90),
+        env={**os.environ, **path},
+    )

@@ -15,8 +15,16 @@ from fitkit.data import to_device as feeding
 def model_on(accelerator, **arguments):
     torch.manual_seed(1)
     model = fitkit.Model(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)))
-    model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", "metrics": ["accuracy"],
-                     "accelerator": accelerator, "devices": 1, **arguments})
+    model.compile(
+        **{
+            "optimizer": "sgd",
+            "loss": "cross_entropy",
+            "metrics": ["accuracy"],
+            "accelerator": accelerator,
+            "devices": 1,
+            **arguments,
+        }
+    )
     return model
 
 

@@ -22,8 +22,16 @@ def trained(precision, **arguments):
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 5)
     )
     model = fitkit.Model(net)
-    model.compile(**{"optimizer": "adam", "loss": "cross_entropy", "accelerator": "gpu",
-                     "devices": 1, "precision": precision, **arguments})
+    model.compile(
+        **{
+            "optimizer": "adam",
+            "loss": "cross_entropy",
+            "accelerator": "gpu",
+            "devices": 1,
+            "precision": precision,
+            **arguments,
+        }
+    )
     # Batches of 37, and a last one of 30: no multiples of 16.
     losses = model.fit(X, Y, batch_size=37, epochs=4, verbose=0, shuffle=False).history["loss"]
     assert type(net[2]).__name__ == "Float8Linear" and net[2].weight.dtype is torch.float32

@@ -18,8 +18,15 @@ def images(**arguments):
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
     )  # fmt: skip
     model = fitkit.Model(net)
-    model.compile(**{"optimizer": "adam", "loss": "cross_entropy", "accelerator": "gpu",
-                     "devices": 1, **arguments})
+    model.compile(
+        **{
+            "optimizer": "adam",
+            "loss": "cross_entropy",
+            "accelerator": "gpu",
+            "devices": 1,
+            **arguments,
+        }
+    )
     return model
 
 
@@ -44,9 +51,16 @@ def test_memory_that_ran_out_is_explained_and_free_again():
     model.fit(x, y, batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize("precision", [
-    "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true",
-])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "32-true",
+        "bf16-mixed",
+        "16-mixed",
+        "bf16-true",
+        "64-true",
+    ],
+)
 @pytest.mark.parametrize("memory_format", [None, "channels_last"])
 def test_every_precision_learns_in_either_layout(precision, memory_format):
     model = images(precision=precision, memory_format=memory_format, learning_rate=3e-3)

@@ -65,8 +65,16 @@ def test_metrics_of_each_class_never_wait():
 def watched(kind, **arguments):
     """Train with torch raising within steps at whatever waits."""
     model, strict = fitkit.Model(net()), Strict()
-    model.compile(**{"optimizer": "adam", "loss": "cross_entropy", "accelerator": "gpu",
-                     "devices": 1, "metrics": ["accuracy"], **arguments})
+    model.compile(
+        **{
+            "optimizer": "adam",
+            "loss": "cross_entropy",
+            "accelerator": "gpu",
+            "devices": 1,
+            "metrics": ["accuracy"],
+            **arguments,
+        }
+    )
     x, y = arrays()
     if kind == "arrays":
         data, options = (x, y), {"batch_size": 32}

@@ -14,8 +14,16 @@ X, Y = torch.randn(203, 6), torch.randint(0, 3, (203,))
 def trained(devices, strategy, **arguments):
     torch.manual_seed(1)
     model = fitkit.Model(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
-    model.compile("sgd", "cross_entropy", metrics=["accuracy"], learning_rate=0.1,
-                  accelerator="gpu", devices=devices, strategy=strategy, **arguments)
+    model.compile(
+        "sgd",
+        "cross_entropy",
+        metrics=["accuracy"],
+        learning_rate=0.1,
+        accelerator="gpu",
+        devices=devices,
+        strategy=strategy,
+        **arguments,
+    )
     size = 16 if strategy == "dp" else 16 // devices
     history = model.fit(X, Y, batch_size=size, epochs=3, shuffle=False, verbose=0)
     return history.history, model.predict(X, verbose=0)

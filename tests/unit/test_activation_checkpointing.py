@@ -36,8 +36,15 @@ def net(norm=True):
 def learned(made, strategy="auto", devices=1, **options):
     fitkit.set_seed(3)
     model = fitkit.Model(made)
-    model.compile("adam", "cross_entropy", learning_rate=0.01, accelerator="cpu", devices=devices,
-                  strategy=strategy, **options)
+    model.compile(
+        "adam",
+        "cross_entropy",
+        learning_rate=0.01,
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        **options,
+    )
     losses = model.fit(X, Y, batch_size=8 // devices, epochs=2, verbose=0).history["loss"]
     return model.net, losses
 
@@ -48,9 +55,16 @@ def saved_bytes(made):
     return saved.peak
 
 
-@pytest.mark.parametrize("blocks", [
-    True, Block, (Block, nn.Conv2d), lambda part: type(part).__name__ == "Block",
-], ids=["repeated", "class", "classes", "function"])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        True,
+        Block,
+        (Block, nn.Conv2d),
+        lambda part: type(part).__name__ == "Block",
+    ],
+    ids=["repeated", "class", "classes", "function"],
+)
 def test_the_same_is_learned_with_less_kept(blocks):
     plain, losses = learned(net())
     made = fitkit.checkpoint_activations(net(), blocks)
@@ -75,8 +89,9 @@ def test_it_can_be_taken_back_and_changes_no_names():
     plain, made = net(), net()
     assert fitkit.checkpoint_activations(made, Block) is made
     fitkit.checkpoint_activations(made, lambda part: part is made[1])  # in place of all
-    assert saved_bytes(plain) > saved_bytes(made) > saved_bytes(
-        fitkit.checkpoint_activations(net()))
+    assert (
+        saved_bytes(plain) > saved_bytes(made) > saved_bytes(fitkit.checkpoint_activations(net()))
+    )
     assert list(made.state_dict()) == list(plain.state_dict())
     fitkit.checkpoint_activations(made, False)
     assert saved_bytes(made) == saved_bytes(plain)
@@ -129,9 +144,15 @@ def test_two_ranks_learn_the_same(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [
-    "auto", "fsdp", fitkit.strategies.FSDPStrategy(activation_checkpointing=True),
-], ids=["alone", "fsdp", "the strategy's"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "auto",
+        "fsdp",
+        fitkit.strategies.FSDPStrategy(activation_checkpointing=True),
+    ],
+    ids=["alone", "fsdp", "the strategy's"],
+)
 def test_compiled_the_same_is_learned(strategy):
     def still():  # torch compiles no whole step that draws again
         made = net(norm=False)

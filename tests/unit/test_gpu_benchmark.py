@@ -13,10 +13,21 @@ from tests.limits import patience
 def test_the_gpu_benchmark_prints_one_table():
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick",
                "--modes", "plain", "graph", "--precisions", "fp32", "bf16"]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=patience(100), check=True,
-                         cwd=Path(__file__).parents[2])
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=patience(100),
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     rows = [line.split(" | ") for line in ran.stdout.splitlines() if line.startswith("|")][2:]
     assert [row[0].strip("| ") for row in rows] == [
-        "MLP", "MLP", "ResNet-18", "ResNet-18", "transformer", "transformer"
+        "MLP",
+        "MLP",
+        "ResNet-18",
+        "ResNet-18",
+        "transformer",
+        "transformer",
     ]
     assert all(float(row[3]) > 0 and float(row[4]) > 0 and float(row[5]) > 0 for row in rows)

@@ -834,8 +834,9 @@ def test_a_net_that_writes_into_its_input_leaves_the_users_data_alone(kind):
     model.compile("sgd", "cross_entropy", learning_rate=0.0)
     first = model.predict(x, batch_size=5, verbose=0)
     assert np.array_equal(first, model.predict(x, batch_size=5, verbose=0))
-    history = model.fit(x, Y, batch_size=5, epochs=2, shuffle=False, validation_data=(x, Y),
-                        verbose=0).history
+    history = model.fit(
+        x, Y, batch_size=5, epochs=2, shuffle=False, validation_data=(x, Y), verbose=0
+    ).history
     assert history["val_loss"][0] == history["val_loss"][1]
     assert torch.equal(torch.as_tensor(x), before)
 
@@ -970,7 +971,8 @@ def test_a_replaced_layer_gets_an_optimizer_that_trains_it():
 def rates_of(model, **arguments):
     rates = []
     watch = fitkit.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: rates.append(model.optimizer.param_groups[0]["lr"]))
+        on_epoch_begin=lambda epoch, logs: rates.append(model.optimizer.param_groups[0]["lr"])
+    )
     model.fit(X, Y, callbacks=watch, verbose=0, **arguments)
     return rates
 

@@ -39,8 +39,9 @@ def trained(net, **options):
 
 def test_adapters_learn_as_in_a_plain_loop(quantized):
     model, reference = trained(copy.deepcopy(quantized)), copy.deepcopy(quantized)
-    plain_loop(reference, torch.optim.Adam(adapters(reference), 0.01), slices(X, Y, 16), 2,
-               loss=F.mse_loss)
+    plain_loop(
+        reference, torch.optim.Adam(adapters(reference), 0.01), slices(X, Y, 16), 2, loss=F.mse_loss
+    )
     for one, other in zip(adapters(model.net), adapters(reference), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     before = quantized[0].base.weight.dequantize()

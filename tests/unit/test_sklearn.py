@@ -102,8 +102,10 @@ def test_the_nets_options_are_parameters_in_pipelines_and_grids():
     chain = make_pipeline(StandardScaler(), fast())
     grid = {"classifier__net__hidden": [1, 8], "classifier__learning_rate": [0.02]}
     search = GridSearchCV(chain, grid, cv=2).fit(X, NAMES)
-    assert search.best_estimator_[-1].net_[0].out_features == search.best_params_[
-        "classifier__net__hidden"]
+    assert (
+        search.best_estimator_[-1].net_[0].out_features
+        == search.best_params_["classifier__net__hidden"]
+    )
     assert search.best_score_ > 0.8
     assert cross_val_score(chain, X, NAMES, cv=2).mean() > 0.8
 
@@ -260,7 +262,6 @@ def test_a_pipeline_of_tfidf_and_a_classifier_trains_on_sparse_text():
     assert search.score(texts, labels) == 1.0
     x = TfidfVectorizer().fit_transform(texts)
     sparse, dense = (
-        Classifier(pipeline[-1].net, random_state=0).fit(data, labels)
-        for data in (x, x.toarray())
+        Classifier(pipeline[-1].net, random_state=0).fit(data, labels) for data in (x, x.toarray())
     )
     assert np.array_equal(sparse.predict_proba(x), dense.predict_proba(x.toarray()))

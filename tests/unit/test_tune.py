@@ -95,9 +95,7 @@ def test_each_update_has_its_rate_and_the_loss_before_it():
     net = torch.nn.Linear(3, 1)
     model = compiled(net=net)
     reference = copy.deepcopy(net)
-    found = tune.learning_rate(
-        model, X, Y, batch_size=64, min_lr=1e-3, max_lr=0.1, num_training=9
-    )
+    found = tune.learning_rate(model, X, Y, batch_size=64, min_lr=1e-3, max_lr=0.1, num_training=9)
     expected = []
     for rate in np.geomspace(1e-3, 0.1, 9):
         loss = torch.nn.functional.mse_loss(reference(X), Y)

@@ -1,8 +1,8 @@
 """Calls of a compiled graph for other batches, without torch's checks.
 
 At each call torch checks that a compiled function still fits, and collects the graph's inputs from
-the model. For a small net that takes a third of the time. If none of the user's code has run since
-the last call, the result of both is known: the same inputs, except for the batches.
+the model. For a small net that takes more than half of the time. If none of the user's code has run
+since the last call, the result of both is known: the same inputs, except for the batches.
 """
 
 from __future__ import annotations
@@ -16,32 +16,37 @@ import torch
 Batch = tuple[Any, Any, Any]
 """A batch's inputs, targets and weights, on the device."""
 
+MOST_FAILURES = 3
+"""A graph is given up after so many calls in a row that can't be repeated."""
+
 
 class GraphCalls:
-    """The backend of a compiled function, which keeps the graph's last call.
+    """The backend of a compiled function, which can call the function's graph by itself.
 
-    The graph may be called again only if that replaces all that the function does: its inputs are
-    tensors, and the same ones in two calls except for the batches; its outputs are the function's
-    result, and nothing else. A net that counts its calls, or that keeps an output, does more.
+    The graph may be called again only if that replaces all that the function does. So two calls in
+    a row must have run this very graph, whose inputs are tensors, and the same ones except for the
+    batches. And its outputs must be in the function's result, and nowhere else. A net that counts
+    its calls gets another graph, or a number as an input. A net that keeps an output has more.
 
     Args:
         backend: the name of torch's backend that compiles the graph.
         options: options for it.
-
-    Attributes:
-        is_watched: whether to keep the next call's inputs and outputs, for `may_repeat`.
     """
 
     def __init__(self, backend: str, options: dict[str, Any] | None) -> None:
         self.__name__ = backend  # torch's messages have it
         self._backend, self._options = backend, options or {}
-        self.is_watched = False
-        self._graph: Callable[..., Any] | None = None  # the one that the watched call ran
+        self._is_watched = False
+        self._ran: Callable[..., Any] | None = None  # the graph that the watched call ran
         self._given: tuple[Any, ...] = ()  # its inputs
         self._found: Sequence[Any] = ()  # its outputs
+        self._last: tuple[Sequence[Batch], Any] | None = None  # the watched call's, and its result
+        self._graph: Callable[..., Any] | None = None  # the one before that
         self._seen: list[Any] = []  # its inputs without the batches, which are None
         self._places: list[tuple[int, int]] = []  # the batches' tensors among the inputs
-        self._results: list[int | None] = []  # where the outputs have the result's tensors
+        self._result: Any = None  # the result, with each tensor's index in place of the tensor
+        self._is_known = False
+        self._failures = 0
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
         """Compile a graph for torch."""
@@ -52,25 +57,59 @@ class GraphCalls:
         elif self._options:
             options = {"options": self._options}
         compiled = torch._dynamo.lookup_backend(self._backend)(module, inputs, **options)
+        self._failures = 0
 
         def graph(*given: Any) -> Any:
             found = compiled(*given)
-            if self.is_watched:
-                self.is_watched, self._graph = False, compiled
-                self._given, self._found = given, found
+            if self._is_watched:
+                self._ran, self._given, self._found = compiled, given, found
             return found
 
         return graph
 
-    def may_repeat(self, batches: Sequence[Batch], result: Any) -> bool:
-        """Note the watched call of the function; return whether its graph may be called again.
+    def watched(self, program: Callable[[], Any], batches: Sequence[Batch]) -> Any:
+        """Call the compiled function, and note how it calls its graph.
 
         Args:
-            batches: the call's batches.
-            result: what the function returned.
+            program: calls the function on the batches.
+            batches: their tensors.
         """
-        parts, seen = _parts(batches), self._seen
-        given, found, self._given, self._found = self._given, self._found, (), ()
+        self._is_watched, self._given = self._failures < MOST_FAILURES, ()
+        try:
+            found = program()
+        finally:
+            self._is_watched = False
+        self._last = (batches, found) if self._given else None
+        return found
+
+    def forget(self) -> None:
+        """Check everything at the next call, because other code may run before it."""
+        self._is_known, self._last, self._given, self._found = False, None, (), ()
+
+    def repeat(self, batches: Sequence[Batch]) -> Any:
+        """Return the function's result for other batches of the same shapes, by the graph alone.
+
+        Returns:
+            None if the function must be called instead.
+        """
+        if self._last is not None:
+            self._is_known = self._learn(*self._last)
+            self._failures = 0 if self._is_known else self._failures + 1
+            self._last, self._given, self._found = None, (), ()
+        if not self._is_known:
+            return None
+        parts, given = _parts(batches), self._seen.copy()
+        for place, number in self._places:
+            given[place] = parts[number]
+        assert self._graph is not None
+        with torch.no_grad():
+            found = (*self._graph(*given), *parts)
+        return _filled(self._result, found)
+
+    def _learn(self, batches: Sequence[Batch], result: Any) -> bool:
+        """Learn from the watched call how to repeat it; return whether that can be done."""
+        parts, seen, given = _parts(batches), self._seen, self._given
+        is_same, self._graph = self._graph is self._ran, self._ran
         among = {id(part): number for number, part in enumerate(parts)}
         numbers = [among.get(id(tensor)) for tensor in given]
         self._places = [(i, number) for i, number in enumerate(numbers) if number is not None]
@@ -78,29 +117,49 @@ class GraphCalls:
             tensor if number is None else None
             for tensor, number in zip(given, numbers, strict=True)
         ]
-        outputs = {id(output): i for i, output in enumerate(found)}
-        results = result if type(result) is tuple else (result,)
-        self._results = [None if one is None else outputs.pop(id(one), -1) for one in results]
+        places = {id(tensor): place for place, tensor in enumerate((*self._found, *parts))}
+        used: set[int] = set()
+        try:
+            self._result = _placed(result, places, used)
+        except LookupError:
+            return False
         return (
-            type(result) is tuple
-            and not outputs
-            and -1 not in self._results
+            is_same
+            and used.issuperset(range(len(self._found)))
             and len(among) == len(parts)
             and all(isinstance(one, torch.Tensor) for one in (*parts, *given))
             and len(seen) == len(self._seen)
             and all(map(operator.is_, seen, self._seen))
         )
 
-    def repeat(self, batches: Sequence[Batch]) -> Any:
-        """Return the function's result for other batches of the same shapes."""
-        parts, given = _parts(batches), self._seen.copy()
-        for place, number in self._places:
-            given[place] = parts[number]
-        assert self._graph is not None
-        with torch.no_grad():
-            found = self._graph(*given)
-        return tuple([None if place is None else found[place] for place in self._results])
-
 
 def _parts(batches: Sequence[Batch]) -> list[Any]:
     return [part for batch in batches for part in batch if part is not None]
+
+
+def _placed(tree: Any, places: dict[int, int], used: set[int]) -> Any:
+    """Replace each tensor in a tree by its place, and add that to `used`.
+
+    Raises:
+        LookupError: the tree holds something else.
+    """
+    if tree is None:
+        return None
+    if type(tree) is dict:
+        return {name: _placed(value, places, used) for name, value in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)([_placed(part, places, used) for part in tree])
+    place = places[id(tree)]
+    used.add(place)
+    return place
+
+
+def _filled(tree: Any, found: Sequence[Any]) -> Any:
+    """Undo `_placed` with other tensors."""
+    if tree is None:
+        return None
+    if type(tree) is int:
+        return found[tree]
+    if type(tree) is dict:
+        return {name: _filled(value, found) for name, value in tree.items()}
+    return type(tree)([_filled(part, found) for part in tree])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fitkit import trees
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
 from fitkit.optimizers import needs_closure
-from fitkit.training.jit.graph_calls import GraphCalls
+from fitkit.training.jit.graph_calls import Batch, GraphCalls
 from fitkit.training.jit.net import give_own_code
 
 ON_CPU = {"size_asserts": False}
@@ -83,25 +84,32 @@ class Programs:
         self._graphs.clear()
 
     def run(
-        self, function: Callable[..., Any], batches: Sequence[Any], shapes: Any, device: str
+        self,
+        function: Callable[..., Any],
+        given: Sequence[Any],
+        shapes: Any,
+        device: str,
+        *,
+        batches: Sequence[Batch] | None = None,
     ) -> Any:
         """Run a function on some batches. Compile it first if these shapes and count are new.
 
         Args:
-            function: takes `batches`. Torch guards the values that it reads.
-            batches: all have the same shapes.
+            function: takes `given`. Torch guards the values that it reads.
+            given: the batches, as the function takes them. All have the same shapes.
             shapes: the shapes of one batch, from `shapes_of`; None for any shapes.
             device: the type of the device.
+            batches: the tensors of `given`, if `repeat` may follow.
 
         Raises:
             UncompiledError: torch can't compile the function.
         """
-        key = len(batches), None if self._options.get("dynamic") else shapes
+        key = len(given), None if self._options.get("dynamic") else shapes
         program = self._compiled.get(key)
         is_new = program is None
         if program is None:
             if len(self._compiled) >= MOST_SHAPES:
-                key = len(batches), None
+                key = len(given), None
                 program = self._compiled.get(key)
             is_new = program is None
             program = program or self._program(key, device)
@@ -112,7 +120,11 @@ class Programs:
             with torch.no_grad():
                 # Within no_grad, torch's compiler writes new weights over the old ones. Otherwise
                 # it expects the graph to be differentiated, and copies the weights at its end.
-                found = program(function, batches)
+                graph = None if batches is None else self._graphs.get(key)
+                if graph is None or batches is None:
+                    found = program(function, given)
+                else:
+                    found = graph.watched(partial(program, function, given), batches)
         except _compilers_errors() as error:
             if is_new and self.is_announced:
                 print(flush=True)
@@ -123,14 +135,22 @@ class Programs:
                 print(f" {time.monotonic() - began:.1f} s", flush=True)
         return found
 
-    def graph(self, count: int, shapes: Any) -> GraphCalls | None:
-        """Return the graph that `run` calls for several batches, if it may be called without it.
+    def repeat(self, batches: Sequence[Batch], shapes: Any) -> Any:
+        """Run the last call's graph on other batches, without torch's checks.
 
-        Args:
-            count: how many batches.
-            shapes: the shapes of one batch.
+        Nothing that the function reads may have changed since, except for its tensors' numbers.
+        Call `check` before other code runs.
+
+        Returns:
+            The function's result; None if `run` must be called.
         """
-        return self._graphs.get((count, shapes))
+        graph = self._graphs.get((len(batches), shapes))
+        return None if graph is None else graph.repeat(batches)
+
+    def check(self) -> None:
+        """Let torch check at the next call whether a compiled function still fits."""
+        for graph in self._graphs.values():
+            graph.forget()
 
     def _program(self, key: tuple[int, Any], device: str) -> Callable[..., Any]:
         """Make a new function.
@@ -157,7 +177,7 @@ class Programs:
         options["fullgraph"] = True
         # With None, numbers that change (batch_idx) become dynamic, and shapes stay fixed.
         options.setdefault("dynamic", True if shapes is None else None)
-        if count > 1 and shapes is not None and device == "cpu":
+        if shapes is not None and device == "cpu":
             self._graphs[key] = GraphCalls(backend, options.pop("options", None))
             options["backend"] = self._graphs[key]
         return torch.compile(program, **options)

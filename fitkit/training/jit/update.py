@@ -80,6 +80,8 @@ class JitUpdate:
         parameters: list[nn.Parameter],
         after_update: Callable[[], Any],
         learn: Callable[[torch.Tensor, Callable[..., Any]], None],
+        *,
+        joins_steps: bool,
     ) -> None:
         """Set what a new call of `fit` uses.
 
@@ -91,6 +93,8 @@ class JitUpdate:
             after_update: called after each update; it may change the optimizer's rates.
             learn: makes an update from a loss and the function that computes its gradients. It
                 serves a batch that has waited and that the compiled functions can't take.
+            joins_steps: whether `steps_per_execution` may compute several steps in one call. Not
+                if `after_update` reads a step's values.
         """
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
@@ -113,17 +117,18 @@ class JitUpdate:
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
         self._after_update, self._learn_loss = after_update, learn
-        self._joins_steps = compilation.steps_per_execution >= UNROLLED
+        self._joins_steps = joins_steps and compilation.steps_per_execution >= UNROLLED
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
+        self._may_repeat = False  # whether torch may skip its checks, see `Programs.repeat`
         self._waiting: list[Batch] = []  # to be computed in one call
         self._shapes: Any = None
-        self._is_alike = False  # whether no code of the user's has run since the last call
         self.accumulates(False)
 
     def accumulates(self, is_part: bool) -> None:
         """Set whether a batch is only a part of an update; if it is, `update` makes the update."""
         self._is_part = is_part
+        self._programs.check()
         self._updates = self._optimizing.stopped is None and not is_part
         self._batches = -1  # batches since one was inspected; -1 before that
 
@@ -140,13 +145,14 @@ class JitUpdate:
         rank_batch = batch if type(batch) is RankBatch else None
         if rank_batch is not None:
             if rank_batch.samples == 0:
+                self.flush()
                 return False  # a placeholder batch must have no effect but its gradients
             batch = rank_batch.batch
         parts = self._traced.moved(batch, index)
         # The first steps run alone, to see whether a schedule changes more than rates.
         if self._joins_steps and self._updates and self._batches > 1 and self._hold(parts):
             return True
-        self.flush()
+        self._learn_each()
         return self.stopped is None and self._learn(parts, rank_batch)
 
     def _learn(self, batch: Batch, rank_batch: RankBatch | None = None) -> bool:
@@ -203,7 +209,7 @@ class JitUpdate:
         """
         shapes = shapes_of(batch)
         if shapes != self._shapes:
-            self.flush()
+            self._learn_each()
             if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(batch)):
                 return False
             self._shapes = shapes
@@ -220,11 +226,8 @@ class JitUpdate:
             ready += 1
         if ready == UNROLLED:
             try:
-                traced = self._traced
-                assert isinstance(traced, TracedStep)
-                traced.look_at_metrics()
-                found = self._run_together(batches, may_repeat=traced.may_join)
-                traced.note_together(found, batches)
+                assert isinstance(self._traced, TracedStep)
+                self._traced.note_together(self._run(*batches), batches)
                 return
             except UncompiledError as error:
                 self._joins_steps = False
@@ -238,26 +241,13 @@ class JitUpdate:
             loss, kept, _ = self._run(batch)
             self._traced.note(loss, kept, batch)
 
-    def _run_together(self, batches: list[Batch], *, may_repeat: bool) -> Any:
-        """Run the program for several batches.
-
-        Args:
-            may_repeat: whether the metrics run no code of the user's between two calls.
-        """
-        watches = self._keeps and may_repeat
-        graph = self._programs.graph(len(batches), self._shapes) if watches else None
-        if graph is None:
-            return self._run(*batches)
-        if self._is_alike:
-            return graph.repeat(batches)
-        graph.is_watched = True
-        found = self._run(*batches)
-        self._is_alike = graph.may_repeat(batches, found)
-        return found
-
     def flush(self) -> None:
         """Learn from the waiting batches one by one. Code of the user's may run after that."""
-        batches, self._waiting, self._is_alike = self._waiting, [], False
+        self._learn_each()
+        self._programs.check()
+
+    def _learn_each(self) -> None:
+        batches, self._waiting = self._waiting, []
         for batch in batches:
             self._learn_waiting(batch)
 
@@ -300,11 +290,18 @@ class JitUpdate:
 
     def _run(self, *batches: Batch) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
-        traced = self._traced
+        traced, shapes = self._traced, shapes_of(batches[0])
+        may_repeat = self._may_repeat and self._optimizing.stopped is None
+        if may_repeat:
+            found = self._programs.repeat(batches, shapes)
+            if found is not None:
+                return found
         given = [traced.entered(batch) for batch in batches]
+        function = self._whole if len(batches) == 1 else self._together
         with traced.running():
-            function = self._whole if len(batches) == 1 else self._together
-            return self._programs.run(function, given, shapes_of(batches[0]), traced.device)
+            return self._programs.run(
+                function, given, shapes, traced.device, batches=batches if may_repeat else None
+            )
 
     # ------------------------------------------------------------------ traced functions
 
@@ -402,7 +399,7 @@ class JitUpdate:
         Raises:
             UncompiledError: these gradients can't be compiled.
         """
-        self._is_alike = False
+        self._programs.check()
         _refuse_hooks(may_learn)
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
@@ -429,6 +426,9 @@ class JitUpdate:
             finally:
                 for parameter in may_learn:
                     parameter.grad = None
+        if isinstance(self._traced, TracedStep):
+            self._traced.look_at_metrics()
+            self._may_repeat = self._keeps and self._traced.may_join
         self._batches = 0
 
     def _leave_optimizer_out(self, why: str) -> None:

@@ -54,9 +54,7 @@ def played(callback, values, name="val_loss", **arguments):
     model = one_weight()
     plays = Plays(values, name)
     options = {"validation_data": (X, Y), **arguments}
-    history = model.fit(
-        X, Y, epochs=len(values), verbose=0, callbacks=[plays, callback], **options
-    )
+    history = model.fit(X, Y, epochs=len(values), verbose=0, callbacks=[plays, callback], **options)
     return model, history.epoch, plays
 
 
@@ -226,9 +224,7 @@ def test_a_validations_value_without_validation_data_is_a_warning_before_the_fir
 def test_a_value_that_another_callback_adds_now_and_then_can_be_monitored():
     model = one_weight(rate=0.0)
     stop = EarlyStopping("extra_loss", patience=1)
-    history = model.fit(
-        X, Y, epochs=9, verbose=0, callbacks=[EvaluateEvery(X, Y, every=2), stop]
-    )
+    history = model.fit(X, Y, epochs=9, verbose=0, callbacks=[EvaluateEvery(X, Y, every=2), stop])
     assert history.epoch[-1] == 3 and history.history["extra_loss"] == [1.0, 1.0]
     with pytest.raises(ConfigurationError, match="after it in the list"):
         model.fit(X, Y, epochs=9, verbose=0, callbacks=EarlyStopping("extra_loss"))

@@ -29,8 +29,13 @@ class Told:
 def fit(callback, epochs=5, **options):
     torch.manual_seed(0)
     model = fitkit.Model(torch.nn.Linear(4, 1))
-    model.compile("sgd", "mse", learning_rate=options.pop("rate", 0.05),
-                  accelerator="cpu", devices=options.pop("devices", 1))
+    model.compile(
+        "sgd",
+        "mse",
+        learning_rate=options.pop("rate", 0.05),
+        accelerator="cpu",
+        devices=options.pop("devices", 1),
+    )
     options = {"validation_data": (X, Y), **options}
     model.fit(X, Y, epochs=epochs, batch_size=8, verbose=0, callbacks=callback, **options)
     return model
@@ -67,7 +72,11 @@ def test_a_studys_own_pruner_ends_bad_trials_only():
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
     study.optimize(objective, n_trials=4)
     assert [trial.state.name for trial in study.trials] == [
-        "COMPLETE", "COMPLETE", "PRUNED", "COMPLETE"]
+        "COMPLETE",
+        "COMPLETE",
+        "PRUNED",
+        "COMPLETE",
+    ]
 
 
 def test_what_cannot_be_pruned_is_said_at_once():

@@ -138,7 +138,13 @@ def test_every_part_has_the_time_that_was_spent_in_it_and_together_they_are_the_
     fitted(model, profiler)
     check_parts(profiler)  # without validation: its metrics and moves are its own
     assert set(slept) == {
-        "data", "to device", "forward", "backward", "optimizer", "metrics", "callbacks",
+        "data",
+        "to device",
+        "forward",
+        "backward",
+        "optimizer",
+        "metrics",
+        "callbacks",
     }
     assert slept["callbacks"] <= profiler.callbacks["SleepyCallback"] <= profiler.wall_s
 

@@ -61,9 +61,7 @@ def test_a_table_goes_on_after_a_crash(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("epoch,loss,old\n0,0.5,1\n1,0.2")  # the last row was cut short
     fit(CSVLogger(path, append=True), {}, {"loss": 0.25, "new": 7}, {"loss": 0.1}, first=1)
-    assert path.read_text() == (
-        "epoch,loss,old,new\n0,0.5,1,NA\n1,0.25,NA,7\n2,0.1,NA,NA\n"
-    )
+    assert path.read_text() == ("epoch,loss,old,new\n0,0.5,1,NA\n1,0.25,NA,7\n2,0.1,NA,NA\n")
     fit(CSVLogger(tmp_path / "fresh.csv", append=True), {"loss": 1.0})
     assert (tmp_path / "fresh.csv").read_text() == "epoch,loss\n0,1.0\n"
 

@@ -103,8 +103,11 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name(path, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_mode), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda *names, **folders: (
-        events.append("replace"), replace(*names, **folders)))
+    monkeypatch.setattr(
+        os,
+        "replace",
+        lambda *names, **folders: (events.append("replace"), replace(*names, **folders)),
+    )
     save_weights(path, {"a": torch.ones(3)})
     assert stat.S_ISREG(events[0])
     assert events[1] == "replace"

@@ -70,11 +70,13 @@ def cut(tmp_path):
     digests = {}
     for number, (begin, sizes) in enumerate(cuts):
         file = f"shard-{number:05d}-model-00001-of-00001.safetensors"
-        block = whole[begin[0]:begin[0] + sizes[0], begin[1]:begin[1] + sizes[1]]
+        block = whole[begin[0] : begin[0] + sizes[0], begin[1] : begin[1] + sizes[1]]
         texts = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": begin}})}
         digests[file] = write_tensors(folder / file, Weights({"w": block}, {}, {}), texts)
     content = {
-        "kind": "weights", "numbers": [], "files": digests,
+        "kind": "weights",
+        "numbers": [],
+        "files": digests,
         "weights": {"tensors": {"w": "w"}, "extra": {}, "versions": {}},
         "shards": {"w": {"shape": [5, 6], "dtype": "float32"}},
     }
@@ -97,17 +99,20 @@ def test_chunks_of_unequal_sizes_are_put_together(cut):
         assert torch.equal(weights.read("w"), whole)
 
 
-@pytest.mark.parametrize("change", [
-    lambda content: content["files"].popitem(),
-    lambda content: content["files"].update({"../../etc/passwd": "0" * 64}),
-    lambda content: content["shards"].clear(),
-    lambda content: content["shards"]["w"].update(shape=[5, 1 << 62]),
-    lambda content: content["shards"]["w"].update(shape=[0, 1 << 62, 1 << 62]),
-    lambda content: content["shards"]["w"].update(shape=[30]),
-    lambda content: content["shards"]["w"].update(dtype="object"),
-    lambda content: content["shards"]["w"].update(dtype="int32"),
-    lambda content: content.update(files=None),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["files"].popitem(),
+        lambda content: content["files"].update({"../../etc/passwd": "0" * 64}),
+        lambda content: content["shards"].clear(),
+        lambda content: content["shards"]["w"].update(shape=[5, 1 << 62]),
+        lambda content: content["shards"]["w"].update(shape=[0, 1 << 62, 1 << 62]),
+        lambda content: content["shards"]["w"].update(shape=[30]),
+        lambda content: content["shards"]["w"].update(dtype="object"),
+        lambda content: content["shards"]["w"].update(dtype="int32"),
+        lambda content: content.update(files=None),
+    ],
+)
 def test_an_index_that_does_not_add_up_is_refused(cut, change):
     folder, _, content = cut
     change(content)
@@ -116,18 +121,24 @@ def test_an_index_that_does_not_add_up_is_refused(cut, change):
         pass
 
 
-@pytest.mark.parametrize("texts", [
-    {},
-    {"DCP_SHARDING_INFO": "[["},
-    {"DCP_SHARDING_INFO": "{}"},
-    *({"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offsets}})}
-      for offsets in ([0], [-1, 0], [1, 0], [3, 0], [0, 4], [2, 0], "00")),
-])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {},
+        {"DCP_SHARDING_INFO": "[["},
+        {"DCP_SHARDING_INFO": "{}"},
+        *(
+            {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offsets}})}
+            for offsets in ([0], [-1, 0], [1, 0], [3, 0], [0, 4], [2, 0], "00")
+        ),
+    ],
+)
 def test_a_shard_that_does_not_say_where_its_chunk_belongs_is_refused(cut, texts):
     folder, whole, content = cut
     file = next(iter(content["files"]))  # at 0, 0 in truth
     content["files"][file] = write_tensors(
-        folder / file, Weights({"w": whole[:2, :4]}, {}, {}), texts)
+        folder / file, Weights({"w": whole[:2, :4]}, {}, {}), texts
+    )
     write_container(folder / "index.h5", content, [])
     with pytest.raises(CheckpointError, match="is refused"), ShardedFolder().open(folder):
         pass
@@ -175,8 +186,13 @@ def test_damaged_missing_and_foreign_shards_are_refused_and_change_nothing(tmp_p
         (lambda: shard.write_bytes(good[:-3] + b"abc"), "damaged"),
         (lambda: shard.write_bytes(good[:50]), "damaged"),
         (shard.unlink, "is missing"),
-        (lambda: (saved(tmp_path / "other.dcp"),
-                  shutil.copy(tmp_path / "other.dcp" / FILES[0], shard)), "another save"),
+        (
+            lambda: (
+                saved(tmp_path / "other.dcp"),
+                shutil.copy(tmp_path / "other.dcp" / FILES[0], shard),
+            ),
+            "another save",
+        ),
     ):
         spoil()
         with pytest.raises(CheckpointError, match=message):
@@ -194,8 +210,10 @@ def test_damaged_missing_and_foreign_shards_are_refused_and_change_nothing(tmp_p
 def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "w.dcp"
     module = saved(path)
-    monkeypatch.setattr("fitkit.checkpoint.sharded_folder.write_container",
-                        lambda *given: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "fitkit.checkpoint.sharded_folder.write_container",
+        lambda *given: (_ for _ in ()).throw(OSError(28, "No space left")),
+    )
     with pytest.raises(CheckpointError, match="No space left"):
         saved(path)
     assert os.listdir(tmp_path) == ["w.dcp"]
@@ -326,21 +344,23 @@ def test_convert_goes_round_all_formats(tmp_path, capsys):
         assert reader.document == first.document
     with fitkit.checkpoint.open_checkpoint(tmp_path / "d.dcp") as found:
         assert found.state["rng"] == b"\0\1"
-        assert torch.equal(found.state["optimizer"]["moments"][0],
-                           state["optimizer"]["moments"][0])
+        assert torch.equal(found.state["optimizer"]["moments"][0], state["optimizer"]["moments"][0])
     for name in names:
         other = normed()
         load_weights(tmp_path / name, other)
         same(other, module)
 
 
-@pytest.mark.parametrize(("source", "target", "message"), [
-    ("no.h5", "b.dcp", "There is no"),
-    ("w.h5", "w.h5", "into itself"),
-    ("w.h5", "w.zip", "suffix='.zip' is not a known suffix"),
-    ("w.h5", "w.safetensors", "isn't a tensor"),
-    ("bad.dcp", "b.h5", "isn't a checkpoint of fitkit's"),
-])
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("no.h5", "b.dcp", "There is no"),
+        ("w.h5", "w.h5", "into itself"),
+        ("w.h5", "w.zip", "suffix='.zip' is not a known suffix"),
+        ("w.h5", "w.safetensors", "isn't a tensor"),
+        ("bad.dcp", "b.h5", "isn't a checkpoint of fitkit's"),
+    ],
+)
 def test_convert_says_what_is_wrong(tmp_path, capsys, source, target, message):
     saved(tmp_path / "w.h5")
     (tmp_path / "bad.dcp").mkdir()
@@ -356,7 +376,6 @@ def test_inspect_checks_and_shows_a_folder(tmp_path, capsys):
     assert "embed.weight" in shown and "moments: tensor float32 (4, 3)" in shown
     (tmp_path / "a.dcp" / FILES[0]).unlink()
     assert main(["inspect", str(tmp_path / "a.dcp")]) == 1
-
 
 
 def test_a_folder_by_a_thread_has_the_bytes_of_one_at_once(tmp_path):
@@ -403,13 +422,22 @@ def test_callbacks_keep_delete_and_go_on_from_folders(tmp_path):
         torch.manual_seed(0)
         model = fitkit.Model(torch.nn.Linear(3, 1))
         model.compile("adam", "mse", accelerator="cpu", devices=1)
-        model.fit(x, y, batch_size=4, shuffle=False, epochs=epochs, verbose=0,
-                  callbacks=list(callbacks), **options)
+        model.fit(
+            x,
+            y,
+            batch_size=4,
+            shuffle=False,
+            epochs=epochs,
+            verbose=0,
+            callbacks=list(callbacks),
+            **options,
+        )
         return model
 
     def keeps():
         return fitkit.callbacks.ModelCheckpoint(
-            tmp_path / "m" / "{epoch}.dcp", "loss", mode="min", save_top_k=1, save_last=True)
+            tmp_path / "m" / "{epoch}.dcp", "loss", mode="min", save_top_k=1, save_last=True
+        )
 
     trained(2, keeps())
     assert sorted(os.listdir(tmp_path / "m")) == ["2.dcp", "last.dcp"]
@@ -441,8 +469,14 @@ def test_a_backup_whose_weights_alone_are_damaged_is_passed_over(tmp_path):
         model = fitkit.Model(torch.nn.Linear(3, 1))
         model.compile("sgd", "mse", accelerator="cpu", devices=1)  # its state has no tensors
         backup = fitkit.callbacks.BackupAndRestore(tmp_path, sharded=True, keep=2)
-        model.fit(x, y, batch_size=4, epochs=4, verbose=0,
-                  callbacks=[fitkit.callbacks.LambdaCallback(on_epoch_begin=fails), backup])
+        model.fit(
+            x,
+            y,
+            batch_size=4,
+            epochs=4,
+            verbose=0,
+            callbacks=[fitkit.callbacks.LambdaCallback(on_epoch_begin=fails), backup],
+        )
         return model.net
 
     whole = trained()
@@ -464,7 +498,14 @@ def test_an_old_backup_with_other_things_in_it_stays_and_the_training_goes_on(tm
             keep.write_text("the good one")
 
     with pytest.warns(UserWarning, match=r"backup-000001\.dcp is no longer needed, but can't be"):
-        model.fit(torch.randn(8, 3), torch.randn(8, 1), epochs=3, verbose=0, callbacks=[
-            fitkit.callbacks.LambdaCallback(on_epoch_begin=note),
-            fitkit.callbacks.BackupAndRestore(tmp_path, sharded=True)])
+        model.fit(
+            torch.randn(8, 3),
+            torch.randn(8, 1),
+            epochs=3,
+            verbose=0,
+            callbacks=[
+                fitkit.callbacks.LambdaCallback(on_epoch_begin=note),
+                fitkit.callbacks.BackupAndRestore(tmp_path, sharded=True),
+            ],
+        )
     assert keep.read_text() == "the good one" and os.listdir(tmp_path) == ["backup-000001.dcp"]

@@ -167,8 +167,12 @@ def test_collates_go_to_worker_processes():
 def test_packed_documents_give_a_hugging_face_model_s_loss_of_each_alone(attention, mask):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, attn_implementation=attention,
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        attn_implementation=attention,
     )
     torch.manual_seed(0)
     net = transformers.LlamaForCausalLM(config).eval()

@@ -72,13 +72,13 @@ def shares(data, size, *, training, scatter=False, batch_size=4, keep=object):
     def read(exchange):
         source = data(exchange) if callable(data) else data
         source = make_source(source, batch_size=batch_size)
-        shard = sharded(
-            source, exchange, training=training, replace_sampler=True, scatter=scatter
-        )
+        shard = sharded(source, exchange, training=training, replace_sampler=True, scatter=scatter)
         found = [one for one in shard.batches(0) if isinstance(one, keep)]
         return [
-            one if one is NoRows
-            else (one.batch[0].tolist(), one.samples, one.total) if isinstance(one, RankBatch)
+            one
+            if one is NoRows
+            else (one.batch[0].tolist(), one.samples, one.total)
+            if isinstance(one, RankBatch)
             else one[0].tolist()
             for one in found
         ]

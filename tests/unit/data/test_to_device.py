@@ -210,8 +210,9 @@ def run(kind, model_class=fitkit.Model, **options):
     model = model_class(nn.Linear(4, 3))
     model.compile("adam", "cross_entropy", metrics=["accuracy"], accelerator="cpu")
     arguments, named = data(kind)
-    history = model.fit(*arguments, **named, **options, epochs=3, verbose=0,
-                        validation_data=(X, Y)).history
+    history = model.fit(
+        *arguments, **named, **options, epochs=3, verbose=0, validation_data=(X, Y)
+    ).history
     return history, model.predict(X, verbose=0).tolist()
 
 

@@ -39,8 +39,9 @@ class Branching(nn.Module):
 def trained():
     """A model whose running statistics and dropout make its modes differ."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5),
-                        nn.Linear(8, 3))
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
     model = fitkit.Model(net)
     model.compile("sgd", "cross_entropy")
     model.fit(X, torch.arange(6) % 3, epochs=2, verbose=0)
@@ -126,8 +127,9 @@ def test_a_subclass_exports_its_own_forward_and_a_fixed_batch(tmp_path):
 def test_other_dimensions_can_be_free(tmp_path):
     model = fitkit.Model(nn.Linear(4, 3))
     free = torch.export.Dim.DYNAMIC
-    model.export(tmp_path / "net.pt2", example=torch.randn(2, 5, 4),
-                 dynamic_shapes=({0: free, 1: free},))
+    model.export(
+        tmp_path / "net.pt2", example=torch.randn(2, 5, 4), dynamic_shapes=({0: free, 1: free},)
+    )
     run = torch.export.load(tmp_path / "net.pt2").module()
     assert run(torch.randn(3, 7, 4)).shape == (3, 7, 3)
 

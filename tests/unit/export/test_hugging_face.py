@@ -60,8 +60,9 @@ def test_it_learns_by_its_own_loss_as_in_a_plain_loop(rows):
     model.compile("sgd", metrics=["accuracy"], learning_rate=0.1)
     history = model.fit(rows(), batch_size=8, epochs=2, shuffle=False, verbose=0).history
     weights = [8 / 20, 8 / 20, 4 / 20]
-    expected = [sum(w * x for w, x in zip(weights, part, strict=True))
-                for part in (losses[:3], losses[3:])]
+    expected = [
+        sum(w * x for w, x in zip(weights, part, strict=True)) for part in (losses[:3], losses[3:])
+    ]
     assert history["loss"] == pytest.approx(expected, rel=1e-5)
     for found, wanted in zip(model.net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)

@@ -235,7 +235,6 @@ def test_with_update_freq_1_each_step_has_its_metrics_and_what_it_logged():
     assert [values["batch_mae"] for values in found] == pytest.approx(so_far)
 
 
-
 @pytest.mark.parametrize("given", [0, -1, "step", 1.5, True, None])
 def test_a_wrong_update_freq_fails_at_once(given):
     with pytest.raises(ConfigurationError, match="update_freq"):

@@ -160,9 +160,7 @@ def test_kl_div_is_the_divergence_per_sample_not_per_value():
     prediction = LOGITS.log_softmax(1)
     expected = (SOFT * (SOFT.clamp_min(1e-30).log() - prediction)).sum() / 4
     loss = resolve("kl_div")
-    assert torch.equal(
-        loss(prediction, SOFT), F.kl_div(prediction, SOFT, reduction="batchmean")
-    )
+    assert torch.equal(loss(prediction, SOFT), F.kl_div(prediction, SOFT, reduction="batchmean"))
     assert loss(prediction, SOFT).item() == pytest.approx(expected.item(), rel=1e-6)
     assert loss.per_sample(prediction, SOFT).mean().item() == pytest.approx(expected.item())
 

@@ -21,8 +21,15 @@ X, Y = torch.randn(24, 4), torch.randn(24, 2)
 
 
 def compiled():
-    return reference.compiled(linear(4, 2), "adamw", "mse", metrics=["mae"], warmup_epochs=2,
-                              precision="16-mixed", accelerator="cpu")
+    return reference.compiled(
+        linear(4, 2),
+        "adamw",
+        "mse",
+        metrics=["mae"],
+        warmup_epochs=2,
+        precision="16-mixed",
+        accelerator="cpu",
+    )
 
 
 class Cut(Callback):
@@ -40,8 +47,9 @@ def written(tmp_path_factory):
     """A checkpoint's document and arrays, cut within an epoch."""
     path = tmp_path_factory.mktemp("cut") / "cut.h5"
     with pytest.raises(KeyboardInterrupt):
-        compiled().fit(X, Y, batch_size=8, epochs=3, verbose=0,
-                       callbacks=[EarlyStopping("loss"), Cut(path)])
+        compiled().fit(
+            X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[EarlyStopping("loss"), Cut(path)]
+        )
     with read_container(path) as reader:
         return copy.deepcopy(reader.document), [reader.read(i) for i in range(len(reader))]
 
@@ -68,9 +76,11 @@ WRONG = [
     (("progress", "began"), [7], "a random state isn't a dict"),
     (("progress", "noted"), [1], "noted isn't a list of dicts"),
     (("progress", "noted", 0, "logged"), {"dict": {"a": "x"}}, "logged isn't a dict"),
-    (("progress", "noted", 0, "logged"), {"dict": {"a": {"dict": {
-        "options": {"dict": {}}, "running": [1.0, 2], "metric": None}}}},
-     "the reduction of a logged value is unknown"),
+    (
+        ("progress", "noted", 0, "logged"),
+        {"dict": {"a": {"dict": {"options": {"dict": {}}, "running": [1.0, 2], "metric": None}}}},
+        "the reduction of a logged value is unknown",
+    ),
     (("progress", "noted", 0, "scales"), {"dict": {"a_loss": "x"}}, "a loss weight isn't a number"),
     (("progress", "callbacks"), [3], "callbacks isn't a list of dicts"),
     (("progress", "warm_up"), 3, "warm_up isn't a dict"),
@@ -96,8 +106,9 @@ def test_a_state_of_another_form_is_refused_before_anything_changes(
     before = state_of(model)
     for attempt in (
         lambda: model.load(tmp_path / "forged.h5"),
-        lambda: model.fit(X, Y, batch_size=8, epochs=3, verbose=0,
-                          resume_from=tmp_path / "forged.h5"),
+        lambda: model.fit(
+            X, Y, batch_size=8, epochs=3, verbose=0, resume_from=tmp_path / "forged.h5"
+        ),
         lambda: fitkit.load_model(tmp_path / "forged.h5", torch.nn.Linear(4, 2)),
     ):
         with pytest.raises(CheckpointError, match=f"has an invalid training state: {reason}"):
@@ -147,11 +158,22 @@ def test_random_changes_of_the_state_load_or_are_refused_with_the_model_as_it_wa
 
 
 OPTIONS = [
-    ("eps", None), ("weight_decay", None), ("lr", "x"), ("amsgrad", 1.5), ("maximize", [1]),
-    ("betas", {"tuple": [0.9, None]}), ("betas", {"tuple": [0.9, 1.0]}), ("eps", float("nan")),
-    ("eps", {"tensor": 0}), ("betas", {"tuple": [0.9, {"tensor": 0}]}), ("lr", {"tensor": 0}),
-    ("initial_lr", "x"), ("weight_decay", {"int": "0x" + "f" * 5_000}), ("amsgrad", True),
-    ("amsgrad", -1), ("weight_decay", 1 << 70),
+    ("eps", None),
+    ("weight_decay", None),
+    ("lr", "x"),
+    ("amsgrad", 1.5),
+    ("maximize", [1]),
+    ("betas", {"tuple": [0.9, None]}),
+    ("betas", {"tuple": [0.9, 1.0]}),
+    ("eps", float("nan")),
+    ("eps", {"tensor": 0}),
+    ("betas", {"tuple": [0.9, {"tensor": 0}]}),
+    ("lr", {"tensor": 0}),
+    ("initial_lr", "x"),
+    ("weight_decay", {"int": "0x" + "f" * 5_000}),
+    ("amsgrad", True),
+    ("amsgrad", -1),
+    ("weight_decay", 1 << 70),
 ]
 
 
@@ -218,8 +240,14 @@ def test_a_state_smaller_than_its_parameter_is_refused(tmp_path, name, shape):
 
 
 SCHEDULER = [
-    ("last_epoch", "x"), ("last_epoch", None), ("gamma", {"tuple": []}), ("step_size", 0),
-    ("step", 3), ("optimizer", None), ("_last_lr", [1.0, 2.0]), ("base_lrs", ["x"]),
+    ("last_epoch", "x"),
+    ("last_epoch", None),
+    ("gamma", {"tuple": []}),
+    ("step_size", 0),
+    ("step", 3),
+    ("optimizer", None),
+    ("_last_lr", [1.0, 2.0]),
+    ("base_lrs", ["x"]),
 ]
 
 
@@ -326,8 +354,15 @@ def test_a_callback_that_cannot_take_its_state_is_named(tmp_path, written):
     document["state"]["dict"]["progress"]["dict"]["callbacks"][0]["dict"]["state"] = 5
     write_container(tmp_path / "forged.h5", document, arrays)
     with pytest.raises(CheckpointError, match="EarlyStopping can't resume from its state"):
-        compiled().fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=EarlyStopping("loss"),
-                       resume_from=tmp_path / "forged.h5")
+        compiled().fit(
+            X,
+            Y,
+            batch_size=8,
+            epochs=3,
+            verbose=0,
+            callbacks=EarlyStopping("loss"),
+            resume_from=tmp_path / "forged.h5",
+        )
 
 
 def test_load_model_wants_a_net(tmp_path):

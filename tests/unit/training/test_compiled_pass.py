@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.training.jit import evaluation
+from fitkit.training.jit.graph_calls import GraphCalls
 from tests.compiling import TRACED, Branching, compiled_anew
 
 torch.manual_seed(0)
@@ -31,6 +32,7 @@ def as_in_a_new_process():
 def small_nets_are_compiled(monkeypatch):
     """So that nets which are quick to compile can be tested."""
     monkeypatch.setattr(evaluation, "FEWEST_FUSED", 0)
+    monkeypatch.setattr(evaluation, "FEWEST_CHECKED", 0)
 
 
 def net():
@@ -163,6 +165,42 @@ def test_callbacks_see_the_same_moments_logs_and_outputs():
     for steps in (1, 5):
         plain = run(steps_per_execution=steps)
         assert run(jit_compile=TRACED, steps_per_execution=steps) == plain
+
+
+class Doubling(fitkit.callbacks.Callback):
+    """Changes between two batches what the net computes."""
+
+    def on_test_batch_end(self, batch, logs):
+        self.model.net.factor = 2.0 if batch >= 5 else 1.0
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.factor = nn.Linear(6, 3).double(), 1.0
+
+    def forward(self, x):
+        return self.layer(x) * self.factor
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "steps", "unchecked"), [([], 1, 14), ([], 4, 0), ([Doubling], 1, 7)]
+)
+def test_torch_checks_a_compiled_pass_after_other_code(callbacks, steps, unchecked, monkeypatch):
+    def run(**more):
+        model = model_of(Scaled, steps_per_execution=steps, **more)
+        hooks = [kind() for kind in callbacks]
+        found = model.evaluate(X[:80], Y[:80], batch_size=8, verbose=0, callbacks=hooks)
+        return found, model.predict(X[:80], batch_size=8, verbose=0)
+
+    found, repeat = [], GraphCalls.repeat
+    monkeypatch.setattr(
+        GraphCalls, "repeat", lambda graph, given: found.append(repeat(graph, given)) or found[-1]
+    )
+    (values, outputs), (wanted, expected) = run(jit_compile=TRACED), run()
+    assert values == pytest.approx(wanted, abs=1e-12)
+    np.testing.assert_allclose(outputs, expected, rtol=0, atol=1e-12)
+    assert len([one for one in found if one is not None]) == unchecked
 
 
 def test_validations_and_evaluations_share_what_is_compiled():

@@ -131,7 +131,7 @@ class Keeping(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.last = nn.Linear(6, 3), None
+        self.layer, self.last = nn.Linear(6, 3).double(), None
 
     def forward(self, x):
         output = self.layer(x)
@@ -146,29 +146,51 @@ class DropsAll(fitkit.callbacks.Callback):
         self.model.net[1].p = 1.0 if self.model.global_step >= 24 else 0.0
 
 
+class Toggling(nn.Module):
+    """A net that computes something else at every second call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.odd = nn.Linear(6, 3).double(), False
+
+    def forward(self, x):
+        self.odd = not self.odd
+        return self.layer(x) * (2 if self.odd else 1)
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)).double()
+
+
 @pytest.mark.parametrize(
-    ("net", "callbacks", "unchecked"),
+    ("net", "callbacks", "group", "unchecked"),
     [
-        (perceptron, [], 4),
-        (lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)).double(), [DropsAll], 4),
-        (lambda: Keeping().double(), [], 0),
+        (perceptron, [], 12, 6),
+        (perceptron, [], 1, 32),
+        (dropping, [DropsAll], 12, 5),
+        (dropping, [DropsAll], 1, 0),
+        (Keeping, [], 12, 0),
+        (Keeping, [], 1, 0),
+        (Toggling, [], 1, 0),
     ],
 )
-def test_torch_checks_the_first_call_of_a_group_of_steps(net, callbacks, unchecked, monkeypatch):
+def test_torch_checks_a_compiled_step_after_other_code(
+    net, callbacks, group, unchecked, monkeypatch
+):
     def run(**more):
-        model = model_of(net, steps_per_execution=12, **more)
+        model = model_of(net, steps_per_execution=group, **more)
         options = {"batch_size": 4, "epochs": 3, "verbose": 0}
         history = model.fit(X[:48], Y[:48], callbacks=[kind() for kind in callbacks], **options)
         return model, [history.history]
 
-    calls, repeat = [], GraphCalls.repeat
+    found, repeat = [], GraphCalls.repeat
     monkeypatch.setattr(
-        GraphCalls, "repeat", lambda graph, given: calls.append(1) or repeat(graph, given)
+        GraphCalls, "repeat", lambda graph, given: found.append(repeat(graph, given)) or found[-1]
     )
     compiled, plain = run(jit_compile=TRACED), run()
     assert_same(compiled, plain)
-    assert len(calls) == unchecked
-    if net()._modules.get("layer") is not None:
+    assert len([one for one in found if one is not None]) == unchecked
+    if net is Keeping:
         torch.testing.assert_close(compiled[0].net.last, plain[0].net.last)
 
 
@@ -208,6 +230,15 @@ def test_outputs_that_count_differently_are_weighed_in_groups_of_batches():
     with pytest.warns(UserWarning, match="the net and the update.*different counts"):
         compiled = trained(case, jit_compile=TRACED)
     assert_same(compiled, trained(case))
+
+
+def test_a_schedule_that_watches_the_loss_gets_that_of_each_step():
+    def run(**more):
+        plateau = partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.9)
+        schedule = {"scheduler": plateau, "interval": "step", "monitor": "loss"}
+        return trained({**SGD, "lr_scheduler": schedule, "steps_per_execution": 12, **more})
+
+    assert_same(run(jit_compile=TRACED), run())
 
 
 def test_a_net_that_cannot_be_traced_whole_is_named_with_its_line_and_learns_the_same():

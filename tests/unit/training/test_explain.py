@@ -100,9 +100,16 @@ def test_other_errors_stay_as_they_are():
     assert not isinstance(caught.value, fitkit.FitkitError)
 
 
-@pytest.mark.parametrize(("count", "words"), [
-    (0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (99_500_000, "100 MB"),
-    (1_620_000_000, "1.6 GB"), (999_600, "1.0 MB"),
-])
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1500, "1.5 kB"),
+        (99_500_000, "100 MB"),
+        (1_620_000_000, "1.6 GB"),
+        (999_600, "1.0 MB"),
+    ],
+)
 def test_sizes_are_as_people_read_them(count, words):
     assert size(count) == words

@@ -49,8 +49,13 @@ def model_of(group, kind=fitkit.Model, **arguments):
     # Replicas' threads draw random numbers in any order.
     dropout = 0.0 if arguments.get("strategy") == "dp" else 0.3
     model = kind(nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 3)))
-    model.compile("adam", "cross_entropy", metrics=["accuracy"],
-                  **{"accelerator": "cpu", **arguments}, steps_per_execution=group)
+    model.compile(
+        "adam",
+        "cross_entropy",
+        metrics=["accuracy"],
+        **{"accelerator": "cpu", **arguments},
+        steps_per_execution=group,
+    )
     return model
 
 
@@ -66,7 +71,10 @@ def test_hooks_get_the_first_and_the_last_batch_of_a_group_with_the_logs_at_its_
         ("begin", 6), ("end", 6, losses[6]),
     ]  # fmt: skip
     assert [call for call in grouped.made if "test" in call[0]] == [
-        ("test begin", 0), ("test end", 2), ("test begin", 3), ("test end", 3)
+        ("test begin", 0),
+        ("test end", 2),
+        ("test begin", 3),
+        ("test end", 3),
     ]
 
 
@@ -75,15 +83,24 @@ def test_predict_gives_a_group_its_outputs_together():
     whole = torch.from_numpy(model.predict(X, batch_size=30, verbose=0, callbacks=[calls]))
     told = [(what, batch) for what, batch, *_ in calls.made]
     assert told == [
-        ("predict begin", 0), ("predict end", 1), ("predict begin", 2), ("predict end", 2)
+        ("predict begin", 0),
+        ("predict end", 1),
+        ("predict begin", 2),
+        ("predict end", 2),
     ]
     assert torch.equal(calls.made[1][2], whole[:60])
     assert torch.equal(calls.made[3][2], whole[60:])
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"accumulate_grad_batches": 2}, {"kind": Own}, {"strategy": "dp", "devices": 2},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"kind": Own},
+        {"strategy": "dp", "devices": 2},
+    ],
+)
 @pytest.mark.parametrize("steps_per_epoch", [None, 5])
 def test_groups_change_nothing_of_what_is_learned(options, steps_per_epoch):
     histories = []
@@ -107,15 +124,23 @@ def test_a_training_that_is_cut_between_groups_goes_on_as_if_it_were_not(tmp_pat
     def trained(calls, **resume):
         model = model_of(2)
         torch.manual_seed(5)
-        history = model.fit(X, Y, batch_size=10, epochs=3, verbose=0, callbacks=[calls],
-                            steps_per_epoch=steps_per_epoch, **resume)
+        history = model.fit(
+            X,
+            Y,
+            batch_size=10,
+            epochs=3,
+            verbose=0,
+            callbacks=[calls],
+            steps_per_epoch=steps_per_epoch,
+            **resume,
+        )
         return history.history, [p.tolist() for p in model.parameters()]
 
     whole, rest = Cut(), Calls()
     expected = trained(whole)
     assert trained(rest, resume_from=tmp_path / "cut.h5") == expected
     made = [call[:2] for call in whole.made]
-    assert [call[:2] for call in rest.made] == made[-len(rest.made):]
+    assert [call[:2] for call in rest.made] == made[-len(rest.made) :]
 
 
 def test_a_training_that_failed_within_a_group_goes_on_with_the_groups_rest(tmp_path):
@@ -143,9 +168,7 @@ def test_a_training_that_failed_within_a_group_goes_on_with_the_groups_rest(tmp_
     with pytest.raises(RuntimeError, match="power"):
         trained(Save(), fails=True)
     assert trained(rest, fails=False, resume_from=tmp_path / "failed.h5") == expected
-    assert [call[:2] for call in rest.made] == [
-        ("begin", 4), ("end", 5), ("begin", 6), ("end", 6)
-    ]
+    assert [call[:2] for call in rest.made] == [("begin", 4), ("end", 5), ("begin", 6), ("end", 6)]
 
 
 def test_a_stop_is_kept_at_the_groups_end():

@@ -144,10 +144,11 @@ def test_another_nets_sizes_leave_a_nets_sizes_fixed():
         return graph.forward
 
     sizes, net = [], nn.Linear(4, 3)
+    torch._dynamo.register_backend(backend, name="notes_sizes")
     for x in X.split([8, 24]):
         model = fitkit.Model(copy.deepcopy(net))
         model.compile(accelerator="cpu", jit_compile={"backend": backend})
         model.predict(x, verbose=0)
-        programs = Programs({"backend": backend}, "the step")
+        programs = Programs({"backend": "notes_sizes"}, "the step")
         programs.run(lambda batches: net(batches[0]), [x], tuple(x.shape), "cpu")
     assert not sizes

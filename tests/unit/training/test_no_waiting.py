@@ -49,8 +49,12 @@ def looks_in(steps, verb="fit", kind=fitkit.Model, fit=(), **arguments):
     torch.manual_seed(0)
     x, y = torch.randn(8 * steps, 4), torch.arange(8 * steps) % 3
     model = kind(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
-    model.compile("adam", "cross_entropy", accelerator="cpu",
-                  **{"metrics": ["accuracy", "f1", "auroc"], **arguments})
+    model.compile(
+        "adam",
+        "cross_entropy",
+        accelerator="cpu",
+        **{"metrics": ["accuracy", "f1", "auroc"], **arguments},
+    )
     data = (x,) if verb == "predict" else (x, y)
     with Counting() as mode:
         getattr(model, verb)(*data, batch_size=8, verbose=0, **dict(fit))

@@ -212,8 +212,9 @@ def test_transfer_batch_to_device_takes_batches_of_ones_own_kind():
     model = Own()
     model.fit([Pair("a", x, y) for x, y in BATCHES], verbose=0)
     assert torch.equal(model.layer.weight, by_hand(1)[0].weight)
-    compiled = type("Compiled", (fitkit.Model,), {
-        "transfer_batch_to_device": Own.transfer_batch_to_device})(linear(4, 3, seed=1))
+    compiled = type(
+        "Compiled", (fitkit.Model,), {"transfer_batch_to_device": Own.transfer_batch_to_device}
+    )(linear(4, 3, seed=1))
     compiled.compile(torch.optim.SGD(compiled.parameters(), 0.1, 0.9), "cross_entropy")
     compiled.fit([Pair("a", x, y) for x, y in BATCHES], verbose=0)
     assert torch.equal(compiled.net.weight, by_hand(1)[0].weight)
@@ -405,12 +406,15 @@ class Adversaries(fitkit.Model):
         self.maker, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(self.maker.parameters(), 0.01),
-                torch.optim.SGD(self.judge.parameters(), 0.1)]
+        return [
+            torch.optim.Adam(self.maker.parameters(), 0.01),
+            torch.optim.SGD(self.judge.parameters(), 0.1),
+        ]
 
     def losses(self, x):
         return -self.judge(self.maker(x)).mean(), lambda: F.softplus(
-            self.judge(self.maker(x).detach()) - self.judge(x)).mean()
+            self.judge(self.maker(x).detach()) - self.judge(x)
+        ).mean()
 
     def run_by_hand(self, turns=((0, 1),)):
         maker, judge = self.configure_optimizers()
@@ -582,6 +586,7 @@ def test_lightnings_hooks_on_a_callback_bring_a_warning_with_the_right_name():
         def on_epoch_ends(self, epoch, logs): ...
         def on_after_backward(self, trainer, module): ...
         def on_my_mind(self): ...
+
         on_records = ()
 
     class OfBoth(fitkit.callbacks.Callback):

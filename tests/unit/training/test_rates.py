@@ -21,10 +21,16 @@ def test_rates_are_scaled_once_and_corrected_for_another_number_of_ranks(scaling
 def test_the_warm_up_rises_linearly_and_the_scheduler_waits_for_it():
     rates = []
     model = fitkit.Model(torch.nn.Linear(2, 1))
-    model.compile("sgd", "mse", learning_rate=0.4, warmup_epochs=2, lr_scheduler=(
-        lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
-    watch = fitkit.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: rates.append(
-        model.optimizer.param_groups[0]["lr"]))
+    model.compile(
+        "sgd",
+        "mse",
+        learning_rate=0.4,
+        warmup_epochs=2,
+        lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)),
+    )
+    watch = fitkit.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: rates.append(model.optimizer.param_groups[0]["lr"])
+    )
     model.fit(torch.zeros(4, 2), torch.zeros(4), batch_size=2, epochs=4, callbacks=watch, verbose=0)
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.2, 0.2, 0.1, 0.1])
 
@@ -38,8 +44,10 @@ def test_a_warm_up_aims_at_a_rate_that_is_set_meanwhile():
         if epoch == 1:
             model.optimizer.learning_rate = 0.8
 
-    watch = fitkit.callbacks.LambdaCallback(on_epoch_begin=begin, on_train_batch_begin=(
-        lambda batch, logs: rates.append(model.optimizer.learning_rate)))
+    watch = fitkit.callbacks.LambdaCallback(
+        on_epoch_begin=begin,
+        on_train_batch_begin=(lambda batch, logs: rates.append(model.optimizer.learning_rate)),
+    )
     model.fit(torch.zeros(4, 2), torch.zeros(4), batch_size=2, epochs=3, callbacks=watch, verbose=0)
     assert rates == pytest.approx([0.1, 0.2, 0.8, 0.8, 0.8, 0.8])
 

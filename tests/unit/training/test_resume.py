@@ -86,8 +86,9 @@ class Cut(fitkit.callbacks.Callback):
 
 def model_for(options, loss="cross_entropy"):
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3),
-                        nn.Linear(8, 3))
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
     model = fitkit.Model(net)
     f1 = torchmetrics.F1Score("multiclass", num_classes=3)
     model.compile(loss=loss, metrics=["accuracy", f1], **options)
@@ -160,7 +161,8 @@ def test_saving_in_a_group_of_batches_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch_size": 16}, {"shuffle": False}, {"x": X[:40], "y": Y[:40]}])
+    "change", [{"batch_size": 16}, {"shuffle": False}, {"x": X[:40], "y": Y[:40]}]
+)
 def test_other_data_within_an_epoch_are_refused(tmp_path, change):
     path, data = tmp_path / "a.h5", {"x": X, "y": Y, "batch_size": 8, "verbose": 0}
     with pytest.raises(KeyboardInterrupt):
@@ -214,7 +216,8 @@ def test_own_steps_with_two_optimizers_go_on(tmp_path):
             model.fit(X, Y, batch_size=8, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5")
     assert torch.equal(runs["cut"].a.weight, runs["whole"].a.weight)
     assert runs["cut"].history.history["signed"] == pytest.approx(
-        runs["whole"].history.history["signed"], rel=1e-9)
+        runs["whole"].history.history["signed"], rel=1e-9
+    )
 
 
 def test_a_saved_model_continues_after_a_finished_fit(tmp_path):

@@ -50,8 +50,15 @@ def compiled(**options):
     torch.manual_seed(1)
     layers = nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)
     model = fitkit.Model(nn.Sequential(*layers))
-    model.compile(**{"optimizer": "adam", "loss": "cross_entropy", "metrics": ["accuracy"],
-                     "accelerator": "cpu", **options})
+    model.compile(
+        **{
+            "optimizer": "adam",
+            "loss": "cross_entropy",
+            "metrics": ["accuracy"],
+            "accelerator": "cpu",
+            **options,
+        }
+    )
     return model
 
 
@@ -115,8 +122,10 @@ def test_workers_that_live_on_change_no_order(tmp_path, moment):
     def data():
         own = torch.Generator().manual_seed(3)
         options = {"num_workers": 1, "persistent_workers": True}
-        return {"x": DataLoader(Rows(), 8, shuffle=True, generator=own, **options),
-                "validation_data": DataLoader(Rows(), 16, **options)}
+        return {
+            "x": DataLoader(Rows(), 8, shuffle=True, generator=own, **options),
+            "validation_data": DataLoader(Rows(), 16, **options),
+        }
 
     check_goes_on(tmp_path, data, moment)
 

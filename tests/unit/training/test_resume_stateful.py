@@ -130,8 +130,9 @@ def fit(model, make_data, **options):
 def test_a_loader_goes_on_by_its_own_state(tmp_path, data, batch, steps):
     path = tmp_path / "cut.h5"
     whole, cut, resumed = compiled(), compiled(), compiled()
-    expected = fit(whole, DATA[data], steps_per_epoch=steps,
-                   callbacks=Cut(path, 1, batch, kill=False))
+    expected = fit(
+        whole, DATA[data], steps_per_epoch=steps, callbacks=Cut(path, 1, batch, kill=False)
+    )
     with pytest.raises(KeyboardInterrupt):
         fit(cut, DATA[data], steps_per_epoch=steps, callbacks=Cut(path, 1, batch, kill=True))
     torch.manual_seed(99)

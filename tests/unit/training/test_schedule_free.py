@@ -72,8 +72,12 @@ each_kind = pytest.mark.parametrize("kind", [
 
 
 def compiled(kind, **arguments):
-    return reference.compiled(dense(5, 8, 3, seed=1), lambda params: kind(params, lr=0.5),
-                              metrics=["accuracy"], **arguments)
+    return reference.compiled(
+        dense(5, 8, 3, seed=1),
+        lambda params: kind(params, lr=0.5),
+        metrics=["accuracy"],
+        **arguments,
+    )
 
 
 def by_hand(kind, epochs):

@@ -218,9 +218,9 @@ def test_a_cut_training_goes_on_bit_for_bit(tmp_path, given):
     resumed = made()
     fit(resumed, shuffle=True, resume_from=tmp_path / "cut.h5")
     assert_same_weights(whole, resumed)
-    assert whole.optimizers()[0].param_groups[0]["lr"] == resumed.optimizers()[0].param_groups[0][
-        "lr"
-    ]
+    assert (
+        whole.optimizers()[0].param_groups[0]["lr"] == resumed.optimizers()[0].param_groups[0]["lr"]
+    )
 
 
 @pytest.mark.parametrize("given", ["muon", "list"])

@@ -25,15 +25,18 @@ def names(module, wrap):
     return [known[part] for part in blocks_of(module, wrap)]
 
 
-@pytest.mark.parametrize(("wrap", "expected"), [
-    ("blocks", ["layers.0", "layers.1", "layers.2"]),
-    (None, []),
-    (Block, ["layers.2", "layers.1", "layers.0"]),
-    ((nn.Embedding, Block), ["layers.2", "layers.1", "layers.0", "embed"]),
-    (36, ["head", "layers.2", "layers.1", "layers.0", "embed"]),
-    (41, ["head"]),
-    (100, []),
-])
+@pytest.mark.parametrize(
+    ("wrap", "expected"),
+    [
+        ("blocks", ["layers.0", "layers.1", "layers.2"]),
+        (None, []),
+        (Block, ["layers.2", "layers.1", "layers.0"]),
+        ((nn.Embedding, Block), ["layers.2", "layers.1", "layers.0", "embed"]),
+        (36, ["head", "layers.2", "layers.1", "layers.0", "embed"]),
+        (41, ["head"]),
+        (100, []),
+    ],
+)
 def test_blocks_are_found_by_repetition_class_and_size(wrap, expected):
     found = names(Net(), wrap)
     assert sorted(found) == sorted(expected)

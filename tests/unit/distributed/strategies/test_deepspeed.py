@@ -53,8 +53,12 @@ def test_settings_that_fit_and_compile_have_arguments_for_are_refused(name, valu
 
 
 def test_settings_that_are_left_open_or_switched_off_are_taken():
-    config = {"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto",
-              "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000}}
+    config = {
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000},
+    }
     strategy = DeepSpeedStrategy(config=config)
     made = full_config(strategy.config, strategy.stage, torch.float32, 10)
     assert made["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
@@ -124,8 +128,9 @@ def test_a_failed_training_gives_back_numbers_from_before_or_nan_where_nobody_ke
 def test_the_working_copy_has_the_learning_parameters_and_neither_state_nor_schedulers_step():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[0].requires_grad_(False)
-    adam = torch.optim.Adam([{"params": net[0].parameters()},
-                             {"params": net[1].parameters(), "lr": 0.5}])
+    adam = torch.optim.Adam(
+        [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 0.5}]
+    )
     torch.optim.lr_scheduler.StepLR(adam, 1)
     net(torch.ones(1, 2)).sum().backward()
     adam.step()

@@ -218,8 +218,12 @@ def test_ddp2_takes_one_process_a_node():
         ((2, "dp"), (2, 1), "started 2 processes.*'dp' is one process.*all its devices"),
         ((2, "dp"), (2, 2), "started 2 processes.*'dp' is one process"),
         ((1, "single"), (2, 2), "started 2 processes.*'single_device' is one process"),
-        ((2, "ddp2", 2), (4, 2), "started 4 processes.*one process on each node.*--nnodes=2 "
-                                 "--nproc-per-node=1, or write strategy='ddp'"),
+        (
+            (2, "ddp2", 2),
+            (4, 2),
+            "started 4 processes.*one process on each node.*--nnodes=2 "
+            "--nproc-per-node=1, or write strategy='ddp'",
+        ),
         (("auto", "ddp2"), (4, 1), "started 4 processes.*--nnodes=1 --nproc-per-node=1"),
         ((2, "ddp2", 3), (2, 2), "started 2 processes.*num_nodes=3"),
         ((2, "ddp2", 1), (2, 2), "started 2 processes.*num_nodes=1"),

@@ -160,8 +160,9 @@ def test_without_the_package_an_error_names_the_extra_but_its_name_alone_needs_n
 def test_the_engine_needs_its_launcher(hvd):
     model = fitkit.Model(nn.Linear(2, 2))
     with pytest.raises(fitkit.ConfigurationError, match="horovodrun -np 2"):
-        model.compile("sgd", "mse", accelerator="cpu", devices=2,
-                      strategy=HorovodStrategy(engine="horovod"))
+        model.compile(
+            "sgd", "mse", accelerator="cpu", devices=2, strategy=HorovodStrategy(engine="horovod")
+        )
 
 
 @pytest.mark.parametrize("options", [{"engine": "mpi"}, {"compression": "int8"}])

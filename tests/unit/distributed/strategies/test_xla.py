@@ -71,8 +71,16 @@ def net():
 
 def compiled(ranks, adapter=None, **options):
     model = fitkit.Model(net())
-    model.compile("adam", "cross_entropy", learning_rate=0.01, accelerator="tpu", devices=ranks,
-                  strategy=XLAStrategy(adapter or OnCPU()), gradient_clip_val=0.5, **options)
+    model.compile(
+        "adam",
+        "cross_entropy",
+        learning_rate=0.01,
+        accelerator="tpu",
+        devices=ranks,
+        strategy=XLAStrategy(adapter or OnCPU()),
+        gradient_clip_val=0.5,
+        **options,
+    )
     return model
 
 
@@ -95,7 +103,8 @@ def test_it_trains_evaluates_predicts_saves_and_resumes_as_plain_pytorch_does(ra
     adapter = OnCPU()
     model, reference = compiled(ranks, adapter), plainly(2)
     save = fitkit.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: model.save(tmp_path / f"{epoch}.h5"))
+        on_epoch_end=lambda epoch, logs: model.save(tmp_path / f"{epoch}.h5")
+    )
     history = fit(model, ranks, epochs=2, callbacks=save, validation_data=(X[:37], Y[:37])).history
     same(model.net, reference)
     assert model.world_size == ranks and adapter.launched == [ranks]
@@ -106,8 +115,9 @@ def test_it_trains_evaluates_predicts_saves_and_resumes_as_plain_pytorch_does(ra
     expected = F.cross_entropy(outputs, Y[:37]).item()
     assert history["val_loss"][-1] == pytest.approx(expected, abs=1e-5)
     assert model.evaluate(X[:37], Y[:37], verbose=0) == pytest.approx(expected, abs=1e-5)
-    torch.testing.assert_close(torch.tensor(model.predict(X[:37], verbose=0)), outputs, rtol=0,
-                               atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(model.predict(X[:37], verbose=0)), outputs, rtol=0, atol=1e-4
+    )
     for other in (1, ranks):
         resumed = compiled(other)
         fit(resumed, other, epochs=2, resume_from=tmp_path / "0.h5")
@@ -149,8 +159,9 @@ def test_fewer_processes_within_reach_than_ranks_end_the_call():
 
 def found(devices="auto", accelerator="auto", strategy="auto", **options):
     machine = options.pop("machine", Machine())
-    return resolve_strategy(devices, accelerator, strategy, "32-true", machine=machine,
-                            environment={}, **options)
+    return resolve_strategy(
+        devices, accelerator, strategy, "32-true", machine=machine, environment={}, **options
+    )
 
 
 def test_words_lead_to_xla_devices_where_there_are_any(monkeypatch):
@@ -204,14 +215,25 @@ def module(monkeypatch, name, **attributes):
 
 def test_torch_xla_is_called_as_its_source_says(monkeypatch):
     calls = []
-    module(monkeypatch, "torch_xla", device=lambda: torch.device("cpu"),
-           sync=lambda: calls.append("sync"))
+    module(
+        monkeypatch,
+        "torch_xla",
+        device=lambda: torch.device("cpu"),
+        sync=lambda: calls.append("sync"),
+    )
     module(monkeypatch, "torch_xla._internal.tpu", num_available_chips=lambda: 4)
-    module(monkeypatch, "torch_xla._internal.pjrt",
-           initialize_multiprocess=lambda *ranks: calls.append(ranks))
+    module(
+        monkeypatch,
+        "torch_xla._internal.pjrt",
+        initialize_multiprocess=lambda *ranks: calls.append(ranks),
+    )
     module(monkeypatch, "torch_xla.runtime", world_size=lambda: 4)
-    module(monkeypatch, "torch_xla.core.xla_model", REDUCE_SUM="sum",
-           all_reduce=lambda kind, tensors: calls.append((kind, len(tensors))))
+    module(
+        monkeypatch,
+        "torch_xla.core.xla_model",
+        REDUCE_SUM="sum",
+        all_reduce=lambda kind, tensors: calls.append((kind, len(tensors))),
+    )
     adapter = TorchXLA()
     assert isinstance(adapter, XLAAdapter) and adapter.count() == 4 == adapter.world_size()
     adapter.launch(4)
@@ -229,12 +251,17 @@ def test_torch_tpu_is_called_as_its_source_says(monkeypatch):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    tpu = types.SimpleNamespace(distributed=types.SimpleNamespace(
-        set_tpu_launch_env=lambda nproc_per_node: seen.append(nproc_per_node)))
+    tpu = types.SimpleNamespace(
+        distributed=types.SimpleNamespace(
+            set_tpu_launch_env=lambda nproc_per_node: seen.append(nproc_per_node)
+        )
+    )
     found = types.SimpleNamespace(type="tpu")
     torchs = types.SimpleNamespace(
-        current_accelerator=lambda: found, device_count=lambda: 4,
-        current_device_index=lambda: seen.append([os.environ[name] for name in names]) or 1)
+        current_accelerator=lambda: found,
+        device_count=lambda: 4,
+        current_device_index=lambda: seen.append([os.environ[name] for name in names]) or 1,
+    )
     module(monkeypatch, "torch_tpu")
     monkeypatch.setattr(torch, "tpu", tpu, raising=False)
     monkeypatch.setattr(torch, "accelerator", torchs)
