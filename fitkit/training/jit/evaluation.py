@@ -15,7 +15,7 @@ from fitkit.module import Module
 from fitkit.training.jit.graph_calls import Batch
 from fitkit.training.jit.net import as_written
 from fitkit.training.jit.programs import (
-    UNROLLED,
+    FEWEST_TOGETHER,
     Programs,
     UncompiledError,
     compiles_steps,
@@ -124,7 +124,9 @@ class JitPass:
             self._may_repeat = keeps and self._traced.may_join
         operations, fused = self._programs.operations or (1, 0)
         most = min(self._most, MOST_TOGETHER, MOST_OPERATIONS // max(operations, 1))
-        self._together = 1 if self._most < UNROLLED or most < 2 else 1 << (most.bit_length() - 1)
+        self._together = (
+            1 if self._most < FEWEST_TOGETHER or most < 2 else 1 << (most.bit_length() - 1)
+        )
         return self._together > 1 or fused >= (FEWEST_FUSED if self._may_repeat else FEWEST_CHECKED)
 
     def after_first(

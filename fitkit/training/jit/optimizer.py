@@ -21,7 +21,7 @@ from fitkit.errors import warn
 from fitkit.metrics.sums import widest_dtype
 from fitkit.module import Module
 from fitkit.optimizers import HOW, class_of, members_of
-from fitkit.training.jit.programs import UNROLLED, Programs, UncompiledError
+from fitkit.training.jit.programs import MOST_STEPS, Programs, UncompiledError
 
 
 class Group:
@@ -68,7 +68,7 @@ class Group:
             self.settings["capturable"] = True
         self._names, self._values = list(kept), list(kept.values())
         rate = group["lr"]
-        self.last: list[float] = [float(rate)] * UNROLLED
+        self.last: list[float] = [float(rate)] * MOST_STEPS
         device = parameters[0].device if parameters else torch.device("cpu")
         if device.type == "cuda" and "capturable" in taken:
             self.settings["capturable"] = True  # all numbers stay on the GPU

@@ -39,11 +39,11 @@ longer to compile. One step of a transformer of four layers would take 1.5 of th
 MOST_SHAPES = 4
 """How many shapes of batches get a program each; all later shapes share one program."""
 
-UNROLLED = 4
-"""How many batches `steps_per_execution` computes in one call.
+FEWEST_TOGETHER, MOST_STEPS = 4, 8
+"""How many training steps `steps_per_execution` computes in one call: see `steps_together`.
 
-Each further batch adds a second to the compilation of a training step. With four batches, the
-call's own cost is a quarter of its steps' cost.
+Each further step adds one to two seconds to the compilation. With eight steps instead of four, a
+net 32-64-10 takes 0.89 of the time.
 """
 
 
@@ -236,6 +236,16 @@ def compiles_updates(model: Module) -> bool:
     if moves_batches and has_own_steps(model, "training"):
         return False
     return not any(map(needs_closure, state.optimizers))
+
+
+def steps_together(steps_per_execution: int) -> int:
+    """Return how many training steps one call computes.
+
+    A group of `steps_per_execution` batches should leave few for calls of one batch.
+    """
+    if steps_per_execution < FEWEST_TOGETHER:
+        return 1
+    return FEWEST_TOGETHER if steps_per_execution % MOST_STEPS else MOST_STEPS
 
 
 def traces_gradients() -> bool:

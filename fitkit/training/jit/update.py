@@ -31,11 +31,11 @@ from fitkit.training.jit.net import as_written
 from fitkit.training.jit.optimizer import JitOptimizer
 from fitkit.training.jit.programs import (
     OTHERS_LEARN,
-    UNROLLED,
     Programs,
     UncompiledError,
     copied,
     shapes_of,
+    steps_together,
 )
 from fitkit.training.jit.traced import TracedOwnStep, TracedStep
 from fitkit.training.own_step import OwnStep
@@ -117,7 +117,8 @@ class JitUpdate:
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
         self._after_update, self._learn_loss = after_update, learn
-        self._joins_steps = joins_steps and compilation.steps_per_execution >= UNROLLED
+        self._steps_a_call = steps_together(compilation.steps_per_execution)
+        self._joins_steps = joins_steps and self._steps_a_call > 1
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.repeat`
@@ -214,17 +215,17 @@ class JitUpdate:
                 return False
             self._shapes = shapes
         self._waiting.append(batch if self._keeps else trees.map_leaves(copied, batch))
-        if len(self._waiting) == UNROLLED:
+        if len(self._waiting) == self._steps_a_call:
             self._learn_together()
         return True
 
     def _learn_together(self) -> None:
         """Learn from the waiting batches in one call."""
         batches, self._waiting, ready = self._waiting, [], 0
-        while ready < UNROLLED and self._follows(ready):
+        while ready < self._steps_a_call and self._follows(ready):
             self._after_update()  # each step's rates are known before the call
             ready += 1
-        if ready == UNROLLED:
+        if ready == self._steps_a_call:
             try:
                 assert isinstance(self._traced, TracedStep)
                 self._traced.note_together(self._run(*batches), batches)

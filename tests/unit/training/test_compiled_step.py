@@ -165,7 +165,8 @@ def dropping():
 @pytest.mark.parametrize(
     ("net", "callbacks", "group", "unchecked"),
     [
-        (perceptron, [], 12, 6),
+        (perceptron, [], 8, 8),  # eight steps a call
+        (perceptron, [], 12, 6),  # four
         (perceptron, [], 1, 32),
         (dropping, [DropsAll], 12, 5),
         (dropping, [DropsAll], 1, 0),
