@@ -168,14 +168,12 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
         CheckpointError: with what is wrong.
     """
     with _Refusing(path):
-        for name in ("epoch", "steps", "number", "batches"):
+        for name in ("epoch", "steps", "number", "batches", "shares"):
             _check_count(name, getattr(progress, name))
         for name in ("began", "random"):
             if not isinstance(getattr(progress, name), list):
                 raise ValueError(f"{name} isn't a list")
-        for name in ("seed", "shares"):
-            value = getattr(progress, name)
-            _check_count(name, 0 if value is None else value)
+        _check_count("seed", 0 if progress.seed is None else progress.seed)
         if progress.shares == 0:
             raise ValueError("shares is 0")
         _has("history", progress.history, {"epoch": list, "history": dict})
@@ -210,8 +208,7 @@ def check_progress(progress: Progress, training: dict[str, Any], path: str) -> N
                 raise ValueError(
                     "the target rates of the warm-up don't match the optimizer's parameter groups"
                 )
-        data = progress.data
-        if data is not None and not (isinstance(data, dict) and is_plain(data)):
+        if not (isinstance(progress.data, dict) and is_plain(progress.data)):
             raise ValueError("data isn't a dict of plain data")
 
 

@@ -37,10 +37,8 @@ class Progress:
         history: the epochs' numbers, and the values by name.
         warm_up: the updates made and the target rates; None without a warmup.
         callbacks: each callback's class, what it watches, and its state, in their order.
-        data: facts that decide the data's order, and that identify the data; None in files of
-            earlier versions.
-        shares: the number of shares of the data, which may be fewer than the ranks. None in files
-            of earlier versions.
+        data: facts that decide the data's order, and that identify the data.
+        shares: the number of shares of the data, which may be fewer than the ranks.
         validated: the epoch's last validation within it: the `steps` and `updates` made before it,
             and its `values`. None if there was none.
     """
@@ -57,9 +55,9 @@ class Progress:
     history: dict[str, Any]
     warm_up: dict[str, Any] | None
     callbacks: list[dict[str, Any]]
-    data: dict[str, Any] | None = None
-    shares: int | None = None
-    validated: dict[str, Any] | None = None
+    data: dict[str, Any]
+    shares: int
+    validated: dict[str, Any] | None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for a file."""
@@ -74,13 +72,12 @@ class Progress:
         """
         values: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
-            value = data.get(item.name)
-            if item.name not in data and item.default is dataclasses.MISSING:
+            if item.name not in data:
                 raise CheckpointError(
                     f"{path} has no {item.name!r} in its progress, so this version of "
                     "fitkit can't resume from it. Load its weights with load_weights."
                 )
-            values[item.name] = value
+            values[item.name] = data[item.name]
         return cls(**values)
 
     def restore_history(self, history: History) -> None:
@@ -182,11 +179,10 @@ def continue_from(run: Any, progress: Progress) -> None:
     if progress.seed is not None and hasattr(run.source.whole, "seed"):
         run.source.whole.seed = progress.seed
     run.stream.take_loader_state(progress.loader)
-    shares = progress.shares or len(progress.random)
 
     def steps_here(steps: int) -> int:
         """A number of steps of the saved training, as steps of as many ranks as now."""
-        return -(-steps * shares // run.data_rank_count)
+        return -(-steps * progress.shares // run.data_rank_count)
 
     run.steps_before = steps_here(progress.steps)
     run.noted_before = progress.noted if progress.steps else []
@@ -235,7 +231,7 @@ def check_data(source: Any, progress: Progress) -> None:
     Raises:
         ConfigurationError: they have another size or order.
     """
-    if not progress.batches or progress.data is None:
+    if not progress.batches:
         return
     now, then = _order_of(source), {name: progress.data.get(name) for name in ORDER}
     if then != now:

@@ -271,6 +271,7 @@ class Update:
             self._parameters,
             self._count_update,
             self._learn_by,
+            moves_rates=self._after_update is not None,
             joins_steps=joins_steps,
         )
         return found

@@ -81,6 +81,7 @@ class JitUpdate:
         after_update: Callable[[], Any],
         learn: Callable[[torch.Tensor, Callable[..., Any]], None],
         *,
+        moves_rates: bool,
         joins_steps: bool,
     ) -> None:
         """Set what a new call of `fit` uses.
@@ -93,6 +94,7 @@ class JitUpdate:
             after_update: called after each update; it may change the optimizer's rates.
             learn: makes an update from a loss and the function that computes its gradients. It
                 serves a batch that has waited and that the compiled functions can't take.
+            moves_rates: whether `after_update` does change rates.
             joins_steps: whether `steps_per_execution` may compute several steps in one call. Not
                 if `after_update` reads a step's values.
         """
@@ -117,6 +119,7 @@ class JitUpdate:
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
         self._after_update, self._learn_loss = after_update, learn
+        self._moves_rates = moves_rates
         self._steps_a_call = steps_together(compilation.steps_per_execution)
         self._joins_steps = joins_steps and self._steps_a_call > 1
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
@@ -150,8 +153,7 @@ class JitUpdate:
                 return False  # a placeholder batch must have no effect but its gradients
             batch = rank_batch.batch
         parts = self._traced.moved(batch, index)
-        # The first steps run alone, to see whether a schedule changes more than rates.
-        if self._joins_steps and self._updates and self._batches > 1 and self._hold(parts):
+        if self._may_hold(parts) and self._hold(parts):
             return True
         self._learn_each()
         return self.stopped is None and self._learn(parts, rank_batch)
@@ -164,8 +166,7 @@ class JitUpdate:
                 if not self._looks_ahead:
                     self._batches = -1
                     return False
-                assert isinstance(traced, TracedStep)
-                self._look(traced, batch)
+                self._look(batch)
             try:
                 found = self._run(batch)
             except UncompiledError as error:
@@ -199,6 +200,19 @@ class JitUpdate:
         warn(f"jit_compile compiles {what}, not the whole step: {error}")
 
     # ------------------------------------------------------------------ several in one call
+
+    def _may_hold(self, batch: Batch) -> bool:
+        """Return whether batches may wait, from this one on."""
+        if not self._joins_steps or not self._updates:
+            return False
+        if self._moves_rates:  # see first whether a schedule changes more than rates
+            return self._batches > 1
+        if self._batches < 0 and self._looks_ahead:
+            try:
+                self._look(batch)
+            except UncompiledError as error:
+                self._stop(error)
+        return self._batches >= 0 and self._updates
 
     def _hold(self, batch: Batch) -> bool:
         """Hold a batch, and learn from the waiting batches once there are enough.
@@ -342,6 +356,10 @@ class JitUpdate:
     def _follows(self, place: int = 0) -> bool:
         """Return whether the optimizer has the same tensors and settings as at the last batch."""
         optimizing = self._optimizing
+        if place and not self._moves_rates:  # no code has run since the call's first step
+            for group in optimizing.groups:
+                group.put(group.last[0], place)
+            return True
         if self._updates and not optimizing.has_same_state:
             return False
         if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
@@ -366,7 +384,7 @@ class JitUpdate:
         except UncompiledError as error:
             self._stop(error)
 
-    def _look(self, traced: TracedStep, batch: Batch) -> None:
+    def _look(self, batch: Batch) -> None:
         """Compute a first batch's gradients without compiling, then restore the model's state.
 
         This makes the first batch's checks, and finds which parameters have a gradient.
@@ -374,6 +392,8 @@ class JitUpdate:
         Raises:
             UncompiledError: this step can't be compiled.
         """
+        traced = self._traced
+        assert isinstance(traced, TracedStep)
         may_learn = [p for p in self._parameters if p.requires_grad]
         _refuse_hooks(may_learn)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]

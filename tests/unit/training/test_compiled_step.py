@@ -166,9 +166,9 @@ def dropping():
     ("net", "callbacks", "group", "unchecked"),
     [
         (perceptron, [], 8, 8),  # eight steps a call
-        (perceptron, [], 12, 6),  # four
+        (perceptron, [], 12, 5),  # four
         (perceptron, [], 1, 32),
-        (dropping, [DropsAll], 12, 5),
+        (dropping, [DropsAll], 12, 4),
         (dropping, [DropsAll], 1, 0),
         (Keeping, [], 12, 0),
         (Keeping, [], 1, 0),
@@ -231,6 +231,19 @@ def test_outputs_that_count_differently_are_weighed_in_groups_of_batches():
     with pytest.warns(UserWarning, match="the net and the update.*different counts"):
         compiled = trained(case, jit_compile=TRACED)
     assert_same(compiled, trained(case))
+
+
+def test_a_callback_changes_the_rate_of_the_next_steps():
+    class Halve(fitkit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            self.model.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def run(**more):
+        model = model_of(steps_per_execution=4, **more)
+        options = {"batch_size": 4, "epochs": 2, "verbose": 0, "callbacks": [Halve()]}
+        return model, [model.fit(X[:48], Y[:48], **options).history]
+
+    assert_same(run(jit_compile=TRACED), run())
 
 
 def test_a_schedule_that_watches_the_loss_gets_that_of_each_step():
