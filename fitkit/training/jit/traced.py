@@ -51,6 +51,12 @@ class TracedStep:
         """Move a batch's inputs, targets and weights to the device."""
         return self._step.moved_parts(batch)
 
+    def leaves(self, batch: Any) -> bool:
+        """Return whether `moved` only adds None to a pair of arrays' rows, for all batches."""
+        step = self._step
+        is_whole = isinstance(step, CompiledStep) and step.class_weights is None
+        return is_whole and step.wrapped.is_bare and step.mover.leaves(batch)
+
     def as_written(self, batch: Batch) -> torch.Tensor:
         """Compute a batch's loss without compiling; the first batch is checked."""
         assert isinstance(self._step, CompiledStep)
@@ -212,6 +218,10 @@ class TracedOwnStep:
     def moved(self, batch: Any, index: int) -> Batch:
         """Move a batch to the device, and return it with its number."""
         return self._step.mover.transfer(batch), None, index
+
+    def leaves(self, batch: Any) -> bool:
+        """Return False: `moved` adds the batch's number."""
+        return False
 
     def entered(self, batch: Batch) -> tuple[Any, ...]:
         """Return the arguments of `computed` for a batch."""

@@ -124,6 +124,7 @@ class JitUpdate:
         self._joins_steps = joins_steps and self._steps_a_call > 1
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
+        self._leaves = False  # whether batches are pairs of tensors that need no move
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.repeat`
         self._waiting: list[Batch] = []  # to be computed in one call
         self._shapes: Any = None
@@ -152,7 +153,9 @@ class JitUpdate:
                 self.flush()
                 return False  # a placeholder batch must have no effect but its gradients
             batch = rank_batch.batch
-        parts = self._traced.moved(batch, index)
+        if self._batches < 0:
+            self._leaves = self._keeps and _is_pair(batch) and self._traced.leaves(batch)
+        parts = (*batch, None) if self._leaves else self._traced.moved(batch, index)
         if self._may_hold(parts) and self._hold(parts):
             return True
         self._learn_each()
@@ -457,6 +460,13 @@ class JitUpdate:
         self._updates = False
         self._programs.clear()
         self._optimizing.stop(why)
+
+
+def _is_pair(batch: Any) -> bool:
+    """Return whether a batch is a tuple of two tensors."""
+    if type(batch) is not tuple or len(batch) != 2:
+        return False
+    return all(isinstance(part, torch.Tensor) for part in batch)
 
 
 def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
