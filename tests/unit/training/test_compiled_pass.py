@@ -32,7 +32,6 @@ def as_in_a_new_process():
 def small_nets_are_compiled(monkeypatch):
     """So that nets which are quick to compile can be tested."""
     monkeypatch.setattr(evaluation, "FEWEST_FUSED", 0)
-    monkeypatch.setattr(evaluation, "FEWEST_CHECKED", 0)
 
 
 def net():
