@@ -149,10 +149,10 @@ def an_own_step_and_a_batch_for_one_rank_alone():
 def a_rank_that_cannot_compile(what, warns):
     run = Programs.run
 
-    def failing(self, *arguments):
+    def failing(self, *arguments, **named):
         if RANK == 1 and self.what == what:
             raise UncompiledError("no compiler here")
-        return run(self, *arguments)
+        return run(self, *arguments, **named)
 
     Programs.run = failing
     model = compiled(net())
