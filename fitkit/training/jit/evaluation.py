@@ -89,7 +89,7 @@ class JitPass:
         self._function: Callable[..., Any] = self._computed
         self._plain: Callable[..., Any] = step
         self._joins = self._keeps = self._leaves = False
-        self._may_repeat = False  # whether torch may skip its checks, see `Programs.repeat`
+        self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._shapes: Any = None
         self._others = 0
         self._held: list[Any] = []
@@ -155,8 +155,7 @@ class JitPass:
                 self._joins = True
             self._function = self._measured if self._joins else self._computed
         # If the first batch is a pair of tensors that needs no move, then all others are too.
-        self._leaves = keeps and type(first) is tuple and len(first) == 2
-        self._leaves = self._leaves and step.mover.leaves(first)
+        self._leaves = keeps and self._traced.leaves(first)
         self._shapes = shapes_of((*first, None) if self._leaves else step.moved_parts(first))
         return self
 
@@ -198,13 +197,14 @@ class JitPass:
         """
         traced, step = self._traced, self._step
         try:
-            found = self._programs.repeat(batches, shapes) if self._may_repeat else None
-            if found is None:
-                given = [traced.entered(batch) for batch in batches]
-                tensors = batches if self._may_repeat else None
-                found = self._programs.run(
-                    self._function, given, shapes, traced.device, batches=tensors
-                )
+            found = self._programs.run(
+                self._function,
+                batches,
+                shapes,
+                traced.device,
+                entered=traced.entered,
+                may_repeat=self._may_repeat,
+            )
         except UncompiledError as error:
             for batch in held:
                 self._run_plainly(batch)  # raises the error if the batch itself is wrong

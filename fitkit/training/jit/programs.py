@@ -19,7 +19,7 @@ from fitkit import trees
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
 from fitkit.optimizers import needs_closure
-from fitkit.training.jit.graph_calls import Batch, GraphCalls
+from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.net import give_own_code
 
 ON_CPU = {"size_asserts": False}
@@ -86,30 +86,37 @@ class Programs:
     def run(
         self,
         function: Callable[..., Any],
-        given: Sequence[Any],
+        batches: Sequence[Any],
         shapes: Any,
         device: str,
         *,
-        batches: Sequence[Batch] | None = None,
+        entered: Callable[[Any], Any] | None = None,
+        may_repeat: bool = False,
     ) -> Any:
         """Run a function on some batches. Compile it first if these shapes and count are new.
 
         Args:
-            function: takes `given`. Torch guards the values that it reads.
-            given: the batches, as the function takes them. All have the same shapes.
+            function: takes the list of the batches. Torch guards the values that it reads.
+            batches: all have the same shapes.
             shapes: the shapes of one batch, from `shapes_of`; None for any shapes.
             device: the type of the device.
-            batches: the tensors of `given`, if `repeat` may follow.
+            entered: what turns each batch into what the function takes; None for the batch itself.
+            may_repeat: whether torch may skip its checks. So nothing that the function reads may
+                have changed since the last call or `check`, except for its tensors' numbers.
 
         Raises:
             UncompiledError: torch can't compile the function.
         """
-        key = len(given), None if self._options.get("dynamic") else shapes
+        key = len(batches), None if self._options.get("dynamic") else shapes
+        graph = self._graphs.get(key) if may_repeat else None
+        if graph is not None and (found := graph.repeat(batches)) is not None:
+            return found
+        given = batches if entered is None else [entered(batch) for batch in batches]
         program = self._compiled.get(key)
         is_new = program is None
         if program is None:
             if len(self._compiled) >= MOST_SHAPES:
-                key = len(given), None
+                key = len(batches), None
                 program = self._compiled.get(key)
             is_new = program is None
             program = program or self._program(key, device)
@@ -120,8 +127,8 @@ class Programs:
             with torch.no_grad():
                 # Within no_grad, torch's compiler writes new weights over the old ones. Otherwise
                 # it expects the graph to be differentiated, and copies the weights at its end.
-                graph = None if batches is None else self._graphs.get(key)
-                if graph is None or batches is None:
+                graph = self._graphs.get(key) if may_repeat else None
+                if graph is None:
                     found = program(function, given)
                 else:
                     found = graph.watched(partial(program, function, given), batches)
@@ -134,18 +141,6 @@ class Programs:
             if self.is_announced:
                 print(f" {time.monotonic() - began:.1f} s", flush=True)
         return found
-
-    def repeat(self, batches: Sequence[Batch], shapes: Any) -> Any:
-        """Run the last call's graph on other batches, without torch's checks.
-
-        Nothing that the function reads may have changed since, except for its tensors' numbers.
-        Call `check` before other code runs.
-
-        Returns:
-            The function's result; None if `run` must be called.
-        """
-        graph = self._graphs.get((len(batches), shapes))
-        return None if graph is None else graph.repeat(batches)
 
     def check(self) -> None:
         """Let torch check at the next call whether a compiled function still fits."""

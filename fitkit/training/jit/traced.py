@@ -52,10 +52,13 @@ class TracedStep:
         return self._step.moved_parts(batch)
 
     def leaves(self, batch: Any) -> bool:
-        """Return whether `moved` only adds None to a pair of arrays' rows, for all batches."""
+        """Return whether `moved` only adds None to a pair of tensors, and to others like it."""
         step = self._step
-        is_whole = isinstance(step, CompiledStep) and step.class_weights is None
-        return is_whole and step.wrapped.is_bare and step.mover.leaves(batch)
+        if type(batch) is not tuple or len(batch) != 2 or not step.wrapped.is_bare:
+            return False
+        if isinstance(step, CompiledStep) and step.class_weights is not None:
+            return False
+        return all(isinstance(part, torch.Tensor) for part in batch) and step.mover.leaves(batch)
 
     def as_written(self, batch: Batch) -> torch.Tensor:
         """Compute a batch's loss without compiling; the first batch is checked."""

@@ -125,7 +125,7 @@ class JitUpdate:
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
         self._leaves = False  # whether batches are pairs of tensors that need no move
-        self._may_repeat = False  # whether torch may skip its checks, see `Programs.repeat`
+        self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._waiting: list[Batch] = []  # to be computed in one call
         self._shapes: Any = None
         self.accumulates(False)
@@ -154,7 +154,7 @@ class JitUpdate:
                 return False  # a placeholder batch must have no effect but its gradients
             batch = rank_batch.batch
         if self._batches < 0:
-            self._leaves = self._keeps and _is_pair(batch) and self._traced.leaves(batch)
+            self._leaves = self._keeps and self._traced.leaves(batch)
         parts = (*batch, None) if self._leaves else self._traced.moved(batch, index)
         if self._may_hold(parts) and self._hold(parts):
             return True
@@ -308,17 +308,15 @@ class JitUpdate:
 
     def _run(self, *batches: Batch) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
-        traced, shapes = self._traced, shapes_of(batches[0])
-        may_repeat = self._may_repeat and self._optimizing.stopped is None
-        if may_repeat:
-            found = self._programs.repeat(batches, shapes)
-            if found is not None:
-                return found
-        given = [traced.entered(batch) for batch in batches]
-        function = self._whole if len(batches) == 1 else self._together
+        traced = self._traced
         with traced.running():
             return self._programs.run(
-                function, given, shapes, traced.device, batches=batches if may_repeat else None
+                self._whole if len(batches) == 1 else self._together,
+                batches,
+                shapes_of(batches[0]),
+                traced.device,
+                entered=traced.entered,
+                may_repeat=self._may_repeat and self._optimizing.stopped is None,
             )
 
     # ------------------------------------------------------------------ traced functions
@@ -460,13 +458,6 @@ class JitUpdate:
         self._updates = False
         self._programs.clear()
         self._optimizing.stop(why)
-
-
-def _is_pair(batch: Any) -> bool:
-    """Return whether a batch is a tuple of two tensors."""
-    if type(batch) is not tuple or len(batch) != 2:
-        return False
-    return all(isinstance(part, torch.Tensor) for part in batch)
 
 
 def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
