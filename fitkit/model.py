@@ -410,7 +410,7 @@ class Model(Module):
                     callback.prepare_optimizers(self)
                 load(self, path, functools.partial(self._resume_at, arguments))
             self._prepare(arguments)
-            history: History = self._launcher().launch(run_fit, self, arguments)
+            history: History = self._launcher().launch("fit", run_fit, self, arguments)
         return history
 
     def _resume_at(self, arguments: FitArguments, progress: Progress | None) -> None:
@@ -489,7 +489,7 @@ class Model(Module):
         arguments = EvaluateArguments(**_given(locals(), leave_out="return_dict"))
         with computing(self, "evaluate"):
             self._prepare(arguments)
-            values = self._launcher().launch(run_evaluate, self, arguments)
+            values = self._launcher().launch("evaluate", run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
 
     @overload
@@ -560,7 +560,7 @@ class Model(Module):
         arguments = EvaluateArguments(**_given(locals(), leave_out="as_numpy"))
         with computing(self, "predict"):
             self._prepare(arguments)
-            outputs = self._launcher().launch(run_predict, self, arguments)
+            outputs = self._launcher().launch("predict", run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
 
     def _prepare(self, arguments: FitArguments | EvaluateArguments) -> None:

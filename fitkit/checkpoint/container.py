@@ -382,16 +382,17 @@ def _check_plain_data(value: object, place: str) -> None:
         )
 
 
-def encode_document(content: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
-    """The document for `content`, which refers to `tensors` by their numbers.
+def encode_document(document: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
+    """Write the document as JSON, with what `tensors` are.
 
     Raises:
-        ConfigurationError: `content` isn't plain data, or is too large.
+        ConfigurationError: `document` isn't plain data, or is too large.
     """
-    check_plain_data(content, "document")
+    check_plain_data(document, "document")
     arrays = [describe_tensor(tensor) for tensor in tensors]
     # Escaped to ASCII, so that a lone surrogate in a string can be written too.
-    text = json.dumps({"arrays": arrays, "content": content}, separators=(",", ":")).encode("ascii")
+    whole = {"arrays": arrays, "content": document}
+    text = json.dumps(whole, separators=(",", ":")).encode("ascii")
     if len(text) > LARGEST_DOCUMENT:
         raise ConfigurationError(
             f"What is to be saved beside the arrays takes {len(text) / 1e6:.1f} MB as JSON, and "
@@ -402,25 +403,25 @@ def encode_document(content: dict[str, Any], tensors: list[torch.Tensor]) -> byt
 
 
 def decode_document(text: bytes) -> tuple[dict[str, Any], list[Described]]:
-    """The content and what the arrays are.
+    """Return the document and what the arrays are.
 
     Raises:
         ValueError: the document isn't one that `encode_document` could have made.
     """
     try:
         # Of bytes, json would take UTF-16 and UTF-32 too.
-        document = json.loads(text.decode("ascii"), object_pairs_hook=without_repetition)
+        parsed = json.loads(text.decode("ascii"), object_pairs_hook=without_repetition)
     except RecursionError:
         raise ValueError("its document is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"its document can't be read ({error})") from None
-    if not isinstance(document, dict) or not isinstance(document.get("content"), dict):
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("content"), dict):
         raise ValueError("its document has no content")
-    arrays = document.get("arrays")
+    arrays = parsed.get("arrays")
     if not isinstance(arrays, list):
         raise ValueError("its document doesn't describe the arrays")
     described = [read_description(item, f"array {index}") for index, item in enumerate(arrays)]
-    return document["content"], described
+    return parsed["content"], described
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

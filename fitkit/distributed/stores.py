@@ -78,7 +78,7 @@ def meets_by_files(store: Store | None) -> bool:
 
 
 class PromptStore(Store):
-    """A store for gloo: it sees a key soon, and `break_off` ends its waits from another thread.
+    """A store for gloo: it sees a key soon, and `end_waits` ends its waits from another thread.
 
     Torch's waits can't be ended (and warn on the terminal where they end in vain), and its file
     store looks for a missing key only every 10 ms. Its maker keeps it as long as the process
@@ -93,12 +93,12 @@ class PromptStore(Store):
         super().__init__()
         self._store = store
         self._ranks = ranks
-        self._broken_off = False
+        self._ends_waits = False
         self._seen: set[str] = set()
 
-    def break_off(self) -> None:
+    def end_waits(self) -> None:
         """End the wait that is under way, and those to come."""
-        self._broken_off = True
+        self._ends_waits = True
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ class PromptStore(Store):
         seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         patience = Patience(seconds, GLOO_PAUSE_S, self._ranks)
         while not self._store.check(keys):
-            if self._broken_off:
+            if self._ends_waits:
                 raise DistStoreError(f"the wait was interrupted, keys: {', '.join(keys)}")
             if not patience.remains():
                 raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")

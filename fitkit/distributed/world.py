@@ -167,7 +167,7 @@ def abandon() -> None:
 def abort() -> None:
     """Break off this process's exchanges; torch itself can do that with NCCL alone."""
     if _group_store is not None:
-        _group_store.break_off()
+        _group_store.end_waits()
     if in_own_group() and "nccl" in dist.get_backend():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()

@@ -13,6 +13,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import CheckpointError, ConfigurationError, FitkitError, warn
 from fitkit.losses import Term
 from fitkit.losses.compiled import of_outputs
+from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
 from fitkit.module import LogOptions, merged
 
@@ -386,7 +387,7 @@ class Logbook:
             joined it. What a rank notes is no longer its own then.
     """
 
-    def __init__(self, meters: Any) -> None:
+    def __init__(self, meters: CompiledMetrics) -> None:
         self.loss: RunningMean = RunningMean()
         self.parts: dict[str, RunningMean] = {}
         self.scales: dict[str, float] = {}

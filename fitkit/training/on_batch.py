@@ -605,6 +605,7 @@ def _logs_of(
     found: dict[str, Any] = {"loss": value} if has_loss else {}
     if meters is not None:
         prediction = prediction.detach() if prediction.requires_grad else prediction
+        assert meters.only is not None  # a step of several outputs isn't kept
         found.update(meters.only.of_batch(prediction, y))
     if logged.entries:
         found.update(logged.results())

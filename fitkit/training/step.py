@@ -29,6 +29,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.losses import CompiledLoss, Count, Term
 from fitkit.losses.compiled import total_of
+from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
 from fitkit.training.explain import raise_explained, shape_words
@@ -92,7 +93,7 @@ class CompiledStep:
         compilation.loss.to(strategy.device)
         self.loss: CompiledLoss = compilation.loss.begin()
         self.logbook: Logbook = Logbook(compilation.metrics.begin())
-        self.meters: Any | None = self.logbook.meters or None
+        self.meters: CompiledMetrics | None = self.logbook.meters or None
         self.class_weights = class_weights
         self.all_targets: list[Any] = all_targets or []
         self.name = name

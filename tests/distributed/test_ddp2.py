@@ -94,7 +94,7 @@ for name in ("averages", "exchanges"):
     net = Pairs()
     with torch.no_grad():
         net.scale += strategy.world.rank  # rank 0's numbers are everyone's
-    strategy.launcher.launch(run, net, name)
+    strategy.launcher.launch("run", run, net, name)
 """
 
 

@@ -11,8 +11,12 @@ Result = TypeVar("Result")
 class Launcher(Protocol):
     """Makes one call on every rank of a run."""
 
-    def launch(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Call `function(*args)` on every rank; return what this rank's call gave."""
+    def launch(self, verb: str, function: Callable[..., Result], *args: Any) -> Result:
+        """Call `function(*args)` on every rank; return what this rank's call gave.
+
+        Args:
+            verb: the call's name, such as "fit". Ranks that meet for two verbs say so.
+        """
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
         """Do something on rank 0 alone, outside of a call; where the others run the same program
@@ -22,7 +26,7 @@ class Launcher(Protocol):
 class InlineLauncher:
     """The caller's process is the only rank."""
 
-    def launch(self, function: Callable[..., Result], *args: Any) -> Result:
+    def launch(self, verb: str, function: Callable[..., Result], *args: Any) -> Result:
         """Call `function(*args)` here."""
         return function(*args)
 

@@ -280,7 +280,7 @@ class RankProcess:
         if self._shown is not None:
             self._shown.wait_for_end()
 
-    def broke(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether it ended by a signal or an exception; other statuses are the script's own."""
         code = self._process.returncode
         return code is not None and (code < 0 or (code > 0 and "Traceback (most" in self.words()))

@@ -22,8 +22,8 @@ from fitkit.distributed.launchers.process import OtherRanks
 from fitkit.distributed.launchers.watch import (
     Failure,
     Watch,
-    broke_off,
     broken_exchange,
+    shows_broken_exchange,
 )
 from fitkit.distributed.stores import Patience
 from fitkit.distributed.world import World
@@ -98,11 +98,14 @@ class RankLauncher:
         if cluster is not None:
             announce_exit(cluster)
 
-    def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    def launch(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` here, as all other ranks do.
 
         The ranks meet, enter the process group, make the call, wait for each other, and leave.
         A `Watch` looks after the other ranks meanwhile.
+
+        Args:
+            verb: the call's name, such as "fit". Ranks that meet for two verbs say so.
 
         Returns:
             What this rank's call gave.
@@ -118,8 +121,7 @@ class RankLauncher:
         self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
         with self.others.during_call():
-            # The verb of run_fit is fit. Ranks that meet for another verb say so by its name.
-            store = self._meet(getattr(function, "__name__", "a call").removeprefix("run_"))
+            store = self._meet(verb)
             with Watch(
                 store, rank, size, self.others.lost, world.abort, self.ends_process
             ) as watch:
@@ -219,7 +221,8 @@ class RankLauncher:
             The error of the rank that failed first. None to raise this rank's own error.
         """
         rank = self.strategy.world.rank
-        if isinstance(error, WorkerError) or not (watch.broken_off or broke_off(error)):
+        is_broken = watch.exchanges_ended or shows_broken_exchange(error)
+        if isinstance(error, WorkerError) or not is_broken:
             local = Failure.of(rank, error)
             first = watch.report(local)
             self._release()

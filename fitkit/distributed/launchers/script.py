@@ -68,14 +68,14 @@ class ScriptLauncher(RankLauncher):
         self._size = size
         self._shows_output = shows_output
 
-    def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    def launch(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank; see `RankLauncher.launch`."""
         if world.in_own_group():
-            return super().launch(function, *arguments)
+            return super().launch(verb, function, *arguments)
         self.others: ScriptRanks | JoinedRanks = ranks_of_script(self._size, self._shows_output)
         try:
             self.call_store: Store = self.others.folder.next_store()
-            return super().launch(function, *arguments)
+            return super().launch(verb, function, *arguments)
         except BaseException:
             self.others.failed = True
             raise
@@ -162,10 +162,10 @@ class ScriptRanks(StartedRanks):
                 "s after rank 0's script had ended.",
                 file=sys.stderr,
             )
-        broken = [other for other in self.processes if other not in late and other.broke()]
-        for other in broken:
+        failing = [other for other in self.processes if other not in late and other.has_failed()]
+        for other in failing:
             print("fitkit: {0.what}\n{0.text}".format(other.failure()), file=sys.stderr)
-        if broken:
+        if failing:
             # A script that failed on some rank hasn't succeeded.
             sys.stdout.flush()
             sys.stderr.flush()

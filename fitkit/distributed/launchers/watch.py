@@ -39,7 +39,7 @@ SILENCE_S = 3.0
 """How long a rank waits for the word of one that failed."""
 ANSWER_S = 1.5
 """How long a rank may take to say where it is."""
-BREAK_OFF_AFTER_S = 3.0
+END_EXCHANGES_AFTER_S = 3.0
 """How long after another's failure a rank may stay in an exchange before that is broken off."""
 LAST_RESORT_S = 30.0
 """How long after another's failure a rank may stay in the call before its process is ended."""
@@ -101,12 +101,12 @@ class Watch:
         store: this call's own part of a store.
         rank, size: this process's rank and the number of ranks.
         lost: a function that returns the failure of a rank that has ended, if known here.
-        break_off: a function that ends this process's exchanges.
+        end_exchanges: a function that ends this process's exchanges.
         ends_process: whether this process may be ended if it doesn't return from the call.
 
     Attributes:
         failure: the first failure, as far as known here.
-        broken_off: whether this process's exchanges have been ended.
+        exchanges_ended: whether this process's exchanges have been ended.
         began: the start on the monotonic clock.
         elsewhere: the other ranks' exchanges that failed, too, without a failure found by `cause`:
             the reason and the place, by rank. Only the first one and a few others are kept.
@@ -118,16 +118,16 @@ class Watch:
         rank: int,
         size: int,
         lost: Callable[[], Failure | None],
-        break_off: Callable[[], None],
+        end_exchanges: Callable[[], None],
         ends_process: bool = True,
     ) -> None:
         self.failure: Failure | None = None
-        self.broken_off: bool = False
+        self.exchanges_ended: bool = False
         self._store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._lost = lost
-        self._break_off = break_off
+        self._end_exchanges = end_exchanges
         self._ends_process = ends_process
         self._caller = threading.get_ident()
         self._local: Failure | None = None
@@ -265,10 +265,10 @@ class Watch:
     def _end_call(self, failure: Failure) -> None:
         """Another rank has failed: this one must come out of the call."""
         waited = time.monotonic() - self._failure_at
-        if waited > BREAK_OFF_AFTER_S and not self.broken_off and not self._error:
-            self.broken_off = True
+        if waited > END_EXCHANGES_AFTER_S and not self.exchanges_ended and not self._error:
+            self.exchanges_ended = True
             with contextlib.suppress(Exception):
-                self._break_off()
+                self._end_exchanges()
         if waited > LAST_RESORT_S and self._ends_process:
             # Python can't raise in a thread that waits in C++, and nobody will answer it.
             message = (
@@ -311,20 +311,20 @@ def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
     return Failure(max(places), what, "\n".join(waited))
 
 
-BROKEN_OFF = (
+BROKEN_EXCHANGE = (
     "connection closed by peer", "connection reset", "connection refused", "broken pipe",
     "timed out waiting", "socket timeout", "gloo", "nccl", "wait timeout", "tcpstore",
     "failed to connect", "connection was likely closed",
 )  # fmt: skip
 
 
-def broke_off(error: BaseException) -> bool:
+def shows_broken_exchange(error: BaseException) -> bool:
     """Whether an error only shows that an exchange with another rank broke off."""
     if isinstance(error, OSError):
         return False  # torch's are none: a file, or a connection of the user's own
     seen: BaseException | None = error
     while seen is not None:
-        about_ranks = any(part in str(seen).lower() for part in BROKEN_OFF)
+        about_ranks = any(part in str(seen).lower() for part in BROKEN_EXCHANGE)
         if isinstance(seen, DistError):
             return True
         if about_ranks and isinstance(seen, RuntimeError | OSError):

@@ -71,7 +71,7 @@ class WorkersLauncher(RankLauncher):
         self.size = size
         self.shows_output = shows_output
 
-    def launch(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    def launch(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank.
 
         Returns:
@@ -88,12 +88,12 @@ class WorkersLauncher(RankLauncher):
                     "worker processes. Compile this model with devices=1, or call it after the "
                     "other call."
                 )
-            payload = self._payload(function, arguments)
+            payload = self._payload(verb, function, arguments)
             try:
                 with contextlib.closing(payload):
                     self.others: Pool = _pool_of(self.size, self.shows_output)
                     self.call_store: Store = self.others.begin(payload)
-                return super().launch(function, *arguments)
+                return super().launch(verb, function, *arguments)
             except BaseException:
                 end_workers()
                 self._leave()  # takes `LEAVE_S` at most
@@ -107,7 +107,9 @@ class WorkersLauncher(RankLauncher):
         """Only cut the connections. `launch` leaves the group once it has ended the workers."""
         world.hang_up()
 
-    def _payload(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Payload:
+    def _payload(
+        self, verb: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Payload:
         sent = [
             getattr(argument, "for_other_ranks", lambda a=argument: a)() for argument in arguments
         ]
@@ -117,7 +119,7 @@ class WorkersLauncher(RankLauncher):
         ]
         names = ["model" if isinstance(a, torch.nn.Module) else type(a).__name__ for a in sent]
         parts = dict(zip(names, sent, strict=True))
-        return Payload((self.strategy, function, sent), shape_only, parts)
+        return Payload((self.strategy, verb, function, sent), shape_only, parts)
 
 
 START = (
@@ -311,7 +313,7 @@ def _run_call(call: CallMessage, files: socket.socket, folder: MeetingFolder, ra
         with contextlib.suppress(OSError):
             os.chdir(call.folder)
         sys.path[:] = call.path
-        strategy, function, arguments = load(call.data, _receive(files, call.file_count))
+        strategy, verb, function, arguments = load(call.data, _receive(files, call.file_count))
     except BaseException as error:
         Failure.of(rank, error).write(store)
         end_own_session()
@@ -321,7 +323,8 @@ def _run_call(call: CallMessage, files: socket.socket, folder: MeetingFolder, ra
     torch.set_num_threads(share_of_cores(call.size))
     strategy.world = World(rank, call.size, rank)
     try:
-        RankLauncher(strategy, timeout=LOAD_TIMEOUT, store=store).launch(function, *arguments)
+        launcher = RankLauncher(strategy, timeout=LOAD_TIMEOUT, store=store)
+        launcher.launch(verb, function, *arguments)
     except WorkerError as error:
         # Another rank failed. Rank 0 ends this process once it knows which one. If this process
         # exited by itself, rank 0 might take its exit for the cause.

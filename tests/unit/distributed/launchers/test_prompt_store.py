@@ -53,9 +53,9 @@ def test_a_wait_for_what_never_comes_ends_in_time(store):
         PromptStore(store, 2).wait(["key"], timedelta(seconds=0.2))
 
 
-def test_a_wait_can_be_broken_off(store):
+def test_a_wait_can_be_ended(store):
     prompt = PromptStore(store, 2)
-    threading.Timer(0.1, prompt.break_off).start()
+    threading.Timer(0.1, prompt.end_waits).start()
     began = time.monotonic()
     with pytest.raises(DistStoreError, match="the wait was interrupted, keys: key"):
         prompt.wait(["key"], timedelta(seconds=600))

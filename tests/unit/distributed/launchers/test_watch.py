@@ -12,7 +12,12 @@ from torch.distributed import DistBackendError, HashStore
 
 from fitkit.distributed.launchers import watch
 from fitkit.distributed.launchers.process import RankProcess
-from fitkit.distributed.launchers.watch import Failure, Watch, broke_off, broken_exchange
+from fitkit.distributed.launchers.watch import (
+    Failure,
+    Watch,
+    broken_exchange,
+    shows_broken_exchange,
+)
 from fitkit.errors import WorkerError
 from tests.limits import patience
 
@@ -27,10 +32,10 @@ def in_a_hurry(monkeypatch):
 
 def on_ranks(size, act, lost=lambda: None):
     """What `act(rank, watch)` gives on each rank; the ranks are threads."""
-    store, broken_off = HashStore(), []
+    store, ended = HashStore(), []
 
     def run(rank):
-        with Watch(store, rank, size, lost, lambda: broken_off.append(rank), False) as own:
+        with Watch(store, rank, size, lost, lambda: ended.append(rank), False) as own:
             return act(rank, own)
 
     with ThreadPoolExecutor(size) as pool:
@@ -87,7 +92,7 @@ def test_a_rank_that_does_not_answer_is_named():
         (RuntimeError("Timed out waiting 2000ms for recv"), "in different exchanges"),
     ],
 )
-def test_exchanges_that_broke_off_on_all_ranks_are_shown_with_every_rank_s_place(error, words):
+def test_exchanges_broken_on_all_ranks_are_shown_with_every_rank_s_place(error, words):
     def act(rank, own):
         assert own.cause(error) is None
         return broken_exchange(rank, error, own)
@@ -97,12 +102,13 @@ def test_exchanges_that_broke_off_on_all_ranks_are_shown_with_every_rank_s_place
         assert "Rank 0 waited here" in failure.text and "Rank 1 waited here" in failure.text
 
 
-def test_only_errors_of_exchanges_say_that_one_broke_off():
-    assert broke_off(CUT) and broke_off(DistBackendError("anything"))
-    assert not broke_off(ValueError("gloo")) and not broke_off(ConnectionResetError("reset"))
+def test_only_errors_of_exchanges_show_a_broken_one():
+    assert shows_broken_exchange(CUT) and shows_broken_exchange(DistBackendError("anything"))
+    assert not shows_broken_exchange(ValueError("gloo"))
+    assert not shows_broken_exchange(ConnectionResetError("reset"))
     error = ValueError("wrapped")
     error.__cause__ = CUT
-    assert broke_off(error)
+    assert shows_broken_exchange(error)
 
 
 def started(code):
