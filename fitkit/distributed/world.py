@@ -165,7 +165,7 @@ def abandon() -> None:
 
 
 def abort() -> None:
-    """Break off this process's exchanges; torch itself can do that with NCCL alone."""
+    """End this process's exchanges; torch itself can do that with NCCL alone."""
     if _group_store is not None:
         _group_store.end_waits()
     if in_own_group() and "nccl" in dist.get_backend():
@@ -228,7 +228,7 @@ class RankGroup:
         held, self.handle = [self.handle], None
         if held[0] is not None and dist.is_initialized():
             dist.destroy_process_group(held[0])
-            # Gloo's destructor waits for an exchange that a failure broke off, up to its timeout.
+            # Gloo's destructor waits for an exchange that a failure broke, up to its timeout.
             # A thread waits in its place.
             threading.Thread(target=held.clear, name="fitkit-left-group", daemon=True).start()
 

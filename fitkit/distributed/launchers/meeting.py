@@ -34,7 +34,7 @@ class Meeting:
     """The ranks of a call come together, each with the same call.
 
     Rank 0 waits for all, and the others for its word: so a store has one request of each rank at a
-    time, however many there are. Torch's own wait couldn't be broken off.
+    time, however many there are. Torch's own wait couldn't be ended.
 
     Args:
         rank, size: of this process.

@@ -1,4 +1,4 @@
-"""How ranks tell each other why an exchange broke off: through a store, beside their work.
+"""How ranks tell each other why an exchange broke: through a store, beside their work.
 
 A rank that fails leaves the process group, and every other rank then gets an error about its
 connection. What the user needs is the first rank's own error. So a failing rank writes it down
@@ -40,7 +40,7 @@ SILENCE_S = 3.0
 ANSWER_S = 1.5
 """How long a rank may take to say where it is."""
 END_EXCHANGES_AFTER_S = 3.0
-"""How long after another's failure a rank may stay in an exchange before that is broken off."""
+"""How long after another's failure a rank may stay in an exchange before that is ended."""
 LAST_RESORT_S = 30.0
 """How long after another's failure a rank may stay in the call before its process is ended."""
 SHOWN = 8
@@ -133,7 +133,7 @@ class Watch:
         self._local: Failure | None = None
         self.elsewhere: dict[int, tuple[str, str]] = {}
         self.began: float = time.monotonic()
-        self._error = self._place = ""  # of an exchange that broke off here
+        self._error = self._place = ""  # of an exchange that broke here
         self._error_at = self._failure_at = 0.0
         self._asked = self._answered = False
         self._reported, self._explained = threading.Event(), threading.Event()
@@ -164,7 +164,7 @@ class Watch:
         return self.failure or failure
 
     def cause(self, error: BaseException) -> Failure | None:
-        """Why an exchange broke off; None where all ranks are there and none knows."""
+        """Why an exchange broke; None where all ranks are there and none knows."""
         self._place = "".join(traceback.format_exception(error))
         self._error = first_line(error)
         self._wake.set()
@@ -233,7 +233,7 @@ class Watch:
             self._explained.set()
 
     def _silent(self, ranks: list[int]) -> list[int]:
-        """Those of the ranks that haven't said that an exchange broke off there.
+        """Those of the ranks that haven't said that an exchange broke there.
 
         All ranks ask this at once: few requests find a few among many.
         """
@@ -283,7 +283,7 @@ class Watch:
 
 
 def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
-    """The failure of ranks whose exchange broke off although none of them failed.
+    """The failure of ranks whose exchange broke although none of them failed.
 
     Args:
         rank: of this process.
@@ -319,7 +319,7 @@ BROKEN_EXCHANGE = (
 
 
 def shows_broken_exchange(error: BaseException) -> bool:
-    """Whether an error only shows that an exchange with another rank broke off."""
+    """Whether an error only shows that an exchange with another rank broke."""
     if isinstance(error, OSError):
         return False  # torch's are none: a file, or a connection of the user's own
     seen: BaseException | None = error
