@@ -152,10 +152,13 @@ def compiled(length: Length) -> Iterator[Row]:
                 yield from contest("compiled", changed, others, reference, pairs, with_itself=False)
     image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
     tokens = Task("transformer, 4 layers", net="transformer 4 128", samples=length.of(1280))
+    written = dataclasses.replace(
+        tokens, name="transformer of blocks written out", net="attention 4 128"
+    )
     blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
-    for task in (image, tokens):
+    for task in (image, tokens, written):
         yield beside_itself("compiled", task, whole, length.pairs)
-    for task in (tiny, blocks, image, tokens):
+    for task in (tiny, blocks, image, tokens, written):
         passes = dataclasses.replace(
             task, name=f"evaluate, {task.name}", verb="evaluate", source="arrays"
         )
