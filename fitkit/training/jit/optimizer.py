@@ -250,7 +250,11 @@ class JitOptimizer:
             return gradients
         if self._clip_algorithm != "norm":
             return [gradient.clamp(-limit, limit) for gradient in gradients]
-        factor = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
+        # torch's compiler writes no code for `_foreach_norm`; called as it is, it costs a small
+        # net on a CPU 15 % of a step, and 33 % with steps_per_execution=32.
+        foreach = None if any(gradient.is_cuda for gradient in gradients) else False
+        norm = get_total_norm(gradients, foreach=foreach)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         return [gradient * factor for gradient in gradients]
 
     # ------------------------------------------------------------------ a separate function
