@@ -153,7 +153,7 @@ def compiled(length: Length) -> Iterator[Row]:
     image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
     tokens = Task("transformer, 4 layers", net="transformer 4 128", samples=length.of(1280))
     written = dataclasses.replace(
-        tokens, name="transformer of blocks written out", net="attention 4 128"
+        tokens, name="transformer of blocks written out", net="transformer 4 128 written"
     )
     blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
     for task in (image, tokens, written):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from itertools import pairwise
 from typing import Any
@@ -22,8 +21,8 @@ class Task:
         verb: `"train"`, `"evaluate"` or `"predict"`: one pass over the data a run.
         net: `"mlp 32 64 10"` (widths), `"deep 50"` (linear layers of width 32), `"blocks 6"` (of a
             linear layer of width 64, a normalisation and an activation written out), `"cnn"`, or
-            `"transformer 4 128"` (layers, width) of 64 tokens with 16 numbers each, or
-            `"attention 4 128"`, the same of blocks written out instead of torch's layer.
+            `"transformer 4 128"` (layers, width) of 64 tokens with 16 numbers each;
+            `"transformer 4 128 written"` has blocks written out instead of torch's layer.
         samples, batch: of the data.
         source: `"loader"` (a shuffling `DataLoader` of a plain `TensorDataset`) or `"arrays"`
             (NumPy arrays, for whoever takes them), or `"batches"`: one's own loop over arrays'
@@ -84,20 +83,24 @@ class Pooled(nn.Module):
 class Attending(nn.Module):
     """A transformer's block as most nets write it: torch has no fused evaluation for it."""
 
-    def __init__(self, width: int, heads: int = 4) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.project, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, tokens, width) → (N, tokens, width)."""
-        parts = self.project(self.before(x)).unflatten(-1, (3, self.heads, -1))
+        parts = self.project(self.before(x)).unflatten(-1, (3, 4, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         x = x + self.join(attended)
         return x + self.narrow(F.gelu(self.widen(self.between(x))))
+
+
+def encoder(width: int) -> nn.Module:
+    """A transformer's block by torch."""
+    return nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
 
 
 def net_of(task: Task) -> nn.Sequential:
@@ -119,12 +122,10 @@ def net_of(task: Task) -> nn.Sequential:
             for layer in (nn.Linear(64, 64), nn.LayerNorm(64), WrittenOut())
         ]
         return nn.Sequential(*blocks, nn.Linear(64, 10))
-    if kind in ("transformer", "attention"):
-        count, width = map(int, numbers)
-        of_torch = functools.partial(
-            nn.TransformerEncoderLayer, width, 4, 4 * width, 0.0, batch_first=True, norm_first=True
-        )
-        encoders = [of_torch() if kind == "transformer" else Attending(width) for _ in range(count)]
+    if kind == "transformer":
+        count, width = map(int, numbers[:2])
+        block = Attending if numbers[2:] == ["written"] else encoder
+        encoders = [block(width) for _ in range(count)]
         return nn.Sequential(
             nn.Linear(TOKEN_WIDTH, width), *encoders, Pooled(), nn.Linear(width, 10)
         )
@@ -140,12 +141,12 @@ def data_of(task: Task) -> tuple[Tensor, Tensor]:
     kind, *numbers = task.net.split()
     width = int(numbers[0]) if kind == "mlp" else 0
     features = {
-        "mlp": width, "deep": 32, "blocks": 64, "cnn": 3 * 32 * 32
-    }.get(kind, TOKEN_WIDTH)  # fmt: skip
+        "mlp": width, "deep": 32, "blocks": 64, "cnn": 3 * 32 * 32, "transformer": TOKEN_WIDTH
+    }[kind]  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(task.samples, features, generator=generator)
     y = (x @ torch.randn(features, 10, generator=generator)).argmax(1)
-    if kind in ("transformer", "attention"):  # tokens whose mean says the class
+    if kind == "transformer":  # tokens whose mean says the class
         x = x[:, None] + torch.randn(task.samples, TOKENS, TOKEN_WIDTH, generator=generator)
     return (x.reshape(-1, 3, 32, 32) if kind == "cnn" else x), y
 
