@@ -320,6 +320,10 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
     return leaf[start:stop]
 
 
+MOST_AT_ONCE = 2**18
+"""How many bytes of batches are selected at once, at most. A step of a compiled net 32-64-10 takes
+0.9 of the time if 32 batches are selected at once."""
+
 VIEWS = 256
 """How many batches are sliced at once. This takes half the time of one by one, and about
 0.1 MB."""
@@ -352,6 +356,10 @@ class ArraySource(Source):
         batch_size: samples per batch. The last batch may be shorter.
         shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
 
+    Attributes:
+        ahead: how many batches may be selected at once. So many are read without a call of code
+            that might change the tensors.
+
     The order of pass `p` follows from `p` and a seed, which is drawn from torch's global generator
     at the first shuffled pass. Nothing else draws from that generator. For `permutation.MANY` or
     more samples the order is computed, otherwise kept in memory.
@@ -369,6 +377,7 @@ class ArraySource(Source):
         self._flat = all(
             isinstance(part, torch.Tensor) and part.layout not in SPARSE for part in batch
         )
+        self.ahead = 1
 
     @property
     def target(self) -> Any:
@@ -382,7 +391,22 @@ class ArraySource(Source):
 
     def read(self, chosen: Iterable[torch.Tensor]) -> Iterator[Any]:
         """The batches of these samples."""
+        at_once = min(self.ahead, MOST_AT_ONCE // self._batch_bytes())
+        if at_once > 1:
+            return self._read_ahead(iter(chosen), at_once)
         return (self.take(indices) for indices in self._near(chosen))
+
+    def _batch_bytes(self) -> int:
+        """The memory of a batch whose rows are copied on a CPU; a very large number for others."""
+        if not self._flat or not all(part.is_cpu for part in self.batch):
+            return 2**63
+        return trees.tensor_bytes(self.batch) // max(self.steps, 1) + 1
+
+    def _read_ahead(self, chosen: Iterator[torch.Tensor], at_once: int) -> Iterator[Any]:
+        while block := list(itertools.islice(chosen, at_once)):
+            rows, lengths = torch.cat(block), [part.shape[0] for part in block]
+            picked = [select_rows(tensor, rows).split(lengths) for tensor in self.batch]
+            yield from zip(*picked, strict=True)
 
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0

@@ -14,6 +14,7 @@ from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides, report_error
 from fitkit.callbacks.progress import close_bars, with_built_in
+from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, Stream, in_groups
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -112,6 +113,8 @@ class Fit:
         self.strategy.place(model, for_training=True)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
         self.source: Source = rank_source(model, arguments.source, training=True)
+        if isinstance(self.source.whole, ArraySource):
+            self.source.whole.ahead = compilation.steps_per_execution
         self.held_out: Source | None = None
         if arguments.held_out is not None:
             self.held_out = rank_source(model, arguments.held_out, training=False)

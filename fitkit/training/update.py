@@ -600,6 +600,9 @@ class Update:
             self._count_update()
 
     def _count_update(self) -> None:
+        if self._jit is not None and self._jit.counted:
+            self._jit.counted -= 1
+            return
         self._fit_state.updates += 1
         if self._after_update is not None:
             self._after_update()

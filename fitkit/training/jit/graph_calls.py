@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-Batch = tuple[Any, Any, Any]
-"""A batch's inputs, targets and weights, on the device."""
+from fitkit.training.jit.loop import looped
+
+Batch = tuple[Any, ...]
+"""A batch's inputs, targets and weights, on the device; the number of steps comes after stacks."""
 
 MOST_FAILURES = 3
 """A graph is given up after so many calls in a row that can't be repeated."""
@@ -31,12 +34,21 @@ class GraphCalls:
     Args:
         backend: the name of torch's backend that compiles the graph.
         options: options for it.
+        most: the most steps in a call, if the graph is that of one step of a loop; otherwise 0.
+
+    Attributes:
+        steps: the next call's number of steps, which is an input of the loop; None without a loop.
+        is_steady: whether the last two calls by torch ran the same graph. Then more steps will too.
     """
 
-    def __init__(self, backend: str, options: dict[str, Any] | None) -> None:
+    def __init__(self, backend: str, options: dict[str, Any] | None, most: int = 0) -> None:
         self.__name__ = backend  # torch's messages have it
+        self._most = most
+        self.steps: torch.Tensor | None = None
+        self.is_steady = False
         self._backend, self._options = backend, options or {}
         self._is_watched = False
+        self._latest: Callable[..., Any] | None = None  # the graph of the last call
         self._ran: Callable[..., Any] | None = None  # the graph that the watched call ran
         self._given: tuple[Any, ...] = ()  # its inputs
         self._found: Sequence[Any] = ()  # its outputs
@@ -56,11 +68,19 @@ class GraphCalls:
             options = {"config_patches": named}
         elif self._options:
             options = {"options": self._options}
-        compiled = torch._dynamo.lookup_backend(self._backend)(module, inputs, **options)
+        compile_graph = partial(torch._dynamo.lookup_backend(self._backend), **options)
+        if self.steps is None:
+            compiled = compile_graph(module, inputs)
+        else:
+            self.is_steady = False
+            if int(self.steps) > 1:
+                raise RuntimeError("something has changed since the last step")
+            compiled = looped(module, inputs, self.steps, self._most, compile_graph)
         self._failures = 0
 
         def graph(*given: Any) -> Any:
             found = compiled(*given)
+            self.is_steady, self._latest = self._latest is compiled, compiled
             if self._is_watched:
                 self._ran, self._given, self._found = compiled, given, found
             return found
@@ -109,7 +129,7 @@ class GraphCalls:
     def _learn(self, batches: Sequence[Batch], result: Any) -> bool:
         """Learn from the watched call how to repeat it; return whether that can be done."""
         parts, seen, given = _parts(batches), self._seen, self._given
-        is_same, self._graph = self._graph is self._ran, self._ran
+        self._graph = self._ran
         among = {id(part): number for number, part in enumerate(parts)}
         numbers = [among.get(id(tensor)) for tensor in given]
         self._places = [(i, number) for i, number in enumerate(numbers) if number is not None]
@@ -124,7 +144,7 @@ class GraphCalls:
         except LookupError:
             return False
         return (
-            is_same
+            self.is_steady
             and used.issuperset(range(len(self._found)))
             and len(among) == len(parts)
             and all(isinstance(one, torch.Tensor) for one in (*parts, *given))

@@ -21,6 +21,7 @@ from fitkit.errors import warn
 from fitkit.metrics.sums import widest_dtype
 from fitkit.module import Module
 from fitkit.optimizers import HOW, class_of, members_of
+from fitkit.training.jit.loop import at
 from fitkit.training.jit.programs import MOST_STEPS, Programs, UncompiledError
 
 
@@ -56,6 +57,10 @@ class Group:
         # Torch's functions take the states by position, in another order than `_init_group`.
         taken = inspect.signature(self.function).parameters
         self.states: list[list[Any]] = [found[name] for name in taken if name in found]
+        counts = found.get("state_steps", [])
+        self._counts: int | None = None  # the index of the numbers of steps, if they are all equal
+        if counts and len({float(count) for count in counts}) == 1:
+            self._counts = [name for name in taken if name in found].index("state_steps")
         kept = {n: v for n, v in group.items() if n not in ("params", "lr", *HOW)}
         self.settings: dict[str, Any] = {
             name: value for name, value in kept.items() if name in taken
@@ -102,18 +107,31 @@ class Group:
             self.put(float(rate), place)
         return list(map(given.__getitem__, self._names)) == self._values
 
+    def give(self, rate: float) -> None:
+        """Give the optimizer a rate for its next step."""
+        if isinstance(self.given["lr"], torch.Tensor):
+            self.given["lr"].fill_(rate)
+        else:
+            self.given["lr"] = rate
+
     def put(self, rate: float, place: int = 0) -> None:
         """Set the rate of a step in the next call."""
         if rate != self.last[place]:
             self.rates[place] = rate
             self.last[place] = rate
 
-    def update(self, gradients: Sequence[torch.Tensor], place: int) -> None:
+    def update(self, gradients: Sequence[torch.Tensor], place: int | torch.Tensor) -> None:
         """Make a step's update, from the gradients of all learning parameters; traced."""
         own = [gradients[place] for place in self.places]
         # Torch counts steps in float32. An eager step converts them to Python's numbers first.
         wide = [[_wide(one) for one in states] for states in self.states]
-        self.function(self.parameters, own, *wide, lr=self.rates[place], **self.settings)
+        if self._counts is not None:
+            # Made of one number, all are the same to the compiler: it computes Adam's bias
+            # corrections once, not for each parameter.
+            first, *others = wide[self._counts]
+            wide[self._counts] = [first.clone(), *(first.clone() for _ in others)]
+        rate = at(self.rates, place) if isinstance(place, torch.Tensor) else self.rates[place]
+        self.function(self.parameters, own, *wide, lr=rate, **self.settings)
         for before, after in zip(self.states, wide, strict=True):
             for one, computed in zip(before, after, strict=True):
                 if computed is not one:
@@ -237,7 +255,7 @@ class JitOptimizer:
         """
         return all(group.follows(place) for group in self.groups)
 
-    def trace(self, gradients: Sequence[torch.Tensor], place: int = 0) -> None:
+    def trace(self, gradients: Sequence[torch.Tensor], place: int | torch.Tensor = 0) -> None:
         """Clip gradients and make the update; traced."""
         clipped = self._clipped(gradients)
         for group in self.groups:

@@ -19,6 +19,7 @@ from fitkit import trees
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
 from fitkit.optimizers import needs_closure
+from fitkit.training.jit import loop
 from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.net import give_own_code
 
@@ -39,11 +40,14 @@ longer to compile. One step of a transformer of four layers would take 1.5 of th
 MOST_SHAPES = 4
 """How many shapes of batches get a program each; all later shapes share one program."""
 
-FEWEST_TOGETHER, MOST_STEPS = 4, 8
-"""How many training steps `steps_per_execution` computes in one call: see `steps_together`.
+FEWEST_TOGETHER = 4
+"""The fewest batches that several copies of a graph compute in one call."""
 
-Each further step adds one to two seconds to the compilation. With eight steps instead of four, a
-net 32-64-10 takes 0.89 of the time.
+MOST_STEPS, MOST_COPIES = 32, 8
+"""How many training steps `steps_per_execution` computes in one call, at most.
+
+Where there is no loop, each is a copy of the step's graph, which takes one to two seconds to
+compile.
 """
 
 
@@ -92,6 +96,7 @@ class Programs:
         *,
         entered: Callable[[Any], Any] | None = None,
         may_repeat: bool = False,
+        most: int = 0,
     ) -> Any:
         """Run a function on some batches. Compile it first if these shapes and count are new.
 
@@ -103,11 +108,13 @@ class Programs:
             entered: what turns each batch into what the function takes; None for the batch itself.
             may_repeat: whether torch may skip its checks. So nothing that the function reads may
                 have changed since the last call or `check`, except for its tensors' numbers.
+            most: the most steps in a call, if the only batch is a stack of up to so many. Its last
+                part is the number of steps. The function computes the step at that place.
 
         Raises:
             UncompiledError: torch can't compile the function.
         """
-        key = len(batches), None if self._options.get("dynamic") else shapes
+        key = most or len(batches), None if self._options.get("dynamic") else shapes
         graph = self._graphs.get(key) if may_repeat else None
         if graph is not None and (found := graph.repeat(batches)) is not None:
             return found
@@ -116,10 +123,10 @@ class Programs:
         is_new = program is None
         if program is None:
             if len(self._compiled) >= MOST_SHAPES:
-                key = len(batches), None
+                key = key[0], None
                 program = self._compiled.get(key)
             is_new = program is None
-            program = program or self._program(key, device)
+            program = program or self._program(key, device, most)
         began = time.monotonic()
         if is_new and self.is_announced:
             print(f"compiling {self.what} …", end="", flush=True)
@@ -127,8 +134,10 @@ class Programs:
             with torch.no_grad():
                 # Within no_grad, torch's compiler writes new weights over the old ones. Otherwise
                 # it expects the graph to be differentiated, and copies the weights at its end.
-                graph = self._graphs.get(key) if may_repeat else None
-                if graph is None:
+                graph = self._graphs.get(key)
+                if graph is not None and most:
+                    graph.steps = batches[0][-1]
+                if graph is None or not may_repeat:
                     found = program(function, given)
                 else:
                     found = graph.watched(partial(program, function, given), batches)
@@ -142,12 +151,27 @@ class Programs:
                 print(f" {time.monotonic() - began:.1f} s", flush=True)
         return found
 
+    def may_loop(self, device: str) -> bool:
+        """Whether a loop in the graph can compute several steps.
+
+        Its number of steps is on the CPU, so a GPU would be waited for at each step. The shapes
+        must be fixed. Backends that write no code can't compile loops.
+        """
+        options = self._options
+        is_own = options.get("backend", "inductor") == "inductor"
+        return device == "cpu" and is_own and not options.get("dynamic")
+
+    def is_steady(self, most: int, shapes: Any) -> bool:
+        """Whether a loop's last two calls computed the same, so that it may take several steps."""
+        graph = self._graphs.get((most, shapes))
+        return graph is not None and graph.is_steady
+
     def check(self) -> None:
         """Let torch check at the next call whether a compiled function still fits."""
         for graph in self._graphs.values():
             graph.forget()
 
-    def _program(self, key: tuple[int, Any], device: str) -> Callable[..., Any]:
+    def _program(self, key: tuple[int, Any], device: str, most: int) -> Callable[..., Any]:
         """Make a new function.
 
         Args:
@@ -172,8 +196,8 @@ class Programs:
         options["fullgraph"] = True
         # With None, numbers that change (batch_idx) become dynamic, and shapes stay fixed.
         options.setdefault("dynamic", True if shapes is None else None)
-        if shapes is not None and device == "cpu":
-            self._graphs[key] = GraphCalls(backend, options.pop("options", None))
+        if most or (shapes is not None and device == "cpu"):
+            self._graphs[key] = GraphCalls(backend, options.pop("options", None), most)
             options["backend"] = self._graphs[key]
         return torch.compile(program, **options)
 
@@ -185,11 +209,12 @@ def graph_pass() -> Any:
 
     class GraphPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            _compute_numbers_once(graph)
-            _add_biases_apart(graph)
+            for part in (*loop.bodies(graph), graph):
+                _compute_numbers_once(part)
+                _add_biases_apart(part)
 
         def uuid(self) -> bytes:  # the compiler's cache on the disk asks for it
-            return get_hash_for_files((__file__,))
+            return get_hash_for_files((__file__, loop.__file__))
 
     return GraphPass()
 
@@ -259,14 +284,19 @@ def compiles_updates(model: Module) -> bool:
     return not any(map(needs_closure, state.optimizers))
 
 
-def steps_together(steps_per_execution: int) -> int:
-    """Return how many training steps one call computes.
+def most_steps(steps_per_execution: int, *, loops: bool) -> int:
+    """Return how many training steps one call computes at most.
 
-    A group of `steps_per_execution` batches should leave few for calls of one batch.
+    Args:
+        steps_per_execution: how many there are between two calls of callbacks.
+        loops: whether a loop computes them. If not, a group of `steps_per_execution` batches should
+            leave few for calls of one batch.
     """
+    if loops:
+        return min(steps_per_execution, MOST_STEPS)
     if steps_per_execution < FEWEST_TOGETHER:
         return 1
-    return FEWEST_TOGETHER if steps_per_execution % MOST_STEPS else MOST_STEPS
+    return FEWEST_TOGETHER if steps_per_execution % MOST_COPIES else MOST_COPIES
 
 
 def traces_gradients() -> bool:

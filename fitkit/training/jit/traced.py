@@ -177,6 +177,30 @@ class TracedStep:
         predictions = torch.cat([kept[0] for _, kept in found])
         return losses, predictions, torch.cat([batch[2] for batch in entered])
 
+    def separated(self, losses: torch.Tensor, kept: Any, whole: Batch, steps: int) -> Any:
+        """Return several steps' results as `joined` does.
+
+        Args:
+            losses: (most,); those of the steps come first.
+            kept: the steps' second values from `computed`, stacked: (most, ...).
+            whole: the steps' batches, stacked.
+            steps: how many there are.
+        """
+        (prediction, parts, counted), (_, y, weight) = kept, whole
+        is_joined = self.may_join and weight is None and not parts and counted is None
+        if is_joined and prediction is None:
+            return losses[:steps], None, None
+        both = prediction, y
+        if is_joined and all(isinstance(one, torch.Tensor) and one.ndim > 1 for one in both):
+            return losses[:steps], *(one[:steps].flatten(0, 1) for one in both)
+
+        def at(place: int) -> Any:
+            return trees.map_leaves(
+                lambda leaf: leaf[place] if isinstance(leaf, torch.Tensor) else leaf, kept
+            )
+
+        return [(losses[place], at(place)) for place in range(steps)]
+
     def note_together(self, found: Any, batches: Sequence[Batch]) -> None:
         """Add several steps' results, from `joined`, to the pass's values."""
         if isinstance(found, list):

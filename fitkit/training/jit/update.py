@@ -27,6 +27,7 @@ from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.loop import at, marked, stacked
 from fitkit.training.jit.net import as_written
 from fitkit.training.jit.optimizer import JitOptimizer
 from fitkit.training.jit.programs import (
@@ -34,12 +35,15 @@ from fitkit.training.jit.programs import (
     Programs,
     UncompiledError,
     copied,
+    most_steps,
     shapes_of,
-    steps_together,
 )
 from fitkit.training.jit.traced import TracedOwnStep, TracedStep
 from fitkit.training.own_step import OwnStep
 from fitkit.training.step import CompiledStep
+
+MOST_BYTES = 2**26
+"""How many bytes of batches a call of several steps copies to one place, at most."""
 
 
 class JitUpdate:
@@ -57,12 +61,14 @@ class JitUpdate:
     Attributes:
         stopped: why the compiled functions aren't used any more; None while they are.
         loss: the last batch's loss, if only its gradients were computed; `backward` takes it.
+        counted: how many of the next updates have been counted before they are made.
     """
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
         self._programs = Programs(options, "the step")
         self._optimizing = JitOptimizer(options)
         self.stopped: str | None = None
+        self._may_join = True  # whether several steps can be computed in one call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Programs.__reduce__(self._programs)  # a copy of the model compiles its own
@@ -119,15 +125,18 @@ class JitUpdate:
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
         self._after_update, self._learn_loss = after_update, learn
+        self.counted = 0
         self._moves_rates = moves_rates
-        self._steps_a_call = steps_together(compilation.steps_per_execution)
-        self._joins_steps = joins_steps and self._steps_a_call > 1
+        self._loops = self._programs.may_loop(self._traced.device)
+        self._most = most_steps(compilation.steps_per_execution, loops=self._loops)
+        self._joins_steps = self._may_join and joins_steps and self._most > 1
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
         self._leaves = False  # whether batches are pairs of tensors that need no move
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._waiting: list[Batch] = []  # to be computed in one call
-        self._shapes: Any = None
+        self._shapes: Any = None  # of the waiting batches
+        self._steps_a_call = self._most
         self.accumulates(False)
 
     def accumulates(self, is_part: bool) -> None:
@@ -231,40 +240,60 @@ class JitUpdate:
             if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(batch)):
                 return False
             self._shapes = shapes
+            self._steps_a_call = self._most
+            if self._loops:  # they are copied to one place
+                bytes_each = max(trees.tensor_bytes(batch), 1)
+                self._steps_a_call = min(self._most, max(2, MOST_BYTES // bytes_each))
         self._waiting.append(batch if self._keeps else trees.map_leaves(copied, batch))
         if len(self._waiting) == self._steps_a_call:
             self._learn_together()
         return True
 
     def _learn_together(self) -> None:
-        """Learn from the waiting batches in one call."""
-        batches, self._waiting, ready = self._waiting, [], 0
-        while ready < self._steps_a_call and self._follows(ready):
+        """Learn from the waiting batches in as few calls as possible."""
+        batches, self._waiting = self._waiting, []
+        while batches:
+            count = len(batches)
+            if self._loops and not self._programs.is_steady(self._steps_a_call, self._shapes):
+                count = 1
+            self._learn_in_one_call(batches[:count])
+            batches = batches[count:]
+
+    def _learn_in_one_call(self, batches: list[Batch]) -> None:
+        """Learn from batches in one call; one by one if that can't be done."""
+        ready, error = 0, None
+        while ready < len(batches) and self._joins_steps and self._follows(ready):
             self._after_update()  # each step's rates are known before the call
             ready += 1
-        if ready == self._steps_a_call:
+        if ready == len(batches):
+            assert isinstance(self._traced, TracedStep)
             try:
-                assert isinstance(self._traced, TracedStep)
-                self._traced.note_together(self._run(*batches), batches)
+                found = self._run_loop(batches) if self._loops else self._run(*batches)
+                self._traced.note_together(found, batches)
                 return
-            except UncompiledError as error:
-                self._joins_steps = False
-                warn(f"jit_compile computes each step in a call of its own: {error}")
-        for number, batch in enumerate(batches):
-            if number >= ready:  # a schedule has changed more than rates
-                self._learn_waiting(batch)
-                continue
-            for group in self._optimizing.groups:
-                group.put(group.last[number])
-            loss, kept, _ = self._run(batch)
-            self._traced.note(loss, kept, batch)
+            except UncompiledError as found_error:
+                error = found_error
+        self.counted, groups = ready, self._optimizing.groups
+        following = [float(group.given["lr"]) for group in groups]
+        for number in range(len(batches) + 1):
+            if number <= ready:  # schedules have moved on already
+                for group, rate in zip(groups, following, strict=True):
+                    group.give(group.last[number] if number < ready else rate)
+            if number < len(batches):
+                self._learn_waiting(batches[number])
+        has_changed = len(batches) > 1 and self._loops  # a loop of one step may be compiled again
+        if error is not None and not has_changed and self.stopped is None:
+            self._may_join = self._joins_steps = False
+            warn(f"jit_compile computes each step in a call of its own: {error}")
 
     def flush(self) -> None:
-        """Learn from the waiting batches one by one. Code of the user's may run after that."""
+        """Learn from the waiting batches. Code of the user's may run after that."""
         self._learn_each()
         self._programs.check()
 
     def _learn_each(self) -> None:
+        if self._loops and self._joins_steps and self._updates:
+            self._learn_together()
         batches, self._waiting = self._waiting, []
         for batch in batches:
             self._learn_waiting(batch)
@@ -319,7 +348,35 @@ class JitUpdate:
                 may_repeat=self._may_repeat and self._optimizing.stopped is None,
             )
 
+    def _run_loop(self, batches: list[Batch]) -> Any:
+        """Run the loop over the batches' steps; return what `note_together` takes."""
+        traced, steps = self._traced, len(batches)
+        assert isinstance(traced, TracedStep)
+        whole = stacked([*batches, *batches[:1] * (self._steps_a_call - steps)])
+        (losses, kept), _ = self._programs.run(
+            self._at_place,
+            [(*whole, torch.tensor(steps))],
+            self._shapes,
+            traced.device,
+            entered=lambda batch: (traced.entered(batch[:3]), batch[3]),
+            may_repeat=self._may_repeat,
+            most=self._steps_a_call,
+        )
+        return traced.separated(losses, kept, whole, steps)
+
     # ------------------------------------------------------------------ traced functions
+
+    def _at_place(self, given: Sequence[Any]) -> Any:
+        """Compute one of several steps; traced.
+
+        Args:
+            given: the stacked batches, from `TracedStep.entered`, and the step's place ().
+
+        Returns:
+            The loss and the other values that the step records, as `marked` returns them.
+        """
+        [(entered, place)] = given
+        return marked(self._whole([at(entered, place)], place)[:2], place)
 
     def _together(self, given: Sequence[Any]) -> Any:
         """Compute several steps from their batches; traced."""
@@ -327,7 +384,7 @@ class JitUpdate:
         found = [self._whole([entered], place)[:2] for place, entered in enumerate(given)]
         return self._traced.joined(found, given)
 
-    def _whole(self, given: Sequence[Any], place: int = 0) -> Any:
+    def _whole(self, given: Sequence[Any], place: Any = 0) -> Any:
         """Compute the step from a batch; traced.
 
         Args:
@@ -398,14 +455,14 @@ class JitUpdate:
         may_learn = [p for p in self._parameters if p.requires_grad]
         _refuse_hooks(may_learn)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-        counted = [(module, _numbers_of(module)) for module in self._model.modules()]
+        kept = [(module, _attributes_of(module)) for module in self._model.modules()]
         drawn = random_state()
         with as_written(self._model):
             loss = traced.as_written(batch)
             gradients = torch.autograd.grad(loss, may_learn, allow_unused=True)
         set_random_state(drawn)
-        for module, numbers in counted:
-            vars(module).update(numbers)
+        for module, attributes in kept:
+            vars(module).update(attributes)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -478,6 +535,6 @@ def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:
         raise UncompiledError("a parameter has hooks on its gradient")
 
 
-def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's numbers, which its forward may use as counters."""
-    return {name: it for name, it in vars(module).items() if isinstance(it, (int, float, bool))}
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own attributes, in which its forward may keep counters or outputs."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
