@@ -320,7 +320,7 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
     return leaf[start:stop]
 
 
-MOST_AT_ONCE = 2**18
+MOST_AT_ONCE = 2**22
 """How many bytes of batches are selected at once, at most. A step of a compiled net 32-64-10 takes
 0.9 of the time if 32 batches are selected at once."""
 

@@ -22,14 +22,33 @@ def stacked(batches: Sequence[Any]) -> Any:
     x, y, weight = batches[0]
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and weight is None:
         all_x, all_y, _ = zip(*batches, strict=True)
-        return torch.stack(all_x), torch.stack(all_y), None
+        return _stack(all_x), _stack(all_y), None
     columns = zip(*map(trees.leaves, batches), strict=True)
 
     def stack(leaf: Any) -> Any:
         column = next(columns)
-        return torch.stack(column) if isinstance(leaf, torch.Tensor) else leaf
+        return _stack(column) if isinstance(leaf, torch.Tensor) else leaf
 
     return trees.map_leaves(stack, batches[0])
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack tensors; without a copy if they follow one another in memory, as slices of arrays do.
+
+    With a copy, a step of a net 784-128-10 takes 0.95 of the time.
+    """
+    first, last = tensors[0], tensors[-1]
+    size, steps = first.nbytes, len(tensors) - 1
+    if first.is_contiguous() and last.data_ptr() - first.data_ptr() == steps * size:
+        address, end = first.data_ptr(), first.storage_offset() + (steps + 1) * first.numel()
+        follow = all(one.data_ptr() == address + i * size for i, one in enumerate(tensors))
+        whole = first.untyped_storage()
+        if follow and last.untyped_storage().data_ptr() == whole.data_ptr() and (
+            end * first.itemsize <= whole.nbytes()
+        ):
+            shape = (len(tensors), *first.shape)
+            return first.as_strided(shape, (first.numel(), *first.stride()))
+    return torch.stack(list(tensors))
 
 
 def at(stack: Any, place: torch.Tensor) -> Any:

@@ -132,7 +132,8 @@ class JitUpdate:
         self._joins_steps = self._may_join and joins_steps and self._most > 1
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
-        self._leaves = False  # whether batches are pairs of tensors that need no move
+        # Whether batches are pairs of tensors that need no move; None: to be asked again.
+        self._leaves: bool | None = None
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._waiting: list[Batch] = []  # to be computed in one call
         self._shapes: Any = None  # of the waiting batches
@@ -162,7 +163,7 @@ class JitUpdate:
                 self.flush()
                 return False  # a placeholder batch must have no effect but its gradients
             batch = rank_batch.batch
-        if self._batches < 0:
+        if self._leaves is None:
             self._leaves = self._keeps and self._traced.leaves(batch)
         parts = (*batch, None) if self._leaves else self._traced.moved(batch, index)
         if self._may_hold(parts) and self._hold(parts):
@@ -509,6 +510,7 @@ class JitUpdate:
             self._traced.look_at_metrics()
             self._may_repeat = self._keeps and self._traced.may_join
         self._batches = 0
+        self._leaves = None  # a first step shows whether the net changes its inputs
 
     def _leave_optimizer_out(self, why: str) -> None:
         """Compile the step without the optimizer's part from now on, and warn."""
