@@ -38,16 +38,13 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     With a copy, a step of a net 784-128-10 takes 0.95 of the time.
     """
     first, last = tensors[0], tensors[-1]
-    size, steps = first.nbytes, len(tensors) - 1
-    if first.is_contiguous() and last.data_ptr() - first.data_ptr() == steps * size:
-        address, end = first.data_ptr(), first.storage_offset() + (steps + 1) * first.numel()
-        follow = all(one.data_ptr() == address + i * size for i, one in enumerate(tensors))
-        whole = first.untyped_storage()
-        if follow and last.untyped_storage().data_ptr() == whole.data_ptr() and (
-            end * first.itemsize <= whole.nbytes()
-        ):
-            shape = (len(tensors), *first.shape)
-            return first.as_strided(shape, (first.numel(), *first.stride()))
+    start, size = first.data_ptr(), first.nbytes
+    if (
+        first.is_contiguous()
+        and last.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and all(one.data_ptr() == start + index * size for index, one in enumerate(tensors))
+    ):
+        return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
     return torch.stack(list(tensors))
 
 

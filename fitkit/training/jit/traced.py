@@ -193,13 +193,15 @@ class TracedStep:
         both = prediction, y
         if is_joined and all(isinstance(one, torch.Tensor) and one.ndim > 1 for one in both):
             return losses[:steps], *(one[:steps].flatten(0, 1) for one in both)
+        return [self.result_at(place, losses, kept) for place in range(steps)]
 
-        def at(place: int) -> Any:
-            return trees.map_leaves(
-                lambda leaf: leaf[place] if isinstance(leaf, torch.Tensor) else leaf, kept
-            )
+    def result_at(self, place: int, losses: torch.Tensor, kept: Any) -> tuple[torch.Tensor, Any]:
+        """Return one of several steps' results, as `computed` does."""
 
-        return [(losses[place], at(place)) for place in range(steps)]
+        def at(leaf: Any) -> Any:
+            return leaf[place] if isinstance(leaf, torch.Tensor) else leaf
+
+        return losses[place], trees.map_leaves(at, kept)
 
     def note_together(self, found: Any, batches: Sequence[Batch]) -> None:
         """Add several steps' results, from `joined`, to the pass's values."""

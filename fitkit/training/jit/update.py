@@ -69,6 +69,7 @@ class JitUpdate:
         self._optimizing = JitOptimizer(options)
         self.stopped: str | None = None
         self._may_join = True  # whether several steps can be computed in one call
+        self._why_alone = ""  # why not, before the warning
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Programs.__reduce__(self._programs)  # a copy of the model compiles its own
@@ -235,6 +236,15 @@ class JitUpdate:
         Returns:
             Whether the batch was taken.
         """
+        if not self._may_join_batch(batch):
+            return False
+        self._waiting.append(batch if self._keeps else trees.map_leaves(copied, batch))
+        if len(self._waiting) == self._steps_a_call:
+            self._learn_together()
+        return True
+
+    def _may_join_batch(self, batch: Batch) -> bool:
+        """Return whether one call may compute a batch with others, and note its shapes."""
         shapes = shapes_of(batch)
         if shapes != self._shapes:
             self._learn_each()
@@ -245,9 +255,6 @@ class JitUpdate:
             if self._loops:  # they are copied to one place
                 bytes_each = max(trees.tensor_bytes(batch), 1)
                 self._steps_a_call = min(self._most, max(2, MOST_BYTES // bytes_each))
-        self._waiting.append(batch if self._keeps else trees.map_leaves(copied, batch))
-        if len(self._waiting) == self._steps_a_call:
-            self._learn_together()
         return True
 
     def _learn_together(self) -> None:
@@ -262,18 +269,22 @@ class JitUpdate:
 
     def _learn_in_one_call(self, batches: list[Batch]) -> None:
         """Learn from batches in one call; one by one if that can't be done."""
-        ready, error = 0, None
+        ready = 0
         while ready < len(batches) and self._joins_steps and self._follows(ready):
             self._after_update()  # each step's rates are known before the call
             ready += 1
         if ready == len(batches):
             assert isinstance(self._traced, TracedStep)
             try:
-                found = self._run_loop(batches) if self._loops else self._run(*batches)
+                if self._loops:
+                    found = self._traced.separated(*self._run_loop(batches), len(batches))
+                else:
+                    found = self._run(*batches)
                 self._traced.note_together(found, batches)
                 return
-            except UncompiledError as found_error:
-                error = found_error
+            except UncompiledError as error:
+                if len(batches) == 1 or not self._loops:  # otherwise something has changed
+                    self._join_no_more(error)
         self.counted, groups = ready, self._optimizing.groups
         following = [float(group.given["lr"]) for group in groups]
         for number in range(len(batches) + 1):
@@ -282,10 +293,11 @@ class JitUpdate:
                     group.give(group.last[number] if number < ready else rate)
             if number < len(batches):
                 self._learn_waiting(batches[number])
-        has_changed = len(batches) > 1 and self._loops  # a loop of one step may be compiled again
-        if error is not None and not has_changed and self.stopped is None:
-            self._may_join = self._joins_steps = False
-            warn(f"jit_compile computes each step in a call of its own: {error}")
+
+    def _join_no_more(self, error: UncompiledError) -> None:
+        """Compute each step in a call of its own; `_run` warns once such a call was made."""
+        self._may_join = self._joins_steps = False
+        self._why_alone = str(error)
 
     def flush(self) -> None:
         """Learn from the waiting batches. Code of the user's may run after that."""
@@ -338,22 +350,36 @@ class JitUpdate:
 
     def _run(self, *batches: Batch) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
-        traced = self._traced
+        traced, batch = self._traced, batches[0]
+        loops = self._loops and self._joins_steps and self._updates
+        if loops and isinstance(traced, TracedStep) and self._may_join_batch(batch):
+            try:  # a loop of one step, so that only the loop is compiled
+                losses, kept, _ = self._run_loop(batches)
+                return *traced.result_at(0, losses, kept), None
+            except UncompiledError as error:
+                self._join_no_more(error)
         with traced.running():
-            return self._programs.run(
+            found = self._programs.run(
                 self._whole if len(batches) == 1 else self._together,
                 batches,
-                shapes_of(batches[0]),
+                shapes_of(batch),
                 traced.device,
                 entered=traced.entered,
                 may_repeat=self._may_repeat and self._optimizing.stopped is None,
             )
+        if self._why_alone:
+            warn(f"jit_compile computes each step in a call of its own: {self._why_alone}")
+            self._why_alone = ""
+        return found
 
-    def _run_loop(self, batches: list[Batch]) -> Any:
-        """Run the loop over the batches' steps; return what `note_together` takes."""
+    def _run_loop(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, Any, Batch]:
+        """Run the loop over the batches' steps.
+
+        Returns:
+            The losses, (most,), the other values that the steps record, and the batches, stacked.
+        """
         traced, steps = self._traced, len(batches)
-        assert isinstance(traced, TracedStep)
-        whole = stacked([*batches, *batches[:1] * (self._steps_a_call - steps)])
+        whole = stacked([*batches, *[batches[0]] * (self._steps_a_call - steps)])
         (losses, kept), _ = self._programs.run(
             self._at_place,
             [(*whole, torch.tensor(steps))],
@@ -363,7 +389,7 @@ class JitUpdate:
             may_repeat=self._may_repeat,
             most=self._steps_a_call,
         )
-        return traced.separated(losses, kept, whole, steps)
+        return losses, kept, whole
 
     # ------------------------------------------------------------------ traced functions
 

@@ -64,12 +64,13 @@ def test_a_hundred_steps_are_those_of_a_plain_loop_also_in_shorter_groups(loops,
         return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 36, 3))
 
     torch._dynamo.reset()
+    compiled_anew()
     more = {"gradient_clip_val": 0.5, "metrics": ["accuracy"], "jit_compile": True}
     model = model_of(net, "adam", group=4, **more)
     twin = copy.deepcopy(model.net)
     history = fit(model, IMAGES, Y, epochs=8, shuffle=False)
     assert loops[:6] == [1, 1, 2, 2, 1, 4]  # compiled, seen to be the same, then as many as wait
-    compiled_anew()
+    assert compiled_anew() == 2  # of batches of 8 and 5
     history["loss"] += fit(model, IMAGES, Y, epochs=15, initial_epoch=8, shuffle=False)["loss"]
     assert compiled_anew() == 0
     assert max(loops[6:]) == 4
@@ -129,8 +130,10 @@ TWO = {"loss": {"a": "cross_entropy", "b": "mse"}, "loss_weights": {"a": 1.0, "b
 def test_a_loop_gives_what_single_steps_give(options, data, loops):
     options = {"net": linear, **options}
     plain, model = model_of(**options), model_of(**options, jit_compile=True)
-    for _ in range(2):
+    compiled_anew()
+    for graphs in (2, 0):  # of batches of 8 and 5
         history, expected = fit(model, **data), fit(plain, **data)
+        assert compiled_anew() == graphs
         assert list(history) == list(expected)
         for name, values in expected.items():
             assert history[name] == pytest.approx(values, abs=1e-12), name
@@ -204,6 +207,23 @@ def test_what_a_callback_changes_between_groups_holds_for_the_next_steps(loops):
 
     assert_same_weights(run(jit_compile=True), run(), atol=1e-12)
     assert max(loops) == 6
+
+
+def test_a_layer_that_thaws_is_compiled_once_more(loops):
+    def run(**more):
+        model = model_of(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), **more)
+        model.net[0].requires_grad_(False)
+        fit(model, X[:48], Y[:48])
+        compiled_anew()
+        model.net[0].requires_grad_(True)
+        fit(model, X[:48], Y[:48])
+        return model, compiled_anew()
+
+    torch._dynamo.reset()
+    model, graphs = run(jit_compile=True)
+    assert_same_weights(model, run()[0], atol=1e-12)
+    assert graphs == 1
+    assert loops[-1] == 6
 
 
 def test_batches_too_large_for_one_place_make_shorter_calls(loops, monkeypatch):
