@@ -128,8 +128,8 @@ class Group:
         if self._counts is not None:
             # Made of one number, all are the same to the compiler: it computes Adam's bias
             # corrections once, not for each parameter.
-            first, *others = wide[self._counts]
-            wide[self._counts] = [first.clone(), *(first.clone() for _ in others)]
+            counts = wide[self._counts]
+            wide[self._counts] = [counts[0].clone() for _ in counts]
         rate = at(self.rates, place) if isinstance(place, torch.Tensor) else self.rates[place]
         self.function(self.parameters, own, *wide, lr=rate, **self.settings)
         for before, after in zip(self.states, wide, strict=True):
