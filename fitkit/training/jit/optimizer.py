@@ -56,11 +56,12 @@ class Group:
             self._begin_momentum(optimizer, group, found["momentum_buffer_list"])
         # Torch's functions take the states by position, in another order than `_init_group`.
         taken = inspect.signature(self.function).parameters
-        self.states: list[list[Any]] = [found[name] for name in taken if name in found]
+        stated = [name for name in taken if name in found]
+        self.states: list[list[Any]] = [found[name] for name in stated]
         counts = found.get("state_steps", [])
         self._counts: int | None = None  # the index of the numbers of steps, if they are all equal
         if counts and len({float(count) for count in counts}) == 1:
-            self._counts = [name for name in taken if name in found].index("state_steps")
+            self._counts = stated.index("state_steps")
         kept = {n: v for n, v in group.items() if n not in ("params", "lr", *HOW)}
         self.settings: dict[str, Any] = {
             name: value for name, value in kept.items() if name in taken

@@ -482,7 +482,7 @@ class JitUpdate:
         may_learn = [p for p in self._parameters if p.requires_grad]
         _refuse_hooks(may_learn)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-        kept = [(module, _attributes_of(module)) for module in self._model.modules()]
+        kept = [(module, dict(vars(module))) for module in self._model.modules()]
         drawn = random_state()
         with as_written(self._model):
             loss = traced.as_written(batch)
@@ -561,8 +561,3 @@ def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[t
 def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in may_learn):
         raise UncompiledError("a parameter has hooks on its gradient")
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes, in which its forward may keep counters or outputs."""
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}

@@ -146,11 +146,11 @@ class Keeping(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.last = nn.Linear(6, 3), torch.zeros(3, dtype=torch.float64)
+        self.layer, self._last = nn.Linear(6, 3), torch.zeros(3, dtype=torch.float64)
 
     def forward(self, x):
-        output = self.layer(x) + 0.1 * self.last
-        self.last = output.detach().mean(0)
+        output = self.layer(x) + 0.1 * self._last
+        self._last = output.detach().mean(0)
         return output
 
 

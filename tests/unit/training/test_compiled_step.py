@@ -448,6 +448,22 @@ def test_a_mode_of_torchs_compiler_computes_the_same():
 
 
 @HAS_COMPILER
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_torchs_own_compiler_computes_the_whole_step():
+    """Several steps in one call, a short last batch, dropout: the same bits from run to run."""
+
+    def net():
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 3))
+
+    options = {"net": net, "jit_compile": True, "steps_per_execution": 4, "rows": 53}
+    one, other = trained(options), trained(options)
+    assert compiled_anew() == 0
+    assert_same(one, other, tolerance=0)
+    assert one[0]._fitkit.jit_update.stopped is None
+
+
+@HAS_COMPILER
 @pytest.mark.timeout(240)
 def test_torchs_own_compiler_gives_the_same_after_a_hundred_steps():
     """By a net that inductor computes wrongly, without a word, where it realizes more than it does
