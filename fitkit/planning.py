@@ -545,7 +545,7 @@ class SavedTensors:
             if self._holders[storage] == 1:
                 self.bytes += size
                 self.peak = max(self.peak, self.bytes)
-                if tensor.is_floating_point():  # others have no gradient
+                if trees.is_inexact(tensor):  # others have no gradient
                     self.largest = max(self.largest, tensor.nbytes)
             weakref.finalize(kept, self._released, storage, size).atexit = False
         return kept

@@ -583,8 +583,8 @@ def zeros(shape: Any, dtype: torch.dtype) -> Any:
 
 
 def number_type(net: nn.Module) -> torch.dtype:
-    """The type of the net's first floating-point parameter."""
-    types = (tensor.dtype for tensor in net.parameters() if tensor.is_floating_point())
+    """The real type of the net's first floating-point or complex parameter."""
+    types = (tensor.dtype.to_real() for tensor in net.parameters() if trees.is_inexact(tensor))
     return next(types, torch.get_default_dtype())
 
 

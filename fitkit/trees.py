@@ -18,6 +18,11 @@ def is_named_tuple(tree: object) -> bool:
     return isinstance(tree, tuple) and hasattr(tree, "_fields")
 
 
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floating-point or complex numbers: NumPy's `inexact`."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_container(tree: object) -> bool:
     """Whether `tree` has children, rather than being a leaf."""
     return isinstance(tree, (tuple, list, Mapping)) or _is_record(tree)

@@ -222,6 +222,7 @@ class _RisingRates(Callback):
     """Sets the rate of each update, and records the loss before it."""
 
     stops_alike = True
+    each_batch = True
 
     def __init__(self, rates: list[float], threshold: float | None) -> None:
         self.rates = rates

@@ -22,12 +22,16 @@ from fitkit.optimizers import put_rate
 Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], Any]
 """Updates averages with current values, given the number of updates before."""
 
-HALF = (torch.float16, torch.bfloat16)
-"""Averages of these dtypes are kept in float32: small steps would be rounded away."""
+WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+"""The dtype of averages of half types: small steps would be rounded away."""
 
 
 class AveragedWeights:
-    """Averages of a model's floating-point parameters and buffers, kept outside the model.
+    """Averages of a model's parameters and buffers, kept outside the model. Integers stay out.
 
     Args:
         model: the model to average. The averages start from its current weights.
@@ -40,7 +44,7 @@ class AveragedWeights:
 
     def __init__(self, model: Module, average: Average, *, buffers: bool) -> None:
         named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
-        found = {name: tensor for name, tensor in named if tensor.is_floating_point()}
+        found = {name: tensor for name, tensor in named if trees.is_inexact(tensor)}
         self.names: list[str] = list(found)
         self._tensors = list(found.values())
         self._averages = [_widened(tensor).clone() for tensor in self._tensors]
@@ -103,7 +107,8 @@ class AveragedWeights:
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
-    return detached.float() if detached.dtype in HALF else detached
+    wide = WIDE.get(detached.dtype)
+    return detached if wide is None else detached.to(wide)
 
 
 class EMA(Callback):
@@ -142,6 +147,7 @@ class EMA(Callback):
     """
 
     stops_alike = True
+    each_batch = True
 
     def __init__(
         self,

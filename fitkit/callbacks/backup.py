@@ -20,6 +20,7 @@ from fitkit.callbacks.base import (
     Callback,
     Logs,
     WeakModel,
+    batches_of_call,
     from_all_ranks,
     from_rank_zero,
     run_of,
@@ -160,9 +161,9 @@ class BackupAndRestore(Callback):
             arrived = self._signals.arrived is not None
             self._ends = self._flag_of_any.after_step(self.model, arrived) or self._ends
         if type(self.save_freq) is int:
-            self._since += self.params.get("steps_per_execution", 1)
-            if self._since >= self.save_freq:
-                self._since, self._due = 0, True
+            self._since += len(batches_of_call(self, batch))
+            self._due = self._due or self._since >= self.save_freq
+            self._since %= self.save_freq
         run = run_of(self.model)
         if (self._due or self._ends) and run is not None and run.is_between_updates:
             self._save()

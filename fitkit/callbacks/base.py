@@ -109,6 +109,11 @@ class Callback:
         stops_alike: whether this callback, if it sets `model.stop_training` at a batch, does so at
             the same batch on every rank (or never does). If a callback with batch hooks doesn't
             set this to True, the ranks ask each other after every step.
+        each_batch: whether the hooks of training batches must be called for every batch. Default
+            False: with `compile(steps_per_execution=k)` they are called once for k batches, with
+            the number of the group's first or last one. If one callback of a fit needs each batch,
+            the hooks of all callbacks are called for each. The steps then run one by one, which
+            changes no number. Set it if you count, average or compare batches or updates.
         comes_last: whether the hooks are called after those of all other callbacks, including
             fitkit's own. Callbacks that save need this to see the others' changes.
         watches_losses: whether this callback handles losses that are NaN or infinite. The run then
@@ -128,6 +133,7 @@ class Callback:
     model: Module
     params: dict[str, Any]
     stops_alike: bool = False
+    each_batch: bool = False
     comes_last: bool = False
     watches_losses: bool = False
 
@@ -326,6 +332,10 @@ class CallbackList:
         """The bound hooks of that name, from the callbacks that override it."""
         return self._hooks[name]
 
+    def batches_between_hooks(self, steps_per_execution: int) -> int:
+        """The number of training batches between two calls of the hooks."""
+        return 1 if any(one.each_batch for one in self.callbacks) else steps_per_execution
+
     def call(self, name: str, *args: Any) -> None:
         """Call one hook on every callback that overrides it."""
         for hook in self._hooks[name]:
@@ -341,6 +351,20 @@ class CallbackList:
             f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names "
             "the first module in training whose output or gradient is NaN or infinite."
         )
+
+
+def batches_of_call(callback: Callback, batch: int) -> range:
+    """The numbers of the batches that a call of `on_train_batch_end` is for; the last is `batch`.
+
+    There are several with `steps_per_execution`, and fewer at the end of an epoch.
+    """
+    size = callback.params.get("steps_per_execution", 1)
+    return range(batch - batch % size, batch + 1)
+
+
+def is_multiple_in(batches: range, every: int) -> bool:
+    """Whether one of these batches (from 0) is an `every`-th one."""
+    return batches.stop // every > batches.start // every
 
 
 Callbacks: TypeAlias = (

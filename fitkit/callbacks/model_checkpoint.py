@@ -27,6 +27,7 @@ from fitkit.callbacks.base import (
     AnyRankFlag,
     Callback,
     Logs,
+    batches_of_call,
     from_rank_zero,
     print_on_rank_zero,
     run_of,
@@ -71,7 +72,8 @@ class ModelCheckpoint(Callback):
         trainable_only: whether to leave out parameters that don't learn: an adapter's files,
             without its base model. Training can resume from them on the same base. Default False.
         mode: `"min"`, `"max"` or `"auto"` (default), which infers it from the name.
-        save_freq: `"epoch"` (default), or a number of batches, counted across epochs.
+        save_freq: `"epoch"` (default), or a number of batches, counted across epochs. With
+            `steps_per_execution` a save waits for the end of its group of batches.
         initial_value_threshold: a value that the first best must beat. Default: none.
         save_top_k: how many of the best files to keep. Files of this callback that fall out of the
             ranking are deleted. 0 keeps none (with `save_last`), -1 all, ranked if `monitor` is
@@ -260,20 +262,19 @@ class ModelCheckpoint(Callback):
     def _after_batch(self, batch: int, logs: Logs) -> None:
         if not self._within_epochs:
             return
-        if self._is_due():
+        if self._is_due(batch):
             self._due = True
         run = run_of(self.model)
         if self._due and run is not None and run.is_between_updates:
             self._save(logs)
 
-    def _is_due(self) -> bool:
+    def _is_due(self, batch: int) -> bool:
         """Whether to save at the end of this batch. The same on all ranks."""
         if self._steps is not None:
-            self._since += self.params.get("steps_per_execution", 1)
-            if self._since < self._steps:
-                return False
-            self._since = 0
-            return True
+            self._since += len(batches_of_call(self, batch))
+            is_due = self._since >= self._steps
+            self._since %= self._steps
+            return is_due
         assert self._interval_s is not None
         is_time = (
             self.model.is_global_zero and self._interval_s <= time.monotonic() - self._saved_at

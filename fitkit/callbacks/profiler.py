@@ -80,6 +80,7 @@ class Profiler(Callback):
     """
 
     stops_alike = True
+    each_batch = True  # within a group, nothing tells the data's time from the step's
 
     def __init__(self, every: int = 1, log: bool = False) -> None:
         check_count("every", every, minimum=0)

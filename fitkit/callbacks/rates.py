@@ -172,6 +172,7 @@ class LearningRateMonitor(Callback):
     """
 
     stops_alike = True
+    each_batch = True  # a schedule may move the rates between two batches of a group
 
     def __init__(
         self,

@@ -252,21 +252,23 @@ class ThroughputMonitor(Callback):
         self.separator = separator
         self.prefix = prefix
         self.tokens: bool | int | Callable[[Any], Any] | None = tokens
+        self.each_batch = bool(tokens)
         self.peak_flops: float | None = peak_flops
         self._clock = time.monotonic
-        self._ends: deque[float] = deque(maxlen=window_size + 1)
+        self._ends: deque[tuple[float, int]] = deque()  # times, and batches done by then
         self._tokens: deque[Any] = deque(maxlen=window_size)  # of each step, on this rank
         self._end_s: float | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._ends.clear()
+        groups = self.window_size // self.params.get("steps_per_execution", 1)
+        self._ends = deque(maxlen=max(groups, 1) + 1)
         self._tokens.clear()
         self._end_s = None
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         if self.tokens and self._ends:
             self._tokens.append(self._tokens_of(getattr(run_of(self.model), "batch", None)))
-        self._ends.append(self._clock())
+        self._ends.append((self._clock(), batch + 1))
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         self._note_end()
@@ -278,17 +280,16 @@ class ThroughputMonitor(Callback):
             tokens = sum(from_all_ranks(self.model, float(sum(self._tokens))))
             # Ranks that compute a batch together have counted the same tokens.
             tokens /= self.model._fitkit.compilation.strategy.ranks_per_batch
-        if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0]:
+        if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0][0]:
             return
-        seconds = self._end_s - self._ends[0]
-        per_execution = self.params.get("steps_per_execution", 1)
-        batches = (len(self._ends) - 1) / seconds * per_execution
+        seconds = self._end_s - self._ends[0][0]
+        batches = (self._ends[-1][1] - self._ends[0][1]) / seconds
         logs[self._name("batches_per_sec")] = batches * self.model.world_size
         samples = self._samples_in_a_step()
         if samples is not None:
             logs[self._name("samples_per_sec")] = batches * samples
         if self.tokens:
-            rate = logs[self._name("tokens_per_sec")] = tokens / seconds * per_execution
+            rate = logs[self._name("tokens_per_sec")] = tokens / seconds
             peak = self._peak_of_all()
             if peak:
                 logs[self._name("mfu")] = rate * operations_of_token(self.model) / peak

@@ -14,8 +14,10 @@ from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.callbacks.base import (
     Callback,
     Logs,
+    batches_of_call,
     from_all_ranks,
     from_rank_zero,
+    is_multiple_in,
     print_on_rank_zero,
 )
 from fitkit.distributed.spread.in_place import whole
@@ -31,7 +33,8 @@ class TerminateOnNaN(Callback):
     """Ends `fit` when the loss is NaN or infinite, on any rank.
 
     The loss isn't read after every batch. Once a batch's loss is NaN or infinite, so is the running
-    mean. It is read every `check_every` batches and at the end of each epoch.
+    mean. It is read every `check_every` batches and at the end of each epoch. With
+    `steps_per_execution` it is read, and `fit` ends, at the end of a group of batches.
 
     Args:
         raise_error: whether to raise an error instead of stopping. Default False.
@@ -60,7 +63,7 @@ class TerminateOnNaN(Callback):
         self.check_every = check_every
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        if (batch + 1) % self.check_every == 0:
+        if is_multiple_in(batches_of_call(self, batch), self.check_every):
             self._check(logs, f"by batch {batch}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -142,6 +145,7 @@ class NormMonitor(Callback):
     """
 
     stops_alike = True
+    each_batch = True
 
     def __init__(self, parameters: bool = True) -> None:
         check_flag("parameters", parameters)
@@ -251,6 +255,8 @@ class DetectLossSpike(_Detector):
     Raises:
         LossSpikeError, NonFiniteError: raised by `fit` with `action="raise"`.
     """
+
+    each_batch = True
 
     def __init__(
         self,
@@ -364,6 +370,8 @@ class DetectNonFinite(_Detector):
         NonFiniteError: raised by `fit`. It is a `FloatingPointError`.
     """
 
+    each_batch = True
+
     def __init__(
         self, action: str = "raise", check_every: int = 10, gradients: bool = True
     ) -> None:
@@ -426,12 +434,12 @@ class DetectNonFinite(_Detector):
 
     @torch.no_grad()
     def _look(self, what: str, tree: Any) -> None:
-        """Record, on the device, whether all floating-point numbers of a tree are finite."""
+        """Record, on the device, whether all numbers of a tree are finite."""
         if not self._looks:
             return
         tree = dict(tree) if hasattr(tree, "items") else tree
         for leaf in trees.leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            if isinstance(leaf, torch.Tensor) and trees.is_inexact(leaf):
                 flag = ~torch.isfinite(leaf.detach()).all()
                 self._sightings.append((self._batch, what, flag))
 

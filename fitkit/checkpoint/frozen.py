@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
+from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.checkpoint.arrays import dtype_named
 from fitkit.distributed.spread.in_place import is_spread, whole
@@ -87,8 +88,10 @@ class Frozen:
                 return f"the module has no {name!r}"
             if tensor.is_meta:
                 return f"the module's {name!r} has no values yet"
-            if dtype is not None and tensor.dtype.is_floating_point and dtype.is_floating_point:
-                tensor = tensor.to(dtype)
+            if dtype is not None and trees.is_inexact(tensor):
+                kinds = tensor.dtype.is_floating_point, tensor.dtype.is_complex
+                if kinds == (dtype.is_floating_point, dtype.is_complex):
+                    tensor = tensor.to(dtype)
             found[name] = tensor
         same = Frozen.of(found).digest == self.digest
         return "" if same else f"its {len(self.dtypes)} frozen parameters have other numbers"

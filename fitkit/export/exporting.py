@@ -181,19 +181,23 @@ def _difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | 
         return f"it gives outputs of shapes {shapes[0]}, the net {shapes[1]}"
     for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
         if not _is_close(one, other):
-            apart = (one.double() - other.double()).abs().max().item()
+            apart = (_widest(one) - _widest(other)).abs().max().item()
             return f"output {index} is up to {apart:.3g} away from the net's"
     return None
 
 
 def _is_close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if not wanted.is_floating_point() or not wanted.numel():
+    if not trees.is_inexact(wanted) or not wanted.numel():
         return torch.equal(found.to(wanted.dtype), wanted)
-    tolerance = TOLERANCES.get(wanted.dtype, TOLERANCE)
-    found, wanted = found.double(), wanted.double()
+    tolerance = TOLERANCES.get(wanted.dtype.to_real(), TOLERANCE)
+    found, wanted = _widest(found), _widest(wanted)
     finite = wanted[wanted.isfinite()]
     scale = finite.abs().max().item() if finite.numel() else 1.0
     return torch.allclose(found, wanted, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+
+
+def _widest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _advice(size: int) -> str:

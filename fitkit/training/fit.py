@@ -130,6 +130,10 @@ class Fit:
         self.logs: dict[str, Any] | None = None  # of the last epoch, until the next one begins
         self.noted_before: list[dict[str, Any]] = []  # by all ranks, in these steps
         self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
+        # The batches between two calls of the batch hooks.
+        self.group_size: int = arguments.callback_list.batches_between_hooks(
+            compilation.steps_per_execution
+        )
         self.validated: dict[str, Any] | None = None  # see Progress.validated
         self.seen_values: dict[str, Any] = {}
         self.resumed: Progress | None = arguments.resumed
@@ -169,6 +173,7 @@ class Fit:
             self.step,
             accumulate=self.accumulate,
             rates=self.rates,
+            joins_steps=self.group_size > 1,
         )
         self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
@@ -254,7 +259,6 @@ class Fit:
         # Train on its batches.
         begin = callbacks.hooks("on_train_batch_begin")
         end = callbacks.hooks("on_train_batch_end")
-        group_size = self.compilation.steps_per_execution
         asks_ranks = self._asks_ranks()
         validates = self.interval is not None
         # Whether other code may run between two groups: then no batch may wait.
@@ -265,7 +269,7 @@ class Fit:
             # An interrupted epoch may begin with a validation, which may end it.
             if self._validate_if_due(epoch, callbacks):
                 batches = iter(())
-            for group in in_groups(batches, group_size, first=done):
+            for group in in_groups(batches, self.group_size, first=done):
                 has_rows = False
                 for index, batch in group:
                     if batch is NoRows:  # numbered, but without a step or hooks
@@ -484,7 +488,7 @@ class Fit:
             "steps": self.stream.steps,
             "samples": self.source.samples,
             "batch_size": self.source.batch_size,
-            "steps_per_execution": self.compilation.steps_per_execution,
+            "steps_per_execution": self.group_size,
             "validation": self.held_out is not None,
             "validation_steps": arguments.validation_steps or validation,
             "validation_freq": arguments.validation_freq,

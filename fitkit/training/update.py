@@ -59,6 +59,7 @@ def updates_for(
     accumulate: int | None = None,
     rates: Rates | None = None,
     compiles: bool = True,
+    joins_steps: bool = True,
 ) -> Update | ByTurns | Manual:
     """Choose how training batches make updates: by one optimizer, by several in turn, or manually.
 
@@ -69,6 +70,7 @@ def updates_for(
         accumulate: the number of batches in an update; None for the number given to `compile`.
         rates: moves the learning rates after each update; None if they stay.
         compiles: as in `Update`.
+        joins_steps: as in `Update`.
     """
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
     optimizers = ready_optimizers(model)
@@ -86,6 +88,7 @@ def updates_for(
             rates,
             is_one_of_several=several,
             compiles=compiles,
+            joins_steps=joins_steps,
         )
         for optimizer, scaling in zip_longest(optimizers, scalings)
     ]
@@ -161,6 +164,7 @@ class Update:
             the wrapper that averages gradients over the ranks, so this class averages them. It
             does so for compiled steps too.
         compiles: whether an update may be compiled as a whole, if `compile` asks for that.
+        joins_steps: whether one call may compute several compiled steps (`steps_per_execution`).
 
     An update equals the one from all its batches, over all ranks, as a single batch. For this,
     each batch's gradients are weighted by the count that its loss is the mean over. That holds
@@ -194,6 +198,7 @@ class Update:
         *,
         is_one_of_several: bool,
         compiles: bool = True,
+        joins_steps: bool = True,
     ) -> None:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
@@ -238,7 +243,7 @@ class Update:
         self._takes_closure = needs_closure(optimizer)
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        joins_steps = rates is None or not rates.read_steps
+        joins_steps = joins_steps and (rates is None or not rates.read_steps)
         self._jit = self._jit_for(model, joins_steps=joins_steps) if compiles else None
         self._regroup()
 

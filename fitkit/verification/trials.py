@@ -123,7 +123,7 @@ def _joined(tensors: list[torch.Tensor], shape: torch.Size | None) -> torch.Tens
 
     Not all layers have the batch in dimension 0.
     """
-    if not tensors or tensors[0].is_nested or not tensors[0].is_floating_point():
+    if not tensors or tensors[0].is_nested or not trees.is_inexact(tensors[0]):
         return None
     if len(tensors) == 1:
         return tensors[0] if shape in (None, tensors[0].shape) else None

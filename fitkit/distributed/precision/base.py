@@ -250,11 +250,13 @@ def restore_dtypes(module: nn.Module) -> None:
 def own_dtype(module: nn.Module) -> torch.dtype:
     """The dtype of the module's floating parameters when nothing has cast them.
 
-    For a module without any: torch's default.
+    For a module without any: that of its complex parameters' parts, else torch's default.
     """
-    first = next((p for p in parameters_of(module) if p.is_floating_point()), None)
+    parameters = list(parameters_of(module))
+    first = next((p for p in parameters if p.is_floating_point()), None)
     if first is None:
-        return torch.get_default_dtype()
+        complexes = (p.dtype.to_real() for p in parameters if p.is_complex())
+        return next(complexes, torch.get_default_dtype())
     if CAST not in vars(module):
         return first.dtype
     name = next(name for name, parameter in module.named_parameters() if parameter is first)
@@ -275,8 +277,10 @@ def match_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _matched(value: Any, parameter: torch.Tensor) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(parameter.device if value.ndim else value.device, parameter.dtype)
+    if isinstance(value, torch.Tensor) and trees.is_inexact(value):
+        device = parameter.device if value.ndim else value.device
+        alike = value.is_complex() == parameter.is_complex()
+        return value.to(device, parameter.dtype if alike else value.dtype)
     if isinstance(value, list):  # LBFGS keeps its history in lists
         return [_matched(item, parameter) for item in value]
     return value

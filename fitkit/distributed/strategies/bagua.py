@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fitkit import trees
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.exchange import ALGORITHMS, Algorithm, Peers
 from fitkit.distributed.exchange.base import FlatTensors
@@ -224,8 +225,8 @@ def average_buffers(module: torch.nn.Module, peers: Peers, collectives: Collecti
         Collective.
     """
     buffers = list(module.buffers())
-    average_tensors([b for b in buffers if _is_number(b)], peers)
-    collectives.broadcast_tensors([b for b in buffers if not _is_number(b)])
+    average_tensors([b for b in buffers if trees.is_inexact(b)], peers)
+    collectives.broadcast_tensors([b for b in buffers if not trees.is_inexact(b)])
 
 
 def average_states(optimizers: list[Optimizer], peers: Peers) -> None:
@@ -253,10 +254,6 @@ def _states(optimizers: list[Optimizer]) -> Iterator[tuple[StateKey, torch.Tenso
                     isinstance(value, torch.Tensor)
                     and value.shape == parameter.shape
                     and value.device == parameter.device  # a counter may be elsewhere
-                    and _is_number(value)
+                    and trees.is_inexact(value)
                 ):
                     yield (number, index, str(name), tuple(value.shape)), value
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
+from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
@@ -212,7 +213,7 @@ class DDP(Strategy):
         if options or self.comm_hook is not None:
             return None
         widest = max(
-            (p.dtype for p in module.parameters() if p.is_floating_point()),
+            (p.dtype.to_real() for p in module.parameters() if trees.is_inexact(p)),
             key=lambda dtype: dtype.itemsize,
             default=torch.float32,
         )

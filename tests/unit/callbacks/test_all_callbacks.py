@@ -148,3 +148,22 @@ def test_kerass_and_lightnings_names_are_there():
         "GradientAccumulationScheduler", "ThroughputMonitor", "BackboneFinetuning",
     ):  # fmt: skip
         assert issubclass(getattr(fitkit.callbacks, name), Callback)
+
+
+TAKES_ANY_NUMBER = {
+    "BackupAndRestore": "saves at the ends of groups",
+    "ModelCheckpoint": "saves at the ends of groups",
+    "ProgressBar": "shows the last batch",
+    "TerminateOnNaN": "looks at a mean over all batches",
+    "ThroughputMonitor": "reads the number of batches",
+    "Timer": "reads a clock",
+}
+"""The callbacks whose hooks of training batches may be called once for several batches."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_it_needs_each_batch_or_takes_any_number(name):
+    callback = made(name)
+    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    acts = any(overrides(callback, hook) for hook in hooks)
+    assert not acts or callback.each_batch or type(callback).__name__ in TAKES_ANY_NUMBER
