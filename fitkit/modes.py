@@ -239,3 +239,18 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
         for tensor in held.values()
         if tensor is not None
     ]
+
+
+@contextlib.contextmanager
+def weights_cast_anew() -> Iterator[None]:
+    """Let autocast cast a weight at each use within the block, so that no copy outlives an update.
+
+    An autocast keeps the half-precision copies of the weights until the outermost one ends.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()

@@ -11,6 +11,7 @@ from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden
 from fitkit.losses import Count
+from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.optimizing import FitState
 from fitkit.training.own_step import Step
@@ -50,7 +51,7 @@ class Manual:
         if self._updates_before is None:
             self._updates_before = updates
         versions = None if self._steps_count else self._versions()
-        with state.counting_steps():
+        with state.counting_steps(), weights_cast_anew():
             self._step(batch, index)
         if state.updates != updates:
             self._steps_count = True

@@ -456,7 +456,7 @@ def _fit_shortly(
         return None
     modules = [model, *kept.layers]
     with in_use(model, "train_on_batch", alone=True, modules=modules):
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"):
             return None
         if not kept.holds(model) or (batch := kept.tensors_of(arrays)) is None:
             return None

@@ -21,7 +21,7 @@ from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
-from fitkit.modes import in_use, modules_of, set_mode
+from fitkit.modes import in_use, modules_of, set_mode, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.explain import explanation
 from fitkit.training.jit.net import compile_on_this_rank
@@ -51,6 +51,8 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
     compilation = model._fitkit.compilation
     given = compilation.given
     with contextlib.ExitStack() as stack:
+        if torch.is_autocast_enabled(compilation.strategy.device.type):  # the caller's
+            stack.enter_context(weights_cast_anew())
         if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))
         try:
