@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
 from fitkit.training.jit.graph_calls import GraphCalls
-from fitkit.training.jit.programs import graph_pass, traces_gradients, why_uncompiled
+from fitkit.training.jit.passes import faster
+from fitkit.training.jit.programs import traces_gradients, why_uncompiled
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -488,7 +489,7 @@ def test_a_power_that_all_weights_share_is_computed_once():
 
     given = torch.ones(6), torch.tensor(0.1), torch.tensor(3.0)
     graph = make_fx(update, tracing_mode="fake")(*given).graph
-    graph_pass()(graph)
+    faster()(graph)
     once = [node.name for node in graph.nodes if "inductor_realize_to_strides" in node.meta]
     assert once == ["pow_1", "rsub", "div"]
 
@@ -504,7 +505,7 @@ def test_a_power_that_all_weights_share_is_computed_once():
 def test_a_bias_is_added_by_the_loop_after_the_product(dtype, calls):
     given = torch.randn(5, dtype=dtype), torch.randn(4, 3, dtype=dtype), torch.randn(3, 5).to(dtype)
     traced = make_fx(lambda *args: torch.addmm(*args).relu(), tracing_mode="fake")(*given)
-    graph_pass()(traced.graph)
+    faster()(traced.graph)
     traced.recompile()
     targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert [target.overloadpacket.__name__ for target in targets] == calls
@@ -514,7 +515,7 @@ def test_a_bias_is_added_by_the_loop_after_the_product(dtype, calls):
 def test_a_matrix_that_is_added_to_a_product_stays_in_it():
     given = torch.randn(4, 5), torch.randn(4, 3), torch.randn(3, 5)
     graph = make_fx(torch.addmm, tracing_mode="fake")(*given).graph
-    graph_pass()(graph)
+    faster()(graph)
     assert graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
 
 
