@@ -16,12 +16,12 @@ from fitkit import model_names, trees
 from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.base import Callbacks
 from fitkit.callbacks.history import History
-from fitkit.data.class_weights import ClassWeights
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
+from fitkit.losses.class_weights import ClassWeights
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
 from fitkit.modes import in_use
 from fitkit.module import Module

@@ -13,6 +13,7 @@ import torch
 
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ConfigurationError
+from fitkit.losses.class_weights import ClassWeights
 from fitkit.losses.guards import check_learns
 from fitkit.losses.loss import Count, KnownLoss, Loss, OwnLoss, resolve
 from fitkit.outputs import (
@@ -132,6 +133,9 @@ class CompiledLoss:
 
     It remembers what its first batch looked like; `begin` gives one that remembers nothing.
 
+    Attributes:
+        class_weights: weights of labels, which multiply the sample weights; None for none.
+
     Args:
         loss: what `resolve` takes; lists and dicts of that, nested as the outputs are, with None
             for an output that isn't trained; or None: the loss that the net itself computes. A
@@ -148,6 +152,7 @@ class CompiledLoss:
         self._losses = _resolved(loss)
         self._all: list[Loss] = [loss for loss in leaves(self._losses) if loss is not None]
         self._scales = _checked_scales(loss_weights, self._losses)
+        self.class_weights: ClassWeights | None = None
         self._forget()
 
     def begin(self) -> CompiledLoss:
@@ -193,7 +198,8 @@ class CompiledLoss:
         self, prediction: Any, target: Any, weight: Any, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
         """The loss of a net with one loss, and what its mean was taken over: None for samples."""
-        if self._only is not None and self._plan is not None and weight is None:
+        plain = weight is None and self.class_weights is None
+        if self._only is not None and self._plan is not None and plain:
             classes = self._plan.parts[0].classes
             return self._only.counted(prediction, target, None, classes, is_part=is_part)
         (term,) = self.terms(prediction, target, weight, is_part=is_part)
@@ -225,6 +231,8 @@ class CompiledLoss:
         found = []
         for part, its_prediction, its_target in plan.pairs(predictions, target):
             its_weight, loss, count = weights.get(part.output), part.loss, None
+            if self.class_weights is not None:
+                its_weight = self.class_weights(its_target, its_weight)
             if counts:
                 value, count = loss.counted(
                     its_prediction, its_target, its_weight, part.classes, is_part=is_part
@@ -240,7 +248,8 @@ class CompiledLoss:
     def direct(self) -> Callable[[Any, Any], torch.Tensor] | None:
         """The loss of a net with one output, for a tensor and its target; None before `check`, and
         where a batch must be taken apart for it."""
-        return None if self._only is None else self._only.__call__
+        plain = self._only is not None and self.class_weights is None
+        return self._only.__call__ if self._only is not None and plain else None
 
     def of_each(self, targets: list[Any]) -> Callable[[Any, Any], torch.Tensor] | None:
         """A function that gives each sample's loss (N,), whose mean over any samples is the loss.
@@ -298,6 +307,37 @@ class CompiledLoss:
         # Once needed, always: training and validation data may differ in structure.
         self._needs_unwrapping = self._needs_unwrapping or needs_unwrapping
         self._only = None if self._needs_unwrapping else plan.parts[0].loss
+        if self.class_weights is not None:
+            self._begin_class_weights(self.class_weights, plan.pairs(predictions, target))
+
+    def _begin_class_weights(
+        self, class_weights: ClassWeights, pairs: list[tuple[_OutputLoss, Any, Any]]
+    ) -> None:
+        outputs = dict.fromkeys(part.output for part, _, _ in pairs)
+        if len(outputs) > 1:
+            raise ConfigurationError(
+                f"class_weight needs a net with one trained output, but {list(outputs)} have "
+                "losses. Give a dict of sample_weight by output."
+            )
+        for part, prediction, target in pairs:
+            values = part.loss.per_sample(prediction, target)
+            class_weights.begin(part.loss.labels(prediction, target), target, values)
+
+    def weigh(self, target: Any, weight: Any) -> Any:
+        """The weights of a batch that was computed, for metrics: the classes' weights included.
+
+        Raises:
+            ConfigurationError: the batch's labels can't be read as the first batch's.
+        """
+        class_weights, plan = self.class_weights, self._plan
+        if class_weights is None or plan is None:
+            return weight
+        (output,) = plan.trained
+        its_target = plan.targets(target)[output]
+        class_weights.note(its_target)
+        weights = plan.weights(weight)
+        weights[output] = class_weights(its_target, weights.get(output))
+        return weights[output] if plan.is_whole or plan.outputs.names == [output] else weights
 
     def check_labels(self, target: Any) -> None:
         """Refuse what are no labels for the losses in `target`, perhaps a whole data set's.
@@ -342,7 +382,7 @@ class CompiledLoss:
             The total, to be differentiated; and each loss before its loss weight, detached, by its
             term's name. The latter is empty with one loss.
         """
-        if self._only is not None:
+        if self._only is not None and self.class_weights is None:
             if weight is None:
                 return self._only(prediction, target), {}
             if isinstance(weight, torch.Tensor):

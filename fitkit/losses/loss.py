@@ -17,6 +17,7 @@ from fitkit.arguments import callable_name, check_takes_pair, describe, is_torch
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
 from fitkit.losses.formulas import HALF_TYPES, classes, values_by_class, weighted_mean
+from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import leaves
@@ -99,6 +100,14 @@ class Loss(abc.ABC):
     def count_classes(self, prediction: Any, target: Any) -> int | None:
         """The number of classes where targets are class indices, else None."""
         return None
+
+    def labels(self, prediction: Any, target: Any) -> Labels:
+        """How the targets of a first batch are read as class numbers, for class weights.
+
+        Raises:
+            ConfigurationError: a sample has no class, or several.
+        """
+        return labels_by_values(prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
         """Refuse targets, perhaps those of a whole data set, that are no labels for this loss.
@@ -248,6 +257,9 @@ class KnownLoss(Loss):
 
     def count_classes(self, prediction: Any, target: Any) -> int | None:
         return guards.count_classes(self._definition, prediction, target)
+
+    def labels(self, prediction: Any, target: Any) -> Labels:
+        return known_labels(self._definition, prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
         guards.check_labels(self._definition, self.label, torch.as_tensor(target), classes)

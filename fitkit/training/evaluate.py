@@ -483,7 +483,7 @@ def _short_evaluation(
     loss, add = compiled.loss.direct, compiled.logbook.loss.add
     meters = None if compiled.meters is None else compiled.meters.only
     has_several = compiled.meters is not None and meters is None
-    if len(first) != 2 or loss is None or has_several or compiled.class_weights is not None:
+    if len(first) != 2 or loss is None or has_several:
         return compiled
     counted = compiled.loss.counted if compiled.may_count else None
     update = of_each = shape = None

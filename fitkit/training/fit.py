@@ -164,7 +164,7 @@ class Fit:
             source=self.source,
         )
         if arguments.weights_by_class is not None:
-            arguments.weights_by_class.warn_of_missing(self.source.target, self.collectives.rank)
+            arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
         self.step.mover.bring_whole(self.source)
         self.rates: Rates = Rates(model, arguments, self.step, updates)
         self.update = updates_for(
@@ -315,7 +315,7 @@ class Fit:
 
         # Join the ranks' values, validate, and give the values to schedulers and callbacks.
         if self.arguments.weights_by_class is not None:
-            self.arguments.weights_by_class.warn_of_unseen(self.collectives)
+            self.arguments.weights_by_class.check_seen(self.collectives)
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()

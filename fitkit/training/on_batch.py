@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fitkit import trees
 from fitkit.data.arrays import made_dense
-from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.hooks import STEP_HOOKS, evaluation_stage
+from fitkit.losses.class_weights import ClassWeights
 from fitkit.modes import (
     FLAG,
     has_plain_modes,

@@ -15,7 +15,6 @@ from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Source, samples_of
-from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
 from fitkit.data.sources import targets_of
 from fitkit.data.to_device import Mover, moved_by
@@ -27,6 +26,7 @@ from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.losses import Count, Term, checked_count
+from fitkit.losses.class_weights import ClassWeights
 from fitkit.module import LogOptions, Module, is_metric
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.log import Logbook, Logged

@@ -26,7 +26,6 @@ from fitkit.callbacks.base import CallbackList
 from fitkit.callbacks.monitor import is_due
 from fitkit.data.arrays import check_alike
 from fitkit.data.batches import Source, check_readable
-from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import (
     check_data_type,
     for_other_ranks,
@@ -40,6 +39,7 @@ from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import CompiledLoss
+from fitkit.losses.class_weights import ClassWeights
 from fitkit.metrics import CompiledMetrics
 from fitkit.modes import parameters_of
 from fitkit.optimizers import OptimizerChoice, instances_in

@@ -17,7 +17,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
 from fitkit.data.batches import check_weights, samples_in, unpack_batch, warn_of_second_target
-from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
@@ -28,6 +27,7 @@ from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.losses import CompiledLoss, Count, Term
+from fitkit.losses.class_weights import ClassWeights
 from fitkit.losses.compiled import total_of
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
@@ -92,6 +92,7 @@ class CompiledStep:
         self.synchronization: Synchronization | None = None
         compilation.loss.to(strategy.device)
         self.loss: CompiledLoss = compilation.loss.begin()
+        self.loss.class_weights = class_weights
         self.logbook: Logbook = Logbook(compilation.metrics.begin())
         self.meters: CompiledMetrics | None = self.logbook.meters or None
         self.class_weights = class_weights
@@ -186,6 +187,8 @@ class CompiledStep:
             logbook.loss.add(loss.detach(), samples if self.count is None else self.count)
         if parts:
             logbook.add_parts(parts, samples)
+        if self.class_weights is not None:
+            weight = self.loss.weigh(y, weight)
         if self.meters is not None:
             self.meters.update(prediction, y, weight)
 
@@ -220,6 +223,8 @@ class CompiledStep:
         with self._replicas, torch.no_grad():
             if counts and parts:
                 self.logbook.add_parts(parts, samples_in(x, y))
+            if counts and self.class_weights is not None:
+                weight = self.loss.weigh(y, weight)
             if counts and self.meters is not None:
                 self.meters.update(prediction, y, weight)
         return loss
@@ -233,8 +238,6 @@ class CompiledStep:
         x, y, weight = self._unpack(batch)
         if y is None:
             y = labels_inside(x)
-        if self.class_weights is not None:
-            weight = self.class_weights(y, weight)
         if self._sequences is not None:
             if not self.checked:
                 self._check_sequences(self._sequences, x, y)

@@ -56,8 +56,6 @@ class TracedStep:
         step = self._step
         if type(batch) is not tuple or len(batch) != 2 or not step.wrapped.is_bare:
             return False
-        if isinstance(step, CompiledStep) and step.class_weights is not None:
-            return False
         return all(isinstance(part, torch.Tensor) for part in batch) and step.mover.leaves(batch)
 
     def as_written(self, batch: Batch) -> torch.Tensor:
@@ -130,6 +128,7 @@ class TracedStep:
         with torch.no_grad():
             if parts:
                 step.logbook.add_parts(parts, samples_in(x, y))
+            weight = step.loss.weigh(y, weight)
             if step.meters is not None:
                 step.meters.update(prediction, y, weight)
 

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fitkit.data.arrays import VIEWS, ArraySource
 from fitkit.data.batches import Stream, check_readable, limited, unpack_batch
-from fitkit.data.class_weights import ClassWeights
 from fitkit.data.sources import make_source, split_tail, validation_parts
 from fitkit.data.to_device import Transfer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -241,19 +240,6 @@ def test_an_iterator_for_several_epochs_is_refused_before_any_work():
 def test_a_batch_of_four_is_refused():
     with pytest.raises(ConfigurationError, match="4 entries"):
         unpack_batch((1, 2, 3, 4))
-
-
-def test_class_weights_look_labels_up_and_multiply():
-    weights = ClassWeights({0: 2.0, 2: 0.5})
-    assert weights(torch.tensor([0, 1, 2, 7]), None).tolist() == [2.0, 1.0, 0.5, 1.0]
-    assert weights(torch.tensor([[0.0], [2.0]]), torch.tensor([3.0, 4.0])).tolist() == [6.0, 2.0]
-    assert weights(torch.eye(3), None).tolist() == [2.0, 1.0, 0.5]
-
-
-@pytest.mark.parametrize("given", [{}, [1.0], {"a": 1.0}, {-1: 1.0}, {0: -1.0}, {True: 1.0}])
-def test_class_weights_must_be_weights_by_class(given):
-    with pytest.raises(ConfigurationError, match="class_weight"):
-        ClassWeights(given)
 
 
 def test_a_batch_that_is_in_place_is_not_touched():
