@@ -275,7 +275,7 @@ class Update:
             self.optimizer,
             self._parameters,
             self._count_update,
-            self._learn_by,
+            self,
             moves_rates=self._after_update is not None,
             joins_steps=joins_steps,
         )
@@ -367,16 +367,12 @@ class Update:
         if not jit(batch, index):
             return False
         if jit.loss is not None:
-            self._learn_by(jit.loss, jit.backward)
+            before, self.backward = self.backward, jit.backward
+            try:
+                self._learn(jit.loss)
+            finally:
+                self.backward = before
         return True
-
-    def _learn_by(self, loss: torch.Tensor, backward: Callable[..., Any]) -> None:
-        """Learn from a batch's loss, with `backward` to compute its gradients."""
-        before, self.backward = self.backward, backward
-        try:
-            self._learn(loss)
-        finally:
-            self.backward = before
 
     def _around_step(self) -> AbstractContextManager[Any]:
         """Surround a step, so that a group's gradients are exchanged only with its last batch."""

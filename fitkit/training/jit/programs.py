@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from fitkit import trees
@@ -253,8 +254,10 @@ def shapes_of(batch: Any) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """Copy a tensor; return anything else as it is."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    """Copy a tensor or an array; return anything else as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def why_uncompiled(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -44,6 +45,13 @@ from fitkit.training.step import CompiledStep
 
 MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""
+
+
+Waiting = tuple[Any, int, Batch]
+"""A batch that waits for a call of several: as it came, its number, and its parts on the device."""
+
+COPIED = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
+"""What a batch that waits may hold: `copied` makes a copy, or nothing can change it."""
 
 
 class JitUpdate:
@@ -86,7 +94,7 @@ class JitUpdate:
         optimizer: Optimizer,
         parameters: list[nn.Parameter],
         after_update: Callable[[], Any],
-        learn: Callable[[torch.Tensor, Callable[..., Any]], None],
+        learn: Callable[[Any, int], None],
         *,
         moves_rates: bool,
         joins_steps: bool,
@@ -99,8 +107,8 @@ class JitUpdate:
             optimizer: makes the updates.
             parameters: the trainable parameters.
             after_update: called after each update; it may change the optimizer's rates.
-            learn: makes an update from a loss and the function that computes its gradients. It
-                serves a batch that has waited and that the compiled functions can't take.
+            learn: learns from a batch, with its number, as if it came only now. It serves batches
+                that have waited for a call of several, which can't be made.
             moves_rates: whether `after_update` does change rates.
             joins_steps: whether `steps_per_execution` may compute several steps in one call. Not
                 if `after_update` reads a step's values.
@@ -125,7 +133,8 @@ class JitUpdate:
         self._requires_grad: list[bool] = []
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
-        self._after_update, self._learn_loss = after_update, learn
+        self._after_update, self._learn_now = after_update, learn
+        self._may_wait = True  # False while batches that have waited come once more
         self.counted = 0
         self._moves_rates = moves_rates
         self._loops = self._programs.may_loop(self._traced.device)
@@ -136,7 +145,7 @@ class JitUpdate:
         # Whether batches are pairs of tensors that need no move; None: to be asked again.
         self._leaves: bool | None = None
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
-        self._waiting: list[Batch] = []  # to be computed in one call
+        self._waiting: list[Waiting] = []  # to be computed in one call
         self._shapes: Any = None  # of the waiting batches
         self._steps_a_call = self._most
         self.accumulates(False)
@@ -158,6 +167,7 @@ class JitUpdate:
         """
         if self.stopped is not None:
             return False
+        self.loss = None
         rank_batch = batch if type(batch) is RankBatch else None
         if rank_batch is not None:
             if rank_batch.samples == 0:
@@ -167,9 +177,13 @@ class JitUpdate:
         if self._leaves is None:
             self._leaves = self._keeps and self._traced.leaves(batch)
         parts = (*batch, None) if self._leaves else self._traced.moved(batch, index)
-        if self._may_hold(parts) and self._hold(parts):
+        others_wait = bool(self._waiting)
+        if self._may_wait and self._may_hold(parts) and self._hold(batch, index, parts):
             return True
-        self._learn_each()
+        if others_wait:  # they come first
+            self._learn_each()
+            self._learn_alone(batch, index)
+            return True
         return self.stopped is None and self._learn(parts, rank_batch)
 
     def _learn(self, batch: Batch, rank_batch: RankBatch | None = None) -> bool:
@@ -228,7 +242,7 @@ class JitUpdate:
                 self._stop(error)
         return self._batches >= 0 and self._updates
 
-    def _hold(self, batch: Batch) -> bool:
+    def _hold(self, batch: Any, index: int, parts: Batch) -> bool:
         """Hold a batch, and learn from the waiting batches once there are enough.
 
         The batch is copied if a generator may reuse its arrays for the next one.
@@ -236,9 +250,15 @@ class JitUpdate:
         Returns:
             Whether the batch was taken.
         """
-        if not self._may_join_batch(batch):
+        if not self._may_join_batch(parts):
             return False
-        self._waiting.append(batch if self._keeps else trees.map_leaves(copied, batch))
+        if not self._keeps:
+            if not all(isinstance(leaf, COPIED) for leaf in trees.leaves(batch)):
+                self._learn_each()
+                return False
+            batch = trees.map_leaves(copied, batch)
+            parts = self._traced.moved(batch, index)
+        self._waiting.append((batch, index, parts))
         if len(self._waiting) == self._steps_a_call:
             self._learn_together()
         return True
@@ -259,17 +279,17 @@ class JitUpdate:
 
     def _learn_together(self) -> None:
         """Learn from the waiting batches in as few calls as possible."""
-        batches, self._waiting = self._waiting, []
-        while batches:
-            count = len(batches)
+        waiting, self._waiting = self._waiting, []
+        while waiting:
+            count = len(waiting)
             if self._loops and not self._programs.is_steady(self._steps_a_call, self._shapes):
                 count = 1
-            self._learn_in_one_call(batches[:count])
-            batches = batches[count:]
+            self._learn_in_one_call(waiting[:count])
+            waiting = waiting[count:]
 
-    def _learn_in_one_call(self, batches: list[Batch]) -> None:
+    def _learn_in_one_call(self, waiting: list[Waiting]) -> None:
         """Learn from batches in one call; one by one if that can't be done."""
-        ready = 0
+        batches, ready = [parts for _, _, parts in waiting], 0
         while ready < len(batches) and self._joins_steps and self._follows(ready):
             self._after_update()  # each step's rates are known before the call
             ready += 1
@@ -292,7 +312,7 @@ class JitUpdate:
                 for group, rate in zip(groups, following, strict=True):
                     group.give(group.last[number] if number < ready else rate)
             if number < len(batches):
-                self._learn_waiting(batches[number])
+                self._learn_alone(*waiting[number][:2])
 
     def _join_no_more(self, error: UncompiledError) -> None:
         """Compute each step in a call of its own; `_run` warns once such a call was made."""
@@ -307,22 +327,17 @@ class JitUpdate:
     def _learn_each(self) -> None:
         if self._loops and self._joins_steps and self._updates:
             self._learn_together()
-        batches, self._waiting = self._waiting, []
-        for batch in batches:
-            self._learn_waiting(batch)
+        waiting, self._waiting = self._waiting, []
+        for batch, index, _ in waiting:
+            self._learn_alone(batch, index)
 
-    def _learn_waiting(self, batch: Batch) -> None:
-        """Learn from a batch that has waited; the caller does nothing more."""
-        if self.stopped is None and self._learn(batch):
-            if self.loss is not None:
-                self._learn_loss(self.loss, self.backward)
-            return
-        step = self._step
-        assert isinstance(step, CompiledStep)  # only its batches wait
-        with as_written(self._model):  # raises the error if the batch itself is wrong
-            prediction, loss, parts = step.compute(step.forward, *batch)
-        step.note(prediction, loss, parts, batch)
-        self._learn_loss(loss, torch.Tensor.backward)
+    def _learn_alone(self, batch: Any, index: int) -> None:
+        """Learn from a batch as if there were no calls of several; the caller does nothing more."""
+        before, self._may_wait = self._may_wait, False
+        try:
+            self._learn_now(batch, index)
+        finally:
+            self._may_wait, self.loss = before, None
 
     # ------------------------------------------------------------------ gradients and updates
 
