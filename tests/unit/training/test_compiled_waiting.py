@@ -55,6 +55,7 @@ NETS = {
     "a mean of all batches": averaging,
     "learns more later": Late,
 }
+WEIGHED = "weighed classes, reused arrays"
 OPTIONS = {
     "plain": {},
     "clipping": {"gradient_clip_val": 0.05},
@@ -67,8 +68,9 @@ OPTIONS = {
     },
     "bf16-mixed": {"precision": "bf16-mixed"},
     "two optimizers": {"two": True},
-    "weighed classes, reused arrays": {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}, "reuses": True},
+    WEIGHED: {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}, "reuses": True},
 }
+OWN = ("two", "reuses", "class_weight")  # not arguments of `compile`
 EPOCHS, SIZE = 2, 8
 
 
@@ -125,7 +127,7 @@ def check(net, options, steps, jit_compile):
     torch.manual_seed(1)
     net = NETS[net]()
     expected = plainly_trained(copy.deepcopy(net), options)
-    given = {name: v for name, v in options.items() if name not in ("two", "reuses", "class_weight")}
+    given = {name: options[name] for name in options if name not in OWN}
     model, optimizers = fitkit.Model(net), optimizers_of(net, two="two" in options)
     model.compile(optimizers, "cross_entropy", accelerator="cpu", devices=1,
                   steps_per_execution=steps, jit_compile=jit_compile, **given)  # fmt: skip
@@ -143,7 +145,7 @@ def check(net, options, steps, jit_compile):
 @pytest.mark.parametrize(
     ("net", "options"),
     [*((net, "plain") for net in NETS), *(("branches", one) for one in list(OPTIONS)[1:]),
-     ("GRU", "a rate for each step"), ("learns more later", "weighed classes, reused arrays"),
+     ("GRU", "a rate for each step"), ("learns more later", WEIGHED),
      ("learns more later", "a rate for each step"), ("a mean of all batches", "clipping")],
 )  # fmt: skip
 def test_batches_that_waited_learn_one_by_one(net, options):
@@ -153,6 +155,6 @@ def test_batches_that_waited_learn_one_by_one(net, options):
 
 @HAS_COMPILER
 @pytest.mark.parametrize("steps", [4, 8])
-@pytest.mark.parametrize("options", ["plain", "a rate for each step", "weighed classes, reused arrays"])
+@pytest.mark.parametrize("options", ["plain", "a rate for each step", WEIGHED])
 def test_batches_that_waited_for_a_loop_learn_one_by_one(steps, options):
     check("branches", OPTIONS[options], steps, True)
