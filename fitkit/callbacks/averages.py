@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,7 +117,9 @@ class EMA(Callback):
 
     After each update, `average = decay · average + (1 - decay) · weights`. It starts from the
     weights at the beginning of `fit`. The model holds the average during each validation and after
-    the end of `fit`. So `evaluate`, `predict` and `save` use it then.
+    the end of `fit`. So `evaluate`, `predict` and `save` use it then. What another callback saves or
+    keeps because of a validation's value is the average, too. A training that resumes from such a
+    file goes on with its own weights.
 
     Args:
         decay: how slowly the average follows the weights, from 0 to below 1. Default 0.999.
@@ -127,7 +130,7 @@ class EMA(Callback):
             True.
         swap_on_epoch: whether the average stays in the model from the validation until the next
             epoch begins. Callbacks after this one in the list then save or copy the average at
-            the end of an epoch. Default False.
+            the end of each epoch. Default False.
 
     Example:
         >>> import torch, fitkit
@@ -148,6 +151,7 @@ class EMA(Callback):
 
     stops_alike = True
     each_batch = True
+    swaps_weights = True
 
     def __init__(
         self,
@@ -207,6 +211,18 @@ class EMA(Callback):
 
     def on_test_end(self, logs: Logs) -> None:
         if self.params.get("stage") == "fit" and not self.swap_on_epoch:
+            self.weights.take_out()
+
+    @contextlib.contextmanager
+    def as_validated(self) -> Iterator[None]:
+        if self._weights is None or self.weights.is_in_use:
+            yield
+            return
+        self._finish_epoch()
+        self._put_in()
+        try:
+            yield
+        finally:
             self.weights.take_out()
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
@@ -277,7 +293,8 @@ class StochasticWeightAveraging(Callback):
 
     From epoch `swa_epoch_start` on, the rates move to `swa_lrs` over `annealing_epochs` epochs. The
     weights at the end of each of these epochs enter a plain mean. When `fit` ends, the model gets
-    the mean. Validations before that use the current weights.
+    the mean. Validations before that use the current weights. So the best weights of
+    `EarlyStopping(restore_best_weights=True)` aren't the mean, and the model gets them instead.
 
     The running statistics of batch normalization don't match averaged weights. They are computed
     again from `bn_data`. Without it they are averaged like the weights, which is often close.
@@ -312,6 +329,7 @@ class StochasticWeightAveraging(Callback):
     """
 
     stops_alike = True
+    swaps_weights = True
 
     def __init__(
         self,

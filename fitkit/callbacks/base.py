@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fitkit.arguments import describe
@@ -27,11 +29,13 @@ class Run(Protocol):
         batch: the batch of the last step on this rank, as the source gave it; None between epochs.
         seen_values: the values of the epoch's last validation, if callbacks have already seen
             them within the epoch (`on_validation_within_epoch`); else empty.
+        validated_names: the names of the validations' values.
     """
 
     steps_done: int
     batch: Any
     seen_values: dict[str, Any]
+    validated_names: set[str]
 
     @property
     def is_between_updates(self) -> bool: ...
@@ -41,6 +45,9 @@ class Run(Protocol):
 
     def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
         """Collect the weights for a checkpoint, on all ranks. `spread`: each rank its part."""
+
+    def as_validated(self) -> AbstractContextManager[Any]:
+        """Give the model the weights that its validations see, for a block. Collective."""
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
@@ -116,6 +123,9 @@ class Callback:
             changes no number. Set it if you count, average or compare batches or updates.
         comes_last: whether the hooks are called after those of all other callbacks, including
             fitkit's own. Callbacks that save need this to see the others' changes.
+        swaps_weights: whether this callback gives the model other weights: for validations, as
+            `as_validated` says, or when fit ends. Its `on_train_end` is called before the others',
+            so that best weights that another callback restores stay. Default False.
         watches_losses: whether this callback handles losses that are NaN or infinite. The run then
             omits its own warning about them.
 
@@ -135,6 +145,7 @@ class Callback:
     stops_alike: bool = False
     each_batch: bool = False
     comes_last: bool = False
+    swaps_weights: bool = False
     watches_losses: bool = False
 
     def set_model(self, model: Module) -> None:
@@ -162,6 +173,17 @@ class Callback:
         Override it in a callback that watches the others. Called once before a run's first hook.
         """
         return hooks
+
+    def as_validated(self) -> AbstractContextManager[Any]:
+        """Give the model the weights that validations see, for the length of a block.
+
+        Override it together with `swaps_weights` if they aren't those that train. What is saved or
+        kept because of a validation's value is collected in such a block.
+
+        Ranks:
+            Collective.
+        """
+        return contextlib.nullcontext()
 
     def prepare_optimizers(self, model: Module) -> None:
         """Set up the parameter groups that the callback needs, before a resumed fit loads.
@@ -323,7 +345,10 @@ class CallbackList:
 
     def _collect(self, name: str) -> Iterator[Hook]:
         names = [name, *(short for short, long in SHORT_NAMES.items() if long == name)]
-        for callback in self.callbacks:
+        callbacks = self.callbacks
+        if name == "on_train_end":
+            callbacks = sorted(callbacks, key=lambda callback: not callback.swaps_weights)
+        for callback in callbacks:
             for each in names:
                 if overrides(callback, each):
                     yield getattr(callback, each)
@@ -335,6 +360,18 @@ class CallbackList:
     def batches_between_hooks(self, steps_per_execution: int) -> int:
         """The number of training batches between two calls of the hooks."""
         return 1 if any(one.each_batch for one in self.callbacks) else steps_per_execution
+
+    @contextlib.contextmanager
+    def as_validated(self) -> Iterator[None]:
+        """Give the model the weights that validations see, for the length of a block.
+
+        Ranks:
+            Collective.
+        """
+        with contextlib.ExitStack() as swapped:
+            for callback in self.callbacks:
+                swapped.enter_context(callback.as_validated())
+            yield
 
     def call(self, name: str, *args: Any) -> None:
         """Call one hook on every callback that overrides it."""

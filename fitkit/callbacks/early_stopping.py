@@ -176,7 +176,7 @@ class EarlyStopping(Callback):
         self.best_epoch = epoch
         if self.restore_best_weights:
             # Within an epoch, a schedule-free optimizer holds the weights that it trains at.
-            with self.model._fitkit.fit_state.evaluated():
+            with self._monitored.weights(self), self.model._fitkit.fit_state.evaluated():
                 self.best_weights = copied_to_host(self.model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from fitkit.arguments import check_count, describe
-from fitkit.callbacks.base import Callback
+from fitkit.callbacks.base import Callback, run_of
 from fitkit.data.sources import check_data_type
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics import CompiledMetrics
@@ -86,7 +87,9 @@ class EvaluateEvery(Callback):
             logs.update({f"{self.name}_{name}": value for name, value in values.items()})
 
     def _values(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.model.evaluate(**self.data, verbose=0, return_dict=True)
+        run = run_of(self.model)
+        with contextlib.nullcontext() if run is None else run.as_validated():
+            found: dict[str, Any] = self.model.evaluate(**self.data, verbose=0, return_dict=True)
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import math
 import os
@@ -333,15 +334,17 @@ class ModelCheckpoint(Callback):
     def _save(self, logs: Mapping[str, Any]) -> None:
         """Save what is due now."""
         self._due, self._saved_at = False, time.monotonic()
-        path = self._path(logs)
         removed: list[str] = []
-        wanted = self.save_top_k != 0
+        wanted, value = self.save_top_k != 0, None
         if self._monitored is not None:
             # Within an epoch, reading logs waits for the device: do it only if needed.
             known = logs if isinstance(logs, dict) else dict(logs)
             value = self._monitored.read(self, known)
             # An epoch without the value is kept only if all are.
-            wanted = self.save_top_k == -1 if value is None else self._take(value, path, removed)
+            wanted = value is not None or self.save_top_k == -1
+        path = self._path(logs) if wanted else ""
+        if value is not None:
+            wanted = self._take(value, path, removed)
         last = self._last_name if self.save_last else None
         if not wanted and last is None:
             return
@@ -351,7 +354,11 @@ class ModelCheckpoint(Callback):
         if last in (first, *removed):
             removed, last = [other for other in removed if other != last], None
         self._removing = removed
-        self._writer.save(self.model, first, lambda: _link_and_remove(first, last, removed))
+        monitored = contextlib.nullcontext()
+        if self._monitored is not None:
+            monitored = self._monitored.weights(self)
+        with monitored:
+            self._writer.save(self.model, first, lambda: _link_and_remove(first, last, removed))
         if self.verbose:
             print_on_rank_zero(self.model, f"Saved {first}.")
 

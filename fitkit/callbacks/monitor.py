@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fitkit.arguments import check_choice, check_number, describe
@@ -117,6 +119,22 @@ class Monitor:
         """The value of a validation within an epoch; None if the validation doesn't have it."""
         has_it = self.name in logs or f"{self.name}_epoch" in logs
         return self.read(callback, logs) if has_it else None
+
+    def weights(self, callback: Callback) -> AbstractContextManager[Any]:
+        """Give the model the weights that have the value, for the length of a block.
+
+        They are those of a validation for its values, and those in the model for others.
+
+        Ranks:
+            Collective.
+        """
+        run = run_of(callback.model)
+        if run is None:
+            return contextlib.nullcontext()
+        prefixes = tuple(prefix for prefix, _ in callback.params.get("evaluations", ()))
+        names = {self.name, f"{self.name}_epoch"}
+        is_evaluated = names & run.validated_names or (prefixes and self.name.startswith(prefixes))
+        return run.as_validated() if is_evaluated else contextlib.nullcontext()
 
     def is_seen(self, callback: Callback) -> bool:
         """Whether the callback has seen the epoch's value in a validation within the epoch."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_count
-from fitkit.callbacks.base import Callback
+from fitkit.callbacks.base import Callback, run_of
 from fitkit.errors import missing_package
 
 FILE = "model.h5"
@@ -78,7 +79,10 @@ class RayTrainReport(Callback):
             train.report(values)
             return
         with tempfile.TemporaryDirectory(prefix="fitkit-ray-") as folder:
-            self.model.save(Path(folder, FILE))
+            run = run_of(self.model)
+            # Ray ranks checkpoints by values, among them those of the validation.
+            with contextlib.nullcontext() if run is None else run.as_validated():
+                self.model.save(Path(folder, FILE))
             is_written = self.model.is_global_zero
             found = train.Checkpoint.from_directory(folder) if is_written else None
             train.report(values, checkpoint=found)

@@ -136,9 +136,12 @@ class Fit:
         )
         self.validated: dict[str, Any] | None = None  # see Progress.validated
         self.seen_values: dict[str, Any] = {}
+        self.validated_names: set[str] = set()
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
             continue_from(self, self.resumed)
+            if self.validated is not None:
+                self.validated_names.update(self.validated["values"])
         self.epoch_steps = self.stream.steps
         self.interval: Fraction | None = None
         if self.held_out is not None and arguments.validates_within_epochs:
@@ -449,10 +452,19 @@ class Fit:
         named = {validation_name(name): value for name, value in found.items()}
         # If a step logs both "x" and "val_x", use "val_x".
         named.update({name: v for name, v in found.items() if validation_name(name) == name})
+        self.validated_names.update(named)
         if self.interval is not None:
             entry = {"epoch": epoch, "batches": self.steps_done, **named}
             self.history.validations.append(entry)
         return named
+
+    def as_validated(self) -> contextlib.AbstractContextManager[None]:
+        """Give the model the weights that its validations see, for the length of a block.
+
+        Ranks:
+            Collective.
+        """
+        return self.arguments.callback_list.as_validated()
 
     @property
     def is_between_updates(self) -> bool:
