@@ -21,6 +21,12 @@ from fitkit.trees import is_container
 SINGLE = ""
 """The name of the only output of a net; logs carry no prefix for it."""
 
+EMPTY_MEAN = float("nan")
+"""The value of a mean over nothing: all labels are ignored, or all weights are 0.
+
+`is` tells it from the NaN of a computation.
+"""
+
 IGNORED = -100
 """Labels of this value count for nothing, in torch's losses and in Hugging Face's models."""
 

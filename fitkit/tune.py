@@ -27,6 +27,7 @@ from fitkit.data.sources import check_data_type, make_source
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.model import Model
 from fitkit.modes import in_use
+from fitkit.outputs import EMPTY_MEAN
 from fitkit.pictures.curves import rate_curve
 from fitkit.training.settings import parts_of_update
 from fitkit.typing import Arrays, Data
@@ -242,7 +243,7 @@ class _RisingRates(Callback):
         self._batch_losses.add(batch, logs)
         if self.model.global_step - self._begun == len(self.losses):
             return  # gradients are being accumulated
-        mine = [loss for _, loss in self._batch_losses.take()]
+        mine = [loss for _, loss in self._batch_losses.take() if loss is not EMPTY_MEAN]
         everyones = [loss for losses in from_all_ranks(self.model, mine) for loss in losses]
         if not everyones:
             return

@@ -117,9 +117,9 @@ class EMA(Callback):
 
     After each update, `average = decay · average + (1 - decay) · weights`. It starts from the
     weights at the beginning of `fit`. The model holds the average during each validation and after
-    the end of `fit`. So `evaluate`, `predict` and `save` use it then. What another callback saves or
-    keeps because of a validation's value is the average, too. A training that resumes from such a
-    file goes on with its own weights.
+    the end of `fit`. So `evaluate`, `predict` and `save` use it then. What another callback saves
+    or keeps because of a validation's value is the average, too. A training that resumes from such
+    a file continues with its own weights.
 
     Args:
         decay: how slowly the average follows the weights, from 0 to below 1. Default 0.999.

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, warn
 from fitkit.module import Module
+from fitkit.outputs import EMPTY_MEAN
 from fitkit.registry import did_you_mean
 
 Logs = Mapping[str, Any]
@@ -381,7 +382,8 @@ class CallbackList:
     def warning_of(self, logs: Logs) -> str | None:
         """The warning about NaN or infinite losses; None if a callback handles them."""
         losses = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
-        found = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
+        lost = {n: x for n, x in losses.items() if x is not EMPTY_MEAN and not math.isfinite(x)}
+        found = [f"{name} is {loss}" for name, loss in lost.items()]
         if not found or any(callback.watches_losses for callback in self.callbacks):
             return None
         return (

@@ -10,6 +10,7 @@ import re
 import string
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ class ModelCheckpoint(Callback):
         if (
             self.save_last
             and self._monitored is not None
-            and Path(self.filepath) == Path(self._last_name)
+            and not self._names.fields
+            and Path(self._names.name({}, {})) == Path(self._last_name)
         ):
             raise ConfigurationError(
                 f"filepath={self.filepath!r} is for the best checkpoint, but save_last=True "
@@ -354,7 +356,7 @@ class ModelCheckpoint(Callback):
         if last in (first, *removed):
             removed, last = [other for other in removed if other != last], None
         self._removing = removed
-        monitored = contextlib.nullcontext()
+        monitored: AbstractContextManager[Any] = contextlib.nullcontext()
         if self._monitored is not None:
             monitored = self._monitored.weights(self)
         with monitored:
@@ -568,10 +570,18 @@ class FileNames:
                 f"filepath={self.template!r} can't be used: files with {purpose} end in "
                 f"{' or '.join(suffixes)}."
             )
-        fixed = self._parts[0][0] if self._parts else self.template
-        self.folder: str = remote.parent(fixed) or os.curdir
+        self.folder: str = remote.parent(self._fixed()) or os.curdir
         if self.suffix.lower() == ".dcp":
             remote.refuse_url(template, "a folder of shards", "Write a name that ends in .h5.")
+
+    def _fixed(self) -> str:
+        """The text before the first field. A doubled brace ends a piece, too, but isn't a field."""
+        pieces = []
+        for literal, field, _ in self._parts:
+            pieces.append(literal)
+            if field is not None:
+                break
+        return "".join(pieces)
 
     def beside(self, name: str) -> str:
         """The path of a file with another name, in the same folder and with the same suffix."""

@@ -23,6 +23,7 @@ from fitkit.callbacks.base import (
 from fitkit.distributed.spread.in_place import whole
 from fitkit.distributed.strategies.engine import norm_of
 from fitkit.errors import FitkitError, warn
+from fitkit.outputs import EMPTY_MEAN
 
 
 class NonFiniteError(FitkitError, FloatingPointError):
@@ -71,7 +72,8 @@ class TerminateOnNaN(Callback):
 
     def _check(self, logs: Logs, when: str) -> None:
         loss = logs.get("loss")
-        if not any(from_all_ranks(self.model, loss is not None and not math.isfinite(loss))):
+        is_lost = loss is not None and loss is not EMPTY_MEAN and not math.isfinite(loss)
+        if not any(from_all_ranks(self.model, is_lost)):
             return
         if self.raise_error:
             raise NonFiniteError(
@@ -90,28 +92,41 @@ class BatchLosses:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, torch.Tensor]] = []
+        self._kept: list[tuple[int, torch.Tensor, float | torch.Tensor]] = []
         self._sum = 0.0
 
     def add(self, batch: int, logs: Logs) -> None:
         """Record a batch's loss."""
         loss = getattr(logs, "batch_loss", None)
         if isinstance(loss, torch.Tensor):
-            self._kept.append((batch, loss.detach()))
+            self._kept.append((batch, loss.detach(), getattr(logs, "batch_count", 1)))
             return
         if "loss" not in logs:
             return
         total = float(logs["loss"]) * (batch + 1)
-        self._kept.append((batch, torch.tensor(total - self._sum)))
+        self._kept.append((batch, torch.tensor(total - self._sum), 1))
         self._sum = total
 
     def take(self) -> list[tuple[int, float]]:
-        """The batches and losses since the last call, with one read from the device."""
+        """The batches and losses since the last call, with one read from the device.
+
+        A batch in which nothing counts has `EMPTY_MEAN`.
+        """
         kept, self._kept = self._kept, []
         if not kept:
             return []
-        losses = torch.stack([loss.float() for _, loss in kept]).tolist()
-        return [(batch, loss) for (batch, _), loss in zip(kept, losses, strict=True)]
+        on_device = torch.stack([loss.float() for _, loss, _ in kept])
+        counts: list[Any] = [count for _, _, count in kept]
+        if any(isinstance(count, torch.Tensor) for count in counts):
+            device = on_device.device
+            whole = torch.stack([torch.as_tensor(count, device=device).float() for count in counts])
+            losses, counts = torch.stack([on_device, whole]).tolist()
+        else:
+            losses = on_device.tolist()
+        return [
+            (batch, loss if count else EMPTY_MEAN)
+            for (batch, _, _), loss, count in zip(kept, losses, counts, strict=True)
+        ]
 
 
 NORMAL = 1.4826
@@ -299,6 +314,8 @@ class DetectLossSpike(_Detector):
     def _check(self) -> None:
         found = None
         for batch, loss in self._losses.take():
+            if loss is EMPTY_MEAN:
+                continue
             if not self._is_spike(loss):
                 self._in_a_row = 0
                 self._before.append(loss)

@@ -16,6 +16,7 @@ from fitkit.callbacks.text_files import plain_value, writable
 from fitkit.callbacks.watches import BatchLosses
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
+from fitkit.outputs import EMPTY_MEAN
 
 READ_EVERY = 100
 """The most batches whose losses stay on the device until one read fetches them all."""
@@ -171,7 +172,10 @@ class Logger(Callback):
         for batch, rate in waiting:
             near = range(batch - self._every + 1, batch + 1)
             found = [losses[one] for one in near if one in losses]
-            mean = {"batch_loss": sum(found) / len(found)} if found else {}
+            counted = [loss for loss in found if loss is not EMPTY_MEAN]
+            mean = {"batch_loss": EMPTY_MEAN} if found else {}
+            if counted:
+                mean["batch_loss"] = sum(counted) / len(counted)
             values = {**running, **mean, "batch_learning_rate": rate}
             self.log_scalars(values, self._before + batch + 1, None)
 

@@ -50,8 +50,10 @@ def unequal(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def all_equal(prediction: Tensor, target: Tensor) -> Tensor:
-    """Whether all labels of a sample agree, ignored ones apart: (N,)."""
-    return ((prediction == target) | (target == IGNORED)).reshape(len(target), -1).all(1)
+    """Whether all labels of a sample agree, ignored ones apart: (N,). Not if all are ignored."""
+    counts = target != IGNORED
+    agree = ((prediction == target) | ~counts).reshape(len(target), -1).all(1)
+    return agree & counts.reshape(len(target), -1).any(1)
 
 
 def among_top(prediction: Tensor, target: Tensor, k: int) -> Tensor:

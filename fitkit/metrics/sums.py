@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.conversions import Conversion, as_given
-from fitkit.outputs import IGNORED
+from fitkit.outputs import EMPTY_MEAN, IGNORED
 from fitkit.trees import sample_count
 
 Values = Callable[[Any, Any], Any]
@@ -129,8 +129,12 @@ class Mean:
         self, values: Tensor, target: Tensor, weight: Tensor | None
     ) -> tuple[Tensor | float, Tensor | float]:
         """The weighted sum of a batch's values (without dimensions) and the weights' sum."""
-        skips = self._skip_ignored and target.shape == values.shape
-        return self._sums_of(values, weight, target != IGNORED if skips else None)
+        counted = target != IGNORED if self._skip_ignored else None
+        if counted is not None and target.shape != values.shape:
+            # A value of several entries counts if one of them does.
+            is_of_several = target.shape[: values.ndim] == values.shape
+            counted = counted.flatten(values.ndim).any(-1) if is_of_several else None
+        return self._sums_of(values, weight, counted)
 
     def _sums_of(
         self, values: Tensor, weight: Tensor | None, counted: Tensor | None
@@ -167,7 +171,7 @@ class Mean:
         return sums
 
     def result(self) -> float:
-        """The metric over all samples so far; 0.0 where all weights are 0, as in Keras."""
+        """The metric over all samples so far; `EMPTY_MEAN` where nothing counts."""
         if len(self._last) == 1 and self.totals.is_cpu:  # the same without small operations
             value, weight = (0.0, 0.0) if self._is_zero else self.totals.tolist()
             more, counted = self._last[0]
@@ -177,7 +181,9 @@ class Mean:
         return self._finished(value, weight)
 
     def _finished(self, value: float, weight: float) -> float:
-        mean = value / weight if weight else 0.0
+        if not weight:
+            return EMPTY_MEAN
+        mean = value / weight
         return mean if self._finish is None else self._finish(mean)
 
     def snapshot(self) -> Callable[[], None]:

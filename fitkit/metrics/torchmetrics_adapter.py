@@ -24,6 +24,7 @@ from fitkit.metrics.conversions import (
     scores_and_labels,
 )
 from fitkit.metrics.sums import Batch, State, outside_inference
+from fitkit.outputs import EMPTY_MEAN
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
@@ -103,8 +104,20 @@ class TorchMetric:
         """What the metric computes over all samples so far."""
         if self.leader is not None:
             _adopt_state(self.metric, self.leader.metric)
+        if _counts_nothing(_inner(self.metric)):
+            return self._nothing()
         value = self.metric.compute()
         return value if self._finish is None else self._finish(value)
+
+    def _nothing(self) -> Any:
+        """The result where nothing counts: NaN, in the result's shape."""
+        try:
+            value = self.metric.compute()
+        except (IndexError, RuntimeError, ValueError):  # some compute nothing from no rows
+            return EMPTY_MEAN
+        empty = map_leaves(_filled_with_nan, value if self._finish is None else self._finish(value))
+        is_mean = isinstance(empty, Tensor) and empty.numel() == 1 and empty.is_floating_point()
+        return EMPTY_MEAN if is_mean else empty
 
     def snapshot(self) -> Callable[[], None]:
         """Give what makes the metric forget later batches."""
@@ -197,6 +210,28 @@ def _states_of(metric: Metric) -> dict[str, Tensor | list[Tensor]]:
     # Copies: later updates change the states in place.
     states = {name: getattr(metric, name) for name in metric._defaults}
     return {n: list(s) if isinstance(s, list) else s.clone() for n, s in states.items()}
+
+
+def _counts_nothing(metric: Metric) -> bool:
+    """Whether all labels so far were ignored: nothing is in the states then."""
+    if getattr(metric, "ignore_index", None) is None or not _package(type(metric)).startswith(
+        "torchmetrics."
+    ):
+        return False
+    for name, default in metric._defaults.items():
+        state = getattr(metric, name)
+        if isinstance(state, list) or isinstance(default, list):
+            if any(part.numel() for part in state):
+                return False
+        elif not torch.equal(state, default.to(state.device)):
+            return False
+    return True
+
+
+def _filled_with_nan(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return torch.full_like(leaf, torch.nan)
+    return leaf
 
 
 def _copied(leaf: Any) -> Any:

@@ -29,7 +29,7 @@ from fitkit.module import Module
 from fitkit.training.explain import raise_explained
 from fitkit.training.jit.evaluation import HELD, jit_pass
 from fitkit.training.jit.net import as_written
-from fitkit.training.log import LazyLogs, reduced
+from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
@@ -48,9 +48,11 @@ def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
             values = evaluate_source(model, source, arguments.steps, context, step, callbacks)
         finally:
             close_bars(callbacks)
-    sentence = arguments.callback_list.warning_of(values)
-    if sentence is not None and model.is_global_zero and model._fitkit.fit_state.run is None:
-        warn(f"In evaluate {sentence}")
+    if model.is_global_zero and model._fitkit.fit_state.run is None:
+        sentence = arguments.callback_list.warning_of(values)
+        if sentence is not None:
+            warn(f"In evaluate {sentence}")
+        warn_of_empty(values, "In evaluate")
     return values
 
 

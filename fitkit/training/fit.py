@@ -25,7 +25,7 @@ from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training.evaluate import evaluate_source, users_look
-from fitkit.training.log import LazyLogs, reduced
+from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.optimizing import warn_of_flags
 from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import Rates
@@ -183,6 +183,7 @@ class Fit:
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
+        self.has_warned_of_empty: bool = False
 
     def end_engine(self) -> None:
         """Have the engine give back the module and the optimizers; not called after a failure."""
@@ -294,7 +295,7 @@ class Fit:
                 if looks:
                     update.flush()
                 if end:
-                    logs = LazyLogs(logbook.results, logbook.loss.last)
+                    logs = LazyLogs(logbook.results, logbook.loss.last, logbook.loss.last_count)
                     for hook in end:
                         hook(index, logs)
                 if self._any_stops() if asks_ranks else model.stop_training:
@@ -339,6 +340,8 @@ class Fit:
         with running(model, context):
             ended = callbacks.hooks("on_epoch_end")
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
+        if not self.has_warned_of_empty and self.collectives.rank == 0:
+            self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
         if self.arguments.callback_list.callbacks:
             model.stop_training = self._any_stops()
         return values

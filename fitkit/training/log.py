@@ -16,6 +16,7 @@ from fitkit.losses.compiled import of_outputs
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
 from fitkit.module import LogOptions, merged
+from fitkit.outputs import EMPTY_MEAN
 
 FOLD_EVERY = 128
 """The most values kept before they are added to a sum: bounds memory, costs one operation."""
@@ -30,7 +31,7 @@ class RunningMean:
     cache holds (9 % of a small net's time).
     """
 
-    __slots__ = ("_count", "_counted", "_counts", "_read", "_sum", "_values", "last")
+    __slots__ = ("_count", "_counted", "_counts", "_read", "_sum", "_values", "last", "last_count")
 
     def __init__(self) -> None:
         self.reset()
@@ -38,6 +39,7 @@ class RunningMean:
     def reset(self) -> None:
         """Forget everything."""
         self.last: torch.Tensor | None = None
+        self.last_count: float | torch.Tensor = 0
         self._values: list[torch.Tensor] = []
         self._counts: list[float | torch.Tensor] = []
         self._sum: torch.Tensor | None = None
@@ -52,7 +54,7 @@ class RunningMean:
             value: a detached tensor ().
             count: what it is the mean over: samples, or a tensor () on the device.
         """
-        self.last = value
+        self.last, self.last_count = value, count
         if is_at_hand(value):
             if isinstance(count, torch.Tensor):
                 count = count.item()
@@ -71,7 +73,7 @@ class RunningMean:
             for value in values.unbind():
                 self.add(value, count)
             return
-        self.last = values[-1]
+        self.last, self.last_count = values[-1], count
         for number in values.tolist():
             self._read += number * count
             self._count += count
@@ -102,9 +104,14 @@ class RunningMean:
         )
 
     def result(self) -> float | None:
-        """The mean so far, read from the device; None before the first value."""
+        """The mean so far, read from the device; None before the first value.
+
+        `EMPTY_MEAN` if nothing counted.
+        """
         total, count = self.sums()
-        return total / count if count else None
+        if count:
+            return total / count
+        return None if self.last is None else EMPTY_MEAN
 
 
 def is_at_hand(value: torch.Tensor) -> bool:
@@ -421,8 +428,14 @@ class Logbook:
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """The sum of the loss and of each of its parts, with what it was taken over."""
-        parts = {name: part.sums() for name, part in self.parts.items()}
-        return parts if self.scales else {"loss": self._loss_sums(), **parts}
+        parts = {name: part.sums() for name, part in self.parts.items() if part.last is not None}
+        if self.scales or not self._has_loss:
+            return parts
+        return {"loss": self._loss_sums(), **parts}
+
+    @property
+    def _has_loss(self) -> bool:
+        return self.loss.last is not None or self.meters.loss_sums()[1] > 0
 
     def _loss_sums(self) -> tuple[float, float]:
         """The sum of the losses and their number, including those that wait with the metrics."""
@@ -433,7 +446,8 @@ class Logbook:
         """All running values as Python floats: the loss, its parts, the metrics, the logged."""
         with self.meters.up_to_date():
             total, count = self._loss_sums()
-            found: dict[str, Any] = {"loss": total / count if count else None}
+            mean = total / count if count else self.loss.result()
+            found: dict[str, Any] = {"loss": mean}
             if self.parts:
                 parts = {name: part.result() for name, part in self.parts.items()}
                 found["loss"] = whole_loss(parts, self.scales, found["loss"])
@@ -451,6 +465,8 @@ def whole_loss(
 ) -> float | None:
     """The loss of several outputs, from their means, if these are over different things."""
     means = [(scale, parts.get(name)) for name, scale in scales.items()]
+    if any(mean is EMPTY_MEAN for _, mean in means):
+        return EMPTY_MEAN
     known = [scale * mean for scale, mean in means if mean is not None]
     return sum(known) if known else loss
 
@@ -461,13 +477,18 @@ class LazyLogs(MutableMapping[str, Any]):
     Args:
         read: a function that returns the values, called at the first access.
         batch_loss: the batch's own loss, a 0-d tensor on the device; None if there is none.
+        batch_count: what it is the mean over.
     """
 
     def __init__(
-        self, read: Callable[[], dict[str, Any]], batch_loss: torch.Tensor | None = None
+        self,
+        read: Callable[[], dict[str, Any]],
+        batch_loss: torch.Tensor | None = None,
+        batch_count: float | torch.Tensor = 0,
     ) -> None:
         self._read = read
         self.batch_loss = batch_loss
+        self.batch_count = batch_count
         self._values: dict[str, Any] | None = None
 
     def _all(self) -> dict[str, Any]:
@@ -573,6 +594,25 @@ def _merged(
     return {**values, **metrics, **logged}, sum(one["steps"] for one in gathered)
 
 
+def warn_of_empty(values: Mapping[str, Any], when: str) -> bool:
+    """Warn of means over nothing.
+
+    Args:
+        values: a pass's values.
+        when: the beginning of the sentence: "In epoch 1".
+
+    Returns:
+        Whether there are any.
+    """
+    names = [name for name, value in values.items() if value is EMPTY_MEAN]
+    if names:
+        warn(
+            f"{when} nothing counts for {', '.join(names)}: all labels are ignored, or all weights "
+            "are 0. A mean over nothing is nan. Look at the labels and weights of these data."
+        )
+    return bool(names)
+
+
 def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
     """What this rank has noted of a pass, as plain data."""
     return {
@@ -591,8 +631,7 @@ def _means(all_sums: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
     for name in dict.fromkeys(name for sums in all_sums for name in sums):
         pairs = [sums[name] for sums in all_sums if name in sums]
         count = sum(count for _, count in pairs)
-        if count:
-            means[name] = sum(total for total, _ in pairs) / count
+        means[name] = sum(total for total, _ in pairs) / count if count else EMPTY_MEAN
     return means
 
 

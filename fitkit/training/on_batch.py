@@ -29,8 +29,10 @@ from fitkit.modes import (
 )
 from fitkit.module import Module
 from fitkit.optimizers import is_schedule_free, members_of, needs_closure
+from fitkit.outputs import EMPTY_MEAN
 from fitkit.training.evaluate import joined, on_host, sees_only_torchs
 from fitkit.training.explain import raise_explained
+from fitkit.training.log import warn_of_empty
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
 from fitkit.training.step import CompiledStep, PredictStep, forward_of, is_plain_wrapper
 from fitkit.training.surroundings import (
@@ -402,7 +404,9 @@ def _values_of(kept: KeptStep, batch: tuple[Any, ...]) -> dict[str, Any]:
     values: dict[str, Any] = step.logbook.results()
     loss = values.get("loss")
     if loss != loss and kept.may_count and not any(step.counts_of(batch)):  # NaN, of no labels
-        del values["loss"]
+        values["loss"] = EMPTY_MEAN
+    if EMPTY_MEAN in values.values():
+        warn_of_empty(values, "In this batch")
     return values
 
 
@@ -600,9 +604,8 @@ def _logs_of(
     """Return a batch's loss and metrics, and what the net's code has logged."""
     step: CompiledStep = kept.step
     meters, logged, value = step.meters, step.logbook.logged, loss.item()
-    # NaN may be the mean over no labels, which isn't a value.
-    has_loss = value == value or not kept.may_count or any(step.counts_of((x, y)))
-    found: dict[str, Any] = {"loss": value} if has_loss else {}
+    is_mean = value == value or not kept.may_count or any(step.counts_of((x, y)))
+    found: dict[str, Any] = {"loss": value if is_mean else EMPTY_MEAN}
     if meters is not None:
         prediction = prediction.detach() if prediction.requires_grad else prediction
         assert meters.only is not None  # a step of several outputs isn't kept
@@ -610,4 +613,6 @@ def _logs_of(
     if logged.entries:
         found.update(logged.results())
         logged.reset()
+    if EMPTY_MEAN in found.values():
+        warn_of_empty(found, "In this batch")
     return found
