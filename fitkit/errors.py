@@ -63,7 +63,7 @@ CODES = {
     "FK028": "an unknown name",
     "FK029": "an unknown argument",
     "FK030": "a monitored value that isn't logged",
-    "FK031": "a monitored value without validation data",
+    "FK031": "a monitored value that can't come",
     "FK032": "a schedule without the training's length",
     "FK033": "a package that isn't installed",
     "FK034": "no such device visible",

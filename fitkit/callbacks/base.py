@@ -31,12 +31,18 @@ class Run(Protocol):
         seen_values: the values of the epoch's last validation, if callbacks have already seen
             them within the epoch (`on_validation_within_epoch`); else empty.
         validated_names: the names of the validations' values.
+        callbacks: the user's callbacks.
+        doubts: sentences about monitored values that can't come, said in one warning.
     """
 
     steps_done: int
     batch: Any
     seen_values: dict[str, Any]
     validated_names: set[str]
+    doubts: list[str]
+
+    @property
+    def callbacks(self) -> list[Callback]: ...
 
     @property
     def is_between_updates(self) -> bool: ...

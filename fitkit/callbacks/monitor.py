@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from fitkit.arguments import check_choice, check_number, describe
-from fitkit.callbacks.base import Callback, from_rank_zero, overrides, run_of
-from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.callbacks.base import Callback, Run, from_rank_zero, overrides, run_of
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.module import Module
 from fitkit.registry import did_you_mean, nearest
 
 WORDS = {
@@ -59,22 +60,34 @@ class Monitor:
         self._was_there = False
 
     def begin(self, callback: Callback) -> None:
-        """Begin a fit. Warn if it monitors a validation's value without validation data."""
+        """Begin a fit. Tell the run, which warns once, if the value can't come."""
         self._was_there = False
-        model, params = callback.model, callback.params
-        own = self.name.removeprefix("val_")
-        if params.get("validation") is not False or own == self.name:
-            return
-        # Other names with val_ may be a callback's own.
-        evaluated = any(self.name.startswith(prefix) for prefix, _ in params.get("evaluations", ()))
-        if own in model.metrics_names and not evaluated and model.is_global_zero:
-            warn(
-                f"{type(callback).__name__} monitors {self.name!r}, but fit has no validation "
-                f"data. Give fit validation_data or validation_split, or write monitor={own!r}. If "
-                f"no callback before it logs {self.name!r}, fit ends with an error after its first "
-                "epoch.",
-                code="FK031",
+        run = run_of(callback.model)
+        why = why_none(self.name, callback.model, callback.params)
+        if why is None and not self._may_be_logged(callback, run):
+            names = ", ".join(callback.model.metrics_names)
+            why = (
+                f"no metric or callback gives it: the logs will have {names}."
+                f"{did_you_mean(self.name.removeprefix('val_'), callback.model.metrics_names)} If "
+                f"nothing logs {self.name!r}, fit ends with an error after its first epoch."
             )
+        if run is not None and why is not None:
+            run.doubts.append(f"{type(callback).__name__} monitors {self.name!r}, but {why}")
+
+    def _may_be_logged(self, callback: Callback, run: Run | None) -> bool:
+        """Whether something may log the value, as far as is known before the first batch."""
+        model, own = callback.model, self.name.removeprefix("val_")
+        known = [*model.metrics_names, "learning_rate"]
+        # Of an output, a class, or a step.
+        is_variant = any(own.endswith(f"_{name}") or own.startswith(f"{name}_") for name in known)
+        if run is None or own in known or is_variant or _has_own_steps(model):
+            return True
+        others = [one for one in run.callbacks if one is not callback and not one.comes_last]
+        return any(
+            overrides(one, hook) and not isinstance(getattr(one, "_monitored", None), Monitor)
+            for one in others
+            for hook in ("on_epoch_end", "on_test_end", "on_train_batch_end")
+        )
 
     def better(self, value: float, than: float) -> bool:
         """Whether a value is better by more than `min_delta`. NaN never is."""
@@ -151,6 +164,49 @@ class Monitor:
         return all(
             is_due(every, epoch) for prefix, every in evaluations if self.name.startswith(prefix)
         )
+
+
+def _has_own_steps(model: Module) -> bool:
+    """Whether the model's own code may log values."""
+    is_subclass = type(model).__module__.partition(".")[0] != "fitkit"
+    return is_subclass or type(model).training_step is not Module.training_step
+
+
+def why_none(name: str, model: Module, params: dict[str, Any]) -> str | None:
+    """Why no epoch of a fit has a validation's value, in words; None if one may have it.
+
+    Args:
+        name: the value's name.
+        model: the model.
+        params: the run's, as callbacks have them.
+    """
+    own, evaluations = name.removeprefix("val_"), list(params.get("evaluations", ()))
+    is_evaluated = any(name.startswith(prefix) for prefix, _ in evaluations)
+    if params.get("validation") is not False:
+        evaluations.append(("val_", params.get("validation_freq", 1)))
+    elif own != name and not is_evaluated and own in model.metrics_names:
+        # Other names with val_ may be a callback's own.
+        return (
+            "fit has no validation data. Give fit validation_data or validation_split, or write "
+            f"monitor={own!r}. If no callback before it logs {name!r}, fit ends with an error "
+            "after its first epoch."
+        )
+    first, end = params.get("initial_epoch") or 0, params.get("epochs") or 0
+    for prefix, every in evaluations:
+        if name.startswith(prefix) and first < end and not _is_due_within(every, first, end):
+            what = "validation_freq" if prefix == "val_" else "every"
+            return (
+                f"no epoch up to {end} has it: {what}={every}. Nothing will be compared, saved or "
+                f"stopped by it. Write a smaller {what}, or more epochs."
+            )
+    return None
+
+
+def _is_due_within(every: Any, first: int, end: int) -> bool:
+    """Whether one of the epochs from `first` to before `end` ends with an evaluation."""
+    if isinstance(every, (list, tuple, set)):
+        return any(first < number <= end for number in every)
+    return not isinstance(every, numbers.Integral) or end // int(every) > first // int(every)
 
 
 def is_due(every: Any, epoch: int) -> bool:

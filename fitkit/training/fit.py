@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides, report_error
+from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import close_bars, with_built_in
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, Stream, in_groups
@@ -70,6 +71,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
                     model.train()
                 with running(model, run.context):  # its logs join the first epoch's
                     run.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
+                run.warn_of_doubts()
                 run.in_evaluation = kept_in_evaluation(model._weights_module())
                 if run.resumed is not None:  # after on_train_begin, which resets callbacks
                     run.resumed.restore_history(run.history)
@@ -137,6 +139,7 @@ class Fit:
         self.validated: dict[str, Any] | None = None  # see Progress.validated
         self.seen_values: dict[str, Any] = {}
         self.validated_names: set[str] = set()
+        self.doubts: list[str] = []
         self.resumed: Progress | None = arguments.resumed
         if self.resumed is not None:
             continue_from(self, self.resumed)
@@ -468,6 +471,20 @@ class Fit:
             Collective.
         """
         return self.arguments.callback_list.as_validated()
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The user's callbacks."""
+        return self.arguments.callback_list.callbacks
+
+    def warn_of_doubts(self) -> None:
+        """Say once, on rank 0, which monitored values can't come."""
+        params = self.params()
+        for name in self.rates.watched_at_epochs():
+            if (why := why_none(name, self.model, params)) is not None:
+                self.doubts.append(f"lr_scheduler monitors {name!r}, but {why}")
+        if self.doubts and self.collectives.rank == 0:
+            warn(" ".join(self.doubts), code="FK031")
 
     @property
     def is_between_updates(self) -> bool:

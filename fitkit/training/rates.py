@@ -296,6 +296,10 @@ class Rates:
             elif not (VALIDATION_NAME.match(names[0]) and self._validates_later(epoch)):
                 self._report_missing(plan, names[0], values)
 
+    def watched_at_epochs(self) -> list[str]:
+        """The names of the values that schedulers watch at the ends of epochs."""
+        return [self._names_for(plan)[0] for plan, _ in self._at_epochs if plan.watches]
+
     def _validates_later(self, epoch: int) -> bool:
         """Whether there are validations, but none after this epoch."""
         arguments = self._arguments
