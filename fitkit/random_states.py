@@ -41,6 +41,13 @@ def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     return state
 
 
+def digest_of_random_state() -> int:
+    """A number that changes when this process draws a random number on the CPU."""
+    numpy = np.random.get_state(legacy=False)["state"]
+    parts = (numpy["key"].tobytes(), numpy["pos"], torch.get_rng_state().numpy().tobytes())
+    return hash((random.getstate(), *parts))
+
+
 def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
     """Restore the states that `random_state` returned. States of other devices are ignored.
 

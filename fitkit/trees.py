@@ -74,6 +74,24 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def kept(tree: Any) -> Any:
+    """A tree that may be kept for longer than the batch that it comes from.
+
+    Tensors in memory that a loader's workers share, or in pinned memory, are copied. Each of the
+    former holds a file descriptor, and a process may have some 1,000.
+    """
+    if not any(map(_is_lent, leaves(tree))):
+        return tree
+    return map_leaves(lambda leaf: leaf.clone() if _is_lent(leaf) else leaf, tree)
+
+
+def _is_lent(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_cpu or leaf.layout is not torch.strided:
+        return False
+    is_pinned = torch.cuda.is_available() and torch.cuda.is_initialized() and leaf.is_pinned()
+    return is_pinned or (not leaf.is_nested and leaf.is_shared())
+
+
 def tensor_bytes(tree: Any) -> int:
     """The memory of the numbers in a tree's tensors. A tensor that occurs twice counts twice."""
     return sum(tensor.nbytes for tensor in tensors(tree))

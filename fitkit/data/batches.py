@@ -101,11 +101,11 @@ def marked(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether all arrays of a batch have 0 rows.
+    """Whether all arrays of a batch have 0 rows, or a collate function gave None for it.
 
     All of them: an image without objects has targets of 0 rows, too.
     """
-    found = False
+    found = batch is None
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for part in parts:  # the first one decides for most batches, without a walk over a tree
         for leaf in (part,) if isinstance(part, torch.Tensor) else trees.leaves(part):

@@ -61,11 +61,11 @@ def pad(
     check_choice("side", side, ("right", "left"))
     check_flag("lengths", lengths)
     return functools.partial(
-        _padded, value=value, labels=labels, multiple_of=multiple_of, side=side, lengths=lengths
+        padded, value=value, labels=labels, multiple_of=multiple_of, side=side, lengths=lengths
     )
 
 
-def _padded(samples: Sequence[Any], *, lengths: bool, labels: float | None, **options: Any) -> Any:
+def padded(samples: Sequence[Any], *, lengths: bool, labels: float | None, **options: Any) -> Any:
     rows = [_fields(sample) for sample in samples]
     names = list(rows[0])
     if any(list(row) != names for row in rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fitkit.arguments import check_choice, describe
 from fitkit.data.batches import Source, marked
-from fitkit.data.loaders import ReadInOrder, begin_order, generators_of, sampler_name
+from fitkit.data.loaders import (
+    ReadInOrder,
+    begin_order,
+    generators_of,
+    iterate,
+    iterates_by_itself,
+    seeds_apart,
+    tell_epoch,
+)
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 MODES = ("min_size", "max_size_cycle", "max_size")
@@ -84,32 +93,56 @@ class CombinedLoader:
         return self.length(len(loader) for loader in self.parts)
 
     def __iter__(self) -> Iterator[Any]:
-        # All begin now, in their order, as in `zip(first, second)`.
-        readers = [iter(loader) for loader in self.parts]
-        return map(self.structured, self._together(readers))
+        return self._pass([partial(iter, part) for part in self.parts])
 
-    def _together(self, readers: list[Iterator[Any]]) -> Iterator[Any]:
+    def pass_of(self, number: int) -> Iterator[Any]:
+        """The batches of pass `number`, read as `fit` reads a single loader."""
+        begins: list[Callable[[], Iterator[Any]]] = [
+            partial(iterate, part, number) if isinstance(part, DataLoader) else partial(iter, part)
+            for part in self.parts
+        ]
+        return self._pass(begins)
+
+    def _pass(self, begins: list[Callable[[], Iterator[Any]]]) -> Iterator[Any]:
+        # All begin now, in their order, as in `zip(first, second)`.
+        return map(self.structured, self.joined([begin() for begin in begins], begins))
+
+    def joined(
+        self, readers: list[Iterator[Any]], again: list[Callable[[], Iterator[Any]]]
+    ) -> Iterator[Any]:
+        """An entry of each reader at a time, as the mode says.
+
+        Args:
+            again: functions that begin each reader once more, for the mode that cycles.
+        """
         if self.mode == "min_size":
             return zip(*readers, strict=False)
         if self.mode == "max_size":
             return itertools.zip_longest(*readers)
-        return self._cycled(readers)
+        return _cycled(readers, again)
 
-    def _cycled(self, readers: list[Iterator[Any]]) -> Iterator[Any]:
-        missing = object()
-        over = [False] * len(readers)
-        while True:
-            batches = []
-            for index, loader in enumerate(self.parts):
+
+def _cycled(
+    readers: list[Iterator[Any]], again: list[Callable[[], Iterator[Any]]]
+) -> Iterator[Any]:
+    missing = object()
+    over = [False] * len(readers)
+    while True:
+        batches = []
+        for index, begin in enumerate(again):
+            batch = next(readers[index], missing)
+            if batch is missing:
+                over[index] = True
+                if all(over):
+                    return
+                readers[index] = begin()
                 batch = next(readers[index], missing)
                 if batch is missing:
-                    over[index] = True
-                    readers[index] = iter(loader)
-                    batch = next(readers[index], missing)
-                    if all(over) or batch is missing:
-                        return
-                batches.append(batch)
-            yield batches
+                    raise ConfigurationError(
+                        "A loader of the CombinedLoader gave no batch in a new cycle."
+                    )
+            batches.append(batch)
+        yield batches
 
 
 class CombinedSource(Source):
@@ -131,35 +164,51 @@ class CombinedSource(Source):
         return generators_of(*self.loaders)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        return self.read([order[skip:] for order in self.draw(number)])
+        for loader in self.loaders:
+            tell_epoch(loader, number)
+        orders, seeds = self.draw()
+        return self.read([order[skip:] for order in orders], number, seeds, place=skip)
 
-    def draw(self, number: int) -> list[list[Any]]:
-        """The indices of each loader's batches in a pass; `EMPTY` for one that has ended."""
-        assert self.steps is not None
-        begun = [begin_order(loader, number) for loader in self.loaders]
-        orders = [list(itertools.islice(indices, self.steps)) for indices in begun]
-        for loader, order in zip(self.loaders, orders, strict=True):
-            if self.combined.mode == "max_size":
-                order += [EMPTY] * (self.steps - len(order))
-            while len(order) < self.steps:
-                again = list(getattr(loader, sampler_name(loader)))
-                if not again:
-                    raise ConfigurationError("A loader's sampler gave nothing in its next cycle.")
-                order += again[: self.steps - len(order)]
-        return orders
+    def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
+        """The indices of each loader's batches in a pass, and its seeds.
 
-    def read(self, orders: list[list[Any]]) -> Iterator[Any]:
-        """The batches of these indices, without drawing more random numbers."""
+        `EMPTY` stands for a batch of a loader that has ended.
+        """
+        seeds: list[torch.Generator] = []
+
+        def begin(loader: DataLoader[Any], *, first: bool) -> Iterator[Any]:
+            indices, its_seeds = begin_order(loader)
+            if first:  # its workers read all cycles
+                seeds.append(its_seeds)
+            return indices
+
+        begun = [begin(loader, first=True) for loader in self.loaders]
+        again = [partial(begin, loader, first=False) for loader in self.loaders]
+        steps = list(self.combined.joined(begun, again))
+        return [list(order) for order in zip(*steps, strict=True)], seeds
+
+    def read(
+        self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
+    ) -> Iterator[Any]:
+        """The batches of these indices, without drawing more random numbers.
+
+        Args:
+            number: the number of the pass.
+            seeds: each loader's, as `draw` gives them.
+            place: where these batches are read, for `seeds_apart`.
+        """
         found = [
-            self._batches(reader, chosen)
-            for reader, chosen in zip(self._readers, orders, strict=True)
+            self._batches(reader, chosen, number, seeds_apart(own, place))
+            for reader, chosen, own in zip(self._readers, orders, seeds, strict=True)
         ]
         return marked(map(self.combined.structured, zip(*found, strict=True)))
 
-    def _batches(self, reader: ReadInOrder, chosen: list[Any]) -> Iterator[Any]:
+    def _batches(
+        self, reader: ReadInOrder, chosen: list[Any], number: int, seeds: torch.Generator
+    ) -> Iterator[Any]:
         filled = [indices for indices in chosen if indices is not EMPTY]
         ended = itertools.repeat(None, len(chosen) - len(filled))
-        return itertools.chain(reader(filled), ended) if filled else ended
+        return itertools.chain(reader(filled, number, seeds), ended) if filled else ended
 
 
 EMPTY = None
@@ -179,6 +228,8 @@ def combined_source(
     """
     for loader in combined.parts:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return None
+        if iterates_by_itself(loader):
             return None
         try:
             length = len(loader)

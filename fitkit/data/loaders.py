@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -25,17 +25,66 @@ from fitkit.data.permutation import IndexBatches, PermutationSampler
 from fitkit.errors import warn
 from fitkit.random_states import random_state, set_random_state
 
+_INSIDE = ("sampler", "batch_sampler", "dataset")
+"""The attributes under which loaders, samplers and data sets hold one another."""
 
-def tell_epoch(loader: DataLoader[Any], number: int) -> None:
-    """Call `set_epoch` of a loader's samplers and of its stream, if they have it."""
-    stream = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
-    for part in (loader.sampler, loader.batch_sampler, stream):
+_INSIDE_SEVERAL = ("datasets", "loaders")
+"""The same, for attributes that hold several."""
+
+_DEPTH = 16
+"""How deep they are looked into. An object that answers to every name has no end."""
+
+
+def parts_of(data: Any) -> list[Any]:
+    """A loader with the samplers, data sets and loaders in it, each once.
+
+    torch's `Subset`, `ConcatDataset`, `ChainDataset` and `BatchSampler` are looked into, and all
+    classes that call what they hold by the same names.
+    """
+    found: dict[int, Any] = {}
+    level = [data]
+    for _ in range(_DEPTH):
+        new = {id(part): part for part in level if part is not None and id(part) not in found}
+        found |= new
+        level = [getattr(part, name, None) for part in new.values() for name in _INSIDE]
+        for part in new.values():
+            for several in (getattr(part, name, None) for name in _INSIDE_SEVERAL):
+                if isinstance(several, Mapping):
+                    level += several.values()
+                elif isinstance(several, (list, tuple)):
+                    level += several
+    return list(found.values())
+
+
+def tell_epoch(data: Any, number: int) -> None:
+    """Call `set_epoch` of all parts of a loader, and of the loader itself, if they have it."""
+    for part in parts_of(data):
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)
-    if stream is not None and is_mosaic_stream(stream):
-        # It counts its own passes, from 0 again in a resumed process.
-        stream.next_epoch = number  # type: ignore[attr-defined]
+        if is_mosaic_stream(part):
+            # It counts its own passes, from 0 again in a resumed process.
+            part.next_epoch = number
+
+
+def follows_epochs(dataset: Any) -> bool:
+    """Whether a data set's samples may depend on the epoch that it is told."""
+    return any(
+        callable(getattr(part, "set_epoch", None)) or is_mosaic_stream(part)
+        for part in parts_of(dataset)
+    )
+
+
+def iterates_by_itself(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass gives batches by its own code, so that its sampler says nothing of them.
+
+    Libraries whose loaders give one batch for each entry of the sampler don't count.
+    """
+    for name in ("__iter__", "_get_iterator", "_index_sampler"):
+        owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
+        if owner.__module__.partition(".")[0] not in ("torch", "torchdata", "torch_geometric"):
+            return True
+    return False
 
 
 def is_mosaic_stream(dataset: object) -> bool:
@@ -52,16 +101,82 @@ def draw_as_iterating_does(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
-def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Begin a pass, with the same draws of random numbers for new and for persistent workers.
+def begin_seeds(loader: DataLoader[Any]) -> torch.Generator:
+    """Draw the workers' seed of a pass as iterating a loader does.
+
+    Returns:
+        A generator whose next number is that seed.
+    """
+    seeds = torch.Generator()
+    seeds.set_state((loader.generator or torch.default_generator).get_state())
+    draw_as_iterating_does(loader)
+    return seeds
+
+
+def seeds_apart(seeds: torch.Generator, place: int) -> torch.Generator:
+    """The seeds of one of several places that read a pass: each gets other random numbers.
+
+    Args:
+        seeds: of the pass, from `begin_seeds`.
+        place: the number of the first batch that is read there. 0 has the pass's own seed.
+    """
+    own = seeds.clone_state()
+    if place:
+        first = torch.empty((), dtype=torch.int64).random_(generator=own).item()
+        own.manual_seed((int(first) + place) % 2**63)
+    return own
+
+
+class _Pass:
+    """A pass that reads by a loader's living workers."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self.is_over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except BaseException:
+            self.is_over = True
+            raise
+
+
+_last_pass: weakref.WeakKeyDictionary[DataLoader[Any], weakref.ref[_Pass]]
+_last_pass = weakref.WeakKeyDictionary()
+"""The last pass by each loader's living workers."""
+
+_told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The epoch of the data set that living workers have, by the iterator that they belong to."""
+
+
+def iterate(loader: DataLoader[Any], number: int) -> Iterator[Any]:
+    """Begin pass `number`, with the same draws of random numbers for new and persistent workers.
 
     torch draws a seed when it starts workers, but none if `persistent_workers=True` keeps them. The
     order would depend on which process started them, and when.
+
+    A loader has only one set of living workers. Two kinds of passes get workers of their own: one
+    that begins while another is being read, and one whose data set was told of another epoch.
     """
-    if loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
+    if not loader.persistent_workers or iterates_by_itself(loader):
+        return iter(loader)
+    earlier = _last_pass.get(loader, lambda: None)()
+    if earlier is not None and not earlier.is_over:
+        return iter(with_sampler(loader, getattr(loader, sampler_name(loader))))
+    living = loader._iterator
+    if living is not None and _told.get(living) != number and follows_epochs(loader.dataset):
+        living = loader._iterator = None
+    if living is not None:
         iter(getattr(loader, sampler_name(loader)))  # torch begins twice there
         draw_as_iterating_does(loader)
-    return iter(loader)
+    batches = _Pass(iter(loader))
+    _last_pass[loader] = weakref.ref(batches)
+    _told[loader._iterator] = number
+    return batches
 
 
 def sampler_name(loader: DataLoader[Any]) -> str:
@@ -79,12 +194,11 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return other
 
 
-def begin_order(loader: DataLoader[Any], number: int) -> Iterator[Any]:
-    """The indices of the batches of pass `number`, with the draws that iterating a loader makes."""
-    tell_epoch(loader, number)
+def begin_order(loader: DataLoader[Any]) -> tuple[Iterator[Any], torch.Generator]:
+    """The indices of a new pass's batches and its seeds, with the draws that iterating makes."""
     indices = iter(getattr(loader, sampler_name(loader)))
-    draw_as_iterating_does(loader)
-    return indices
+    seeds = begin_seeds(loader)
+    return indices, seeds
 
 
 def generators_of(*loaders: DataLoader[Any]) -> list[torch.Generator]:
@@ -118,16 +232,18 @@ class ReadInOrder:
         self._order = GivenOrder()
         self._ordered = with_sampler(loader, self._order)
 
-    def __call__(self, chosen: Iterable[Any]) -> Iterator[Any]:
-        """The batches of these indices, as the loader's sampler gives them or `index_batches`."""
+    def __call__(self, chosen: Iterable[Any], number: int, seeds: torch.Generator) -> Iterator[Any]:
+        """The batches of these indices, as the loader's sampler gives them or `index_batches`.
+
+        Args:
+            number: the number of the pass.
+            seeds: of the workers that read here.
+        """
         if reads_by_index(self._loader):
             return batches_by_index(self._loader, chosen)
         self._order.items = chosen
-        generator = self._loader.generator or torch.default_generator
-        state = generator.get_state()
-        batches = iter(self._ordered)
-        generator.set_state(state)
-        return batches
+        self._ordered.generator = seeds  # else the loader's own would be drawn from
+        return iterate(self._ordered, number)
 
 
 def reads_by_index(loader: DataLoader[Any]) -> bool:

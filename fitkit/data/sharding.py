@@ -16,29 +16,44 @@ import dataclasses
 import itertools
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, marked, samples_of
+from fitkit.data.collate import padded
 from fitkit.data.combined import CombinedSource
 from fitkit.data.loaders import (
     ReadInOrder,
     begin_order,
     computed_batches,
     is_mosaic_stream,
+    parts_of,
     reads_by_index,
+    seeds_apart,
+    tell_epoch,
 )
 from fitkit.data.permutation import IndexBatches
-from fitkit.data.sources import IterableSource, LoaderSource, length_of
+from fitkit.data.sources import LoaderSource, collate_without_masks, length_of, without_first
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
+from fitkit.random_states import digest_of_random_state, random_state, set_random_state
 
 SHARDS_ITSELF = "shards_itself"
 """An IterableDataset with this attribute set to True gives each rank its own part already."""
@@ -60,7 +75,13 @@ class RankBatch:
 
 
 def sharded(
-    source: Source, ranks: Collectives, *, training: bool, replace_sampler: bool, scatter: bool
+    source: Source,
+    ranks: Collectives,
+    *,
+    training: bool,
+    replace_sampler: bool,
+    scatter: bool,
+    steps: int | None = None,
 ) -> Source:
     """The rank's shard of a source.
 
@@ -69,30 +90,62 @@ def sharded(
         training: whether ranks must make equal numbers of steps, of `RankBatch`es.
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether only rank 0 can read plain iterables, and sends batches to the others.
+        steps: how many batches of a pass are read at most, if that is known.
     """
-    dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
-    if isinstance(dataset, IterableDataset):
-        return _ReadByAll(source, ranks, training, is_part=gives_parts(dataset, ranks))
-    if isinstance(source, LoaderSource) and (
-        isinstance(source.loader.sampler, DistributedSampler) or not replace_sampler
-    ):
-        shard = _ReadByAll(source, ranks, training, is_part=True)
-        shard.steps = source.steps
-        return shard
-    if isinstance(source, CombinedSource):
-        given = any(isinstance(each.sampler, DistributedSampler) for each in source.loaders)
-        if given or not replace_sampler:
-            return _ReadByAll(source, ranks, training, is_part=True)
-        if not scatter:
-            check_same_on_all_ranks(source, ranks)
-        return _DealtCombined(source, ranks, training)
-    if isinstance(source, (ArraySource, LoaderSource)):
+    if isinstance(source, (LoaderSource, CombinedSource)):
+        loaders = source.loaders if isinstance(source, CombinedSource) else [source.loader]
+        dataset = loaders[0].dataset if isinstance(source, LoaderSource) else None
+        if isinstance(dataset, IterableDataset):
+            return _ReadByAll(source, ranks, training, is_part=gives_parts(dataset, ranks))
+        if not replace_sampler or any(has_own_part(loader, ranks) for loader in loaders):
+            shard = _ReadByAll(source, ranks, training, is_part=True)
+            shard.steps = source.steps
+            return shard
+    if isinstance(source, LoaderSource) and source.is_stream:
+        return _HandedOut(source, ranks, training)
+    if isinstance(source, (ArraySource, LoaderSource, CombinedSource)):
         if not scatter:  # else all ranks have the data that rank 0 sent them
             check_same_on_all_ranks(source, ranks)
-        return _DealtByIndex(source, ranks, training)
-    if scatter and isinstance(source, IterableSource):
+        if isinstance(source, CombinedSource):
+            return _DealtCombined(source, ranks, training)
+        return _DealtByIndex(source, ranks, training, steps)
+    if scatter:
         return _HandedOut(source, ranks, training)
-    return _ReadByAll(source, ranks, training, is_part=False)
+    is_part = gives_parts(getattr(source, "iterable", None), ranks)
+    return _ReadByAll(source, ranks, training, is_part=is_part)
+
+
+def has_own_part(loader: DataLoader[Any], ranks: Collectives) -> bool:
+    """Whether a `DistributedSampler` anywhere in a loader gives this rank its own part.
+
+    Raises:
+        ConfigurationError: it gives the part of another rank.
+    """
+    for part in parts_of(loader):
+        if isinstance(part, DistributedSampler):
+            if (part.rank, part.num_replicas) != (ranks.rank, ranks.world_size):
+                raise ConfigurationError(
+                    f"The DistributedSampler gives rank {ranks.rank} of {ranks.world_size} the "
+                    f"data of rank {part.rank} of {part.num_replicas}. Leave the sampler out, and "
+                    "fitkit divides the data."
+                )
+            return True
+    return False
+
+
+def keeps_rows(loader: DataLoader[Any]) -> bool:
+    """Whether each batch is known to have as many rows as the sampler gives indices for it.
+
+    A `collate_fn` may leave out samples or join them, and so may a data set that reads many at
+    once. Workers may give batches in another order than they were asked for.
+    """
+    collate = getattr(loader.collate_fn, "func", loader.collate_fn)
+    many = getattr(type(loader.dataset), "__getitems__", loader.collate_fn)
+    return (
+        collate in (default_collate, collate_without_masks, padded)
+        and many.__module__.partition(".")[0] in ("torch", "datasets", "fitkit")
+        and loader.in_order
+    )
 
 
 def gives_parts(dataset: Any, ranks: Collectives) -> bool:
@@ -168,8 +221,13 @@ class _Shard(Source):
             if index % self.size == self.ranks.rank:
                 yield batch
 
-    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _together(
+        self, batches: Iterator[Any], promised: Iterator[int] | None = None
+    ) -> Iterator[Any]:
         """Batches as steps that all ranks make, even if they have different numbers of batches.
+
+        Args:
+            promised: the number of each batch's samples, where the batch doesn't show it.
 
         Ranks:
             Collective at each step: the ranks exchange how many samples they have.
@@ -179,7 +237,7 @@ class _Shard(Source):
         while True:
             batch = next(batches, None)
             last = self._seen if last is None else last  # another rank's fills a place as well
-            count = count_of(batch)
+            count = count_of(batch, None if promised is None else next(promised, None))
             has_nothing = not count and last is None
             # Sums only: a step's cost must not grow with the number of ranks.
             facts = (count, batch is not None, has_nothing, has_nothing and batch is None)
@@ -203,65 +261,170 @@ class _Shard(Source):
             yield RankBatch(last, count, total)
 
 
+PART = 4096
+"""How many batches of an order of unknown length rank 0 draws at a time, at least."""
+
+
+class Order:
+    """The indices of a pass's batches. Rank 0 draws them, in parts if they may have no end.
+
+    Args:
+        ranks: the ranks that read the pass.
+        groups: the first batches' indices.
+        ended: whether these are all.
+        parts: what follows on rank 0, as `in_parts` gives it.
+    """
+
+    def __init__(
+        self,
+        ranks: Collectives,
+        groups: Any,
+        ended: bool = True,
+        parts: Iterator[tuple[list[Any], bool]] | None = None,
+    ) -> None:
+        self.groups = groups
+        self._ranks = ranks
+        self._ended = ended
+        self._parts = parts
+
+    def _read_on(self) -> None:
+        """Add the next part.
+
+        Ranks:
+            Collective.
+        """
+        part = None if self._parts is None else next(self._parts)
+        more, self._ended = self._ranks.broadcast(part)
+        self.groups = self.groups + more
+
+    def leave_out(self, skip: int) -> None:
+        """Leave out the first batches."""
+        while True:
+            left_out = min(skip, len(self.groups))
+            self.groups, skip = self.groups[left_out:], skip - left_out
+            if not skip or self._ended:
+                return
+            self._read_on()
+
+    def all(self, limit: int | None) -> Any:
+        """All batches, or at least `limit` of them."""
+        while not self._ended and (limit is None or len(self.groups) < limit):
+            self._read_on()
+        return self.groups
+
+    def steps(self, deal: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        """What `deal` makes of the batches. It gets whole steps, until the last part."""
+        while not self._ended:
+            full = len(self.groups) // self._ranks.world_size * self._ranks.world_size
+            yield from deal(self.groups[:full])
+            self.groups = self.groups[full:]
+            self._read_on()
+        yield from deal(self.groups)
+
+
+def in_parts(indices: Iterator[Any], size: int) -> Iterator[tuple[list[Any], bool]]:
+    """Parts of `size` entries each, and whether a part is the last one."""
+    ahead = list(itertools.islice(indices, 1))
+    while True:
+        part = ahead + list(itertools.islice(indices, size - len(ahead)))
+        ahead = list(itertools.islice(indices, 1))
+        yield part, not ahead
+        if not ahead:
+            return
+
+
 class _DealtByIndex(_Shard):
     """Data whose order is known before they are read: arrays, and loaders of map-style data sets.
 
     All ranks have the same indices of all batches, and each reads its own.
+
+    Args:
+        limit: how many batches of a pass are read at most, if that is known.
     """
 
     source: ArraySource | LoaderSource
 
     def __init__(
-        self, source: ArraySource | LoaderSource, ranks: Collectives, training: bool
+        self,
+        source: ArraySource | LoaderSource,
+        ranks: Collectives,
+        training: bool,
+        limit: int | None = None,
     ) -> None:
         super().__init__(source, ranks, training)
-        self._by_sample, self._drop_last = True, False
+        self._limit = limit
+        self._by_sample, self._drop_last, self._keeps_rows = True, False, True
         if isinstance(source, LoaderSource):
             self._reader = ReadInOrder(source.loader)
             self._drop_last = bool(getattr(source.loader, "drop_last", False))
             # Without a batch sampler each index stands for a whole batch, of unknown size.
             self._by_sample = source.loader.batch_sampler is not None
+            self._keeps_rows = keeps_rows(source.loader)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        groups = self._order(number)[skip:]
-        if self.training and self._by_sample:
-            dealt, read = itertools.tee(deal(groups, self.ranks, drop_last=self._drop_last))
-            chosen = (indices for indices, _, _ in read)
-            return rank_batches(dealt, self._read(chosen, isinstance(groups, IndexBatches)))
-        own = groups[self.ranks.rank :: self.size]
-        batches = self._read(own, isinstance(groups, IndexBatches))
-        return self._together(batches) if self.training else batches
+        order, seeds = self._begin(number)
+        order.leave_out(skip)
+        read = partial(
+            self._read,
+            is_computed=isinstance(order.groups, IndexBatches),
+            number=number,
+            seeds=None if seeds is None else seeds_apart(seeds, skip + self.ranks.rank),
+        )
+        if not self.training:
+            return read(order.all(self._limit)[self.ranks.rank :: self.size])
+        if not self._by_sample:
+            return self._together(read(order.steps(partial(in_turn, ranks=self.ranks))))
+        deals = partial(deal, ranks=self.ranks, drop_last=self._drop_last)
+        dealt, also = itertools.tee(order.steps(deals))
+        if self._keeps_rows:
+            return rank_batches(dealt, read(indices for indices, _, _ in also))
+        promised = (count for _, count, _ in dealt)
+        return self._together(read(indices for indices, count, _ in also if count), promised)
 
-    def _order(self, number: int) -> Any:
-        """The indices of all batches of a pass, as one process would draw them."""
+    def _begin(self, number: int) -> tuple[Order, torch.Generator | None]:
+        """The order of a pass, as one process would draw it, and the seeds of its workers."""
         source, is_first = self.source, self.ranks.rank == 0
         if isinstance(source, ArraySource):  # the order follows from a seed
             if source.shuffle and source.seed is None:
                 source.seed = self.ranks.broadcast(source.draw_seed() if is_first else None)
-            return source.index_batches(number)
-        drawn = None
+            return Order(self.ranks, source.index_batches(number)), None
+        tell_epoch(source.loader, number)
+        drawn = parts = None
         if is_first:
-            indices = begin_order(source.loader, number)
+            indices, seeds = begin_order(source.loader)
             computed = computed_batches(source.loader)  # a seed instead of all indices
-            drawn = list(indices) if computed is None else computed
-        return self.ranks.broadcast(drawn)
+            parts = in_parts(indices, max(source.steps or 0, PART))
+            first = next(parts) if computed is None else (computed, True)
+            drawn = (*first, seeds)
+        groups, ended, seeds = self.ranks.broadcast(drawn)
+        return Order(self.ranks, groups, ended, parts), seeds
 
-    def _read(self, chosen: Iterable[Any], is_computed: bool) -> Iterator[Any]:
+    def _read(
+        self,
+        chosen: Iterable[Any],
+        *,
+        is_computed: bool,
+        number: int,
+        seeds: torch.Generator | None,
+    ) -> Iterator[Any]:
         """The batches of these indices, without drawing more random numbers.
 
         Args:
             is_computed: whether they are tensors instead of a sampler's lists.
+            number: the number of the pass.
+            seeds: of this rank's workers; None for arrays.
         """
         source = self.source
         if isinstance(source, ArraySource):
             return source.read(chosen)
+        assert seeds is not None
         if reads_by_index(source.loader):
-            return self._reader(chosen)
+            return self._reader(chosen, number, seeds)
         indices = map(torch.Tensor.tolist, chosen) if is_computed else iter(chosen)
         first = list(itertools.islice(indices, 1))
         if not first:
             return iter(())
-        return marked(self._reader(itertools.chain(first, indices)))
+        return marked(self._reader(itertools.chain(first, indices), number, seeds))
 
 
 class _DealtCombined(_Shard):
@@ -270,9 +433,12 @@ class _DealtCombined(_Shard):
     source: CombinedSource
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        drawn = self.ranks.broadcast(self.source.draw(number) if self.ranks.rank == 0 else None)
+        for loader in self.source.loaders:
+            tell_epoch(loader, number)
+        orders, seeds = self.ranks.broadcast(self.source.draw() if self.ranks.rank == 0 else None)
         first = skip + self.ranks.rank
-        batches = self.source.read([order[first :: self.size] for order in drawn])
+        mine = [order[first :: self.size] for order in orders]
+        batches = self.source.read(mine, number, seeds, place=first)
         return self._together(batches) if self.training else batches
 
 
@@ -280,7 +446,8 @@ class _ReadByAll(_Shard):
     """Data that every rank reads in their own order, keeping every n-th batch.
 
     Args:
-        is_part: whether a rank already reads only its own part. Then it keeps all.
+        is_part: whether a rank already reads only its own part. Then it keeps all. Otherwise all
+            ranks must read the same, which is checked at the first batch of each pass.
     """
 
     def __init__(self, source: Any, ranks: Collectives, training: bool, *, is_part: bool) -> None:
@@ -289,10 +456,70 @@ class _ReadByAll(_Shard):
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         if self._is_part:
-            batches = self.source.batches(number, skip // self.size)
-        else:
-            batches = self._own(self.source.batches(number, skip))
+            seeds = partial(seeds_apart, place=skip + self.ranks.rank)
+            batches = self._begin(number, skip // self.size, seeds)
+            return self._together(batches) if self.training else batches
+        batches, is_random = self._read_alike(number)
+        if is_random:
+            return _HandedOut(self.source, self.ranks, self.training).deal(batches, skip)
+        batches = self._own(without_first(batches, skip))
         return self._together(batches) if self.training else batches
+
+    def _begin(
+        self, number: int, skip: int, seeds: Callable[[torch.Generator], torch.Generator]
+    ) -> Iterator[Any]:
+        if isinstance(self.source, LoaderSource):
+            return self.source.batches_of_rank(number, skip, seeds)
+        return self.source.batches(number, skip)
+
+    def _read_alike(self, number: int) -> tuple[Iterator[Any], bool]:
+        """Begin to read the same batches on all ranks.
+
+        The first one is read with rank 0's random numbers, by workers and by the ranks themselves.
+
+        Returns:
+            The batches, and whether the ranks themselves draw random numbers for them. Their later
+            draws would differ, because a net's dropout draws in between.
+
+        Raises:
+            ConfigurationError: on every rank, if the first batches differ.
+
+        Ranks:
+            Collective.
+        """
+        own = random_state()
+        set_random_state(self.ranks.broadcast(own))
+        before = digest_of_random_state()
+
+        def seeds_of_all(seeds: torch.Generator) -> torch.Generator:
+            nonlocal before
+            before = digest_of_random_state()
+            return self.ranks.broadcast(seeds)
+
+        batches = self._begin(number, 0, seeds_of_all)
+        first = list(itertools.islice(batches, 1))
+        is_random = digest_of_random_state() != before
+        if self.ranks.rank:
+            set_random_state(own)
+        seen = [fact for batch in first for fact in batch_facts(batch)]
+        everyone = self.ranks.gather((seen, is_random))
+        for rank, (facts, _) in enumerate(everyone):
+            if facts != everyone[0][0]:
+                raise ConfigurationError(
+                    f"{self._name} gives rank {rank} other batches than rank 0. If it gives each "
+                    f"rank its own part, set {SHARDS_ITSELF} = True on it. If it has another order "
+                    "on each rank, let it shuffle with torch's random numbers, or by the epoch "
+                    "that set_epoch gets.",
+                    code="FK044",
+                )
+        return itertools.chain(first, batches), everyone[0][1]
+
+    @property
+    def _name(self) -> str:
+        """The class of the data, for messages."""
+        source = self.source
+        data = source.loader.dataset if isinstance(source, LoaderSource) else source.iterable
+        return f"The {type(data).__name__}"
 
 
 class _HandedOut(_Shard):
@@ -300,11 +527,15 @@ class _HandedOut(_Shard):
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         # Begun here, not at the first batch: all that a pass draws must be drawn by now.
-        batches = self.source.batches(number, skip) if self.ranks.rank == 0 else iter(())
-        return self._handed_out(batches)
+        return self._handed_out(self.source.batches(number, skip) if self.ranks.rank == 0 else ())
 
-    def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def deal(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
+        """A pass that has begun: on rank 0 these batches without the first `skip`."""
+        return self._handed_out(without_first(batches, skip) if self.ranks.rank == 0 else ())
+
+    def _handed_out(self, batches: Iterable[Any]) -> Iterator[Any]:
         """A batch for each rank, as long as there are any."""
+        batches = iter(batches)
         while True:
             mine, count, total = self.ranks.scatter(self._next(batches))
             if mine is None:
@@ -330,9 +561,17 @@ class _HandedOut(_Shard):
         return handed + [(filler, 0, total)] * (self.size - len(found))
 
 
-def count_of(batch: Any) -> int:
-    """A batch's samples; at least 1 if it has rows, because 0 means that it doesn't count."""
-    return 0 if batch is None or batch is NoRows else max(samples_of(batch), 1)
+def count_of(batch: Any, promised: int | None = None) -> int:
+    """A batch's samples; at least 1 if it has rows, because 0 means that it doesn't count.
+
+    Args:
+        promised: their number if the batch has no arrays, but objects of a library.
+    """
+    if batch is None or batch is NoRows:
+        return 0
+    if promised is not None and not any(hasattr(leaf, "shape") for leaf in trees.leaves(batch)):
+        return promised
+    return max(samples_of(batch), 1)
 
 
 def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -362,6 +601,11 @@ def rank_batches(dealt: Iterable[tuple[Any, int, int]], batches: Iterator[Any]) 
     """A loader's batches as a rank's parts of the steps that their indices belong to."""
     for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
         yield RankBatch(batch, count if has_rows else 0, total) if total else NoRows
+
+
+def in_turn(groups: Any, ranks: Collectives) -> Iterator[Any]:
+    """Every n-th entry, beginning with the rank's."""
+    return iter(groups[ranks.rank :: ranks.world_size])
 
 
 def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:
@@ -479,9 +723,21 @@ def _dataset_facts(dataset: Dataset[Any]) -> Iterator[tuple[str, int]]:
             yield from _dataset_facts(part)
 
 
+def batch_facts(batch: Any) -> Iterator[tuple[str, int]]:
+    """The same facts about a batch."""
+    for path, leaf in trees.leaves_with_paths(batch):
+        leaf = torch.from_numpy(np.ascontiguousarray(leaf)) if _is_numbers(leaf) else leaf
+        is_plain = isinstance(leaf, (str, bytes, int, float))
+        yield (f"{path} {leaf!r}", 0) if is_plain else _array_facts(path, leaf)
+
+
+def _is_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub" and leaf.dtype.isnative
+
+
 def _array_facts(name: str, value: Any) -> tuple[str, int]:
     """An array's name, shape and dtype, and the checksum of some of its numbers."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.is_nested:
         return f"{name} {type(value).__name__}", 0
     words = f"{name} {tuple(value.shape)} {dtype_name(value.dtype)}"
     if value.layout is not torch.strided or value.numel() == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,19 +35,21 @@ from fitkit.data.arrays import (
 from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
 from fitkit.data.combined import CombinedLoader, combined_source
 from fitkit.data.loaders import (
-    GivenOrder,
+    ReadInOrder,
     batches_by_index,
+    begin_order,
     computed_batches,
     draw_as_iterating_does,
     generators_of,
     index_batches,
     iterate,
+    iterates_by_itself,
     own_state_of,
     reads_by_index,
     sampler_name,
+    seeds_apart,
     targets_by_index,
     tell_epoch,
-    with_sampler,
 )
 from fitkit.data.permutation import PermutationSampler
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
@@ -70,6 +72,7 @@ class LoaderSource(Source):
         loader = _without_masks(loader)
         self.loader: DataLoader[Any] = loader
         self.own_state: Any = own_state_of(loader)
+        self._reader: ReadInOrder | None = None  # kept, so that its workers can live on
         self.batch_size: int | None = loader.batch_size
         self.steps: int | None = length_of(loader)
         if self.steps is not None and loader.batch_size is not None:
@@ -85,23 +88,49 @@ class LoaderSource(Source):
             computed = computed_batches(self.loader) if skip else None
             rest = without_first(chosen, skip) if computed is None else computed[skip:]
             return batches_by_index(self.loader, rest)
-        return marked(self._read(skip))
+        return marked(self._read(number, skip))
 
-    def _read(self, skip: int) -> Iterator[Any]:
+    def _read(self, number: int, skip: int) -> Iterator[Any]:
         if self.own_state is not None and (not skip or self.own_state.waits):
             return self.own_state.batches(self.generators)
-        if not skip:
-            return iterate(self.loader)
-        if isinstance(self.loader.dataset, IterableDataset):
-            return without_first(iterate(self.loader), skip)
-        sampler = getattr(self.loader, sampler_name(self.loader))
-        drawn = iter(sampler)
-        draw_as_iterating_does(self.loader)
-        if self.loader.num_workers:
-            drawn = iter(sampler)  # as torch does where it starts workers
+        if not skip or self.is_stream:
+            return without_first(iterate(self.loader, number), skip)
+        indices, seeds = self.begin()
         computed = computed_batches(self.loader)
-        rest = without_first(drawn, skip) if computed is None else computed[skip:].lists()
-        return iter(with_sampler(self.loader, GivenOrder(rest)))
+        rest = without_first(indices, skip) if computed is None else computed[skip:].lists()
+        return ReadInOrder(self.loader)(rest, number, seeds_apart(seeds, skip))
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether batches can only be read in their order, from the first one on."""
+        is_stream = isinstance(self.loader.dataset, IterableDataset)
+        return is_stream or iterates_by_itself(self.loader)
+
+    def begin(self) -> tuple[Iterator[Any], torch.Generator]:
+        """The indices of a new pass's batches and its seeds, as torch draws them."""
+        indices, seeds = begin_order(self.loader)
+        if self.loader.num_workers:  # torch begins twice where it starts workers
+            indices = iter(getattr(self.loader, sampler_name(self.loader)))
+        return indices, seeds
+
+    def batches_of_rank(
+        self, number: int, skip: int, seeds_here: Callable[[torch.Generator], torch.Generator]
+    ) -> Iterator[Any]:
+        """`batches`, by workers with the seeds of a rank.
+
+        Args:
+            seeds_here: given the seeds of the pass, returns those of this rank's workers.
+        """
+        if reads_by_index(self.loader) or iterates_by_itself(self.loader):
+            return self.batches(number, skip)
+        tell_epoch(self.loader, number)
+        indices, seeds = self.begin()
+        if self._reader is None:
+            self._reader = ReadInOrder(self.loader)
+        seeds = seeds_here(seeds)
+        if self.is_stream:
+            return marked(without_first(self._reader(indices, number, seeds), skip))
+        return marked(self._reader(without_first(indices, skip), number, seeds))
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -137,9 +166,12 @@ class IterableSource(Source):
         self.steps: int | None = length_of(iterable)
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        tell_epoch(self.iterable, number)
         if self.own_state is not None and (not skip or self.own_state.waits):
             return marked(self.own_state.batches())
-        return marked(without_first(iter(self.iterable), skip))
+        combined = isinstance(self.iterable, CombinedLoader)
+        begun = self.iterable.pass_of(number) if combined else iter(self.iterable)
+        return marked(without_first(begun, skip))
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:

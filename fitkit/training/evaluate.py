@@ -39,7 +39,7 @@ from fitkit.training.surroundings import evaluating, rank_source, surroundings
 def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
     """Run `evaluate` on this rank; return the loss and metrics over all ranks' samples, by name."""
     with surroundings(model, "evaluate", arguments.source.batch_size):
-        source = rank_source(model, arguments.source, training=False)
+        source = rank_source(model, arguments.source, training=False, steps=arguments.steps)
         stage = evaluation_stage(model) or "test"
         context, step = step_for(model, stage, all_targets=[source.target], source=source)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
@@ -115,7 +115,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     strategy: Strategy = model._fitkit.compilation.strategy
     data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     with surroundings(model, "predict", arguments.source.batch_size):
-        source = rank_source(model, arguments.source, training=False)
+        source = rank_source(model, arguments.source, training=False, steps=arguments.steps)
         context, step = predict_step_for(model)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         callbacks.begin(model, _params(model, "predict", source, arguments))
@@ -563,12 +563,12 @@ class HostCopies:
     def add(self, output: Any) -> None:
         """Add a batch's output."""
         if isinstance(output, torch.Tensor) and output.is_cpu and self._flying is None:
-            self.outputs.append(output)
+            self.outputs.append(trees.kept(output))
             return
         device = _gpu_of(output)
         if device is None:
             self.wait()
-            self.outputs.append(on_host(output))
+            self.outputs.append(trees.kept(on_host(output)))
             return
         if self._streams is None:
             self._streams = self._make_streams(device)

@@ -119,7 +119,9 @@ class Fit:
             self.source.whole.ahead = compilation.steps_per_execution
         self.held_out: Source | None = None
         if arguments.held_out is not None:
-            self.held_out = rank_source(model, arguments.held_out, training=False)
+            self.held_out = rank_source(
+                model, arguments.held_out, training=False, steps=arguments.validation_steps
+            )
         # How many ranks share the training data.
         self.data_rank_count: int = self.strategy.data_ranks.world_size
         self.stream: Stream = Stream(

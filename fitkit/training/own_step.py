@@ -433,7 +433,8 @@ class OwnStep:
             weight = self.samples if self.count is None else self.count
             self.logbook.loss.add(loss.detach(), weight)
         if self.outputs is not None:
-            self.outputs.append(_without_gradients(outputs, training=context.name == "training"))
+            outputs = _without_gradients(outputs, training=context.name == "training")
+            self.outputs.append(trees.kept(outputs))
 
     def arguments(self, index: int, optimizer_idx: int = 0) -> list[int]:
         """What the model's step wants to know beside the batch."""

@@ -377,8 +377,13 @@ def match_strides(optimizers: Iterable[Optimizer]) -> None:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def rank_source(model: Module, source: Source, *, training: bool) -> Source:
+def rank_source(
+    model: Module, source: Source, *, training: bool, steps: int | None = None
+) -> Source:
     """Return this rank's shard of a source, or the source itself if no other rank reads it.
+
+    Args:
+        steps: how many batches of a pass are read at most, if that is known.
 
     Ranks:
         Collective.
@@ -393,4 +398,5 @@ def rank_source(model: Module, source: Source, *, training: bool) -> Source:
         training=training,
         replace_sampler=compilation.replace_sampler,
         scatter=compilation.strategy.reads_on_rank_zero,
+        steps=steps,
     )

@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from fitkit import trees
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
@@ -146,6 +147,7 @@ class Upcoming:
         """Return the next `count` batches that have rows, or fewer if fewer are left."""
         found = [batch for batch in self._seen if batch is not NoRows]
         while len(found) < count and (batch := next(self._batches, None)) is not None:
+            batch = trees.kept(batch)
             self._seen.append(batch)
             found += [] if batch is NoRows else [batch]
         return found[:count]

@@ -146,7 +146,8 @@ def test_a_rank_whose_collate_gave_nothing_repeats_one_that_counts_for_nothing()
     found = shares(
         lambda exchange: emptied(exchange, "loader", [0, 2, 3, 0]), 2, training=True, keep=RankBatch
     )
-    assert found == [[([2, 3, 4], 0, 2), ([2, 3, 4], 1, 2)], [([0, 1], 1, 2), ([0, 1], 0, 2)]]
+    # Counted by their rows, as in one process, and not by the sampler's indices.
+    assert found == [[([0, 1], 0, 2), ([2, 3, 4], 3, 3)], [([0, 1], 2, 2), ([0, 1], 0, 3)]]
 
 
 @pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
