@@ -68,7 +68,7 @@ def tell_epoch(data: Any, number: int) -> None:
 
 
 def follows_epochs(dataset: Any) -> bool:
-    """Whether a data set's samples may depend on the epoch that it is told."""
+    """Whether a data set takes the epoch's number, on which its samples may depend."""
     return any(
         callable(getattr(part, "set_epoch", None)) or is_mosaic_stream(part)
         for part in parts_of(dataset)
