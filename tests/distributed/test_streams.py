@@ -39,7 +39,7 @@ class Inputs(fitkit.Model):
 
     def predict_step(self, batch, batch_idx):
         torch.rand(batch_idx + 1)
-        return batch[:, 0]
+        return batch.amax(1)
 
 
 def read(stream, **options):

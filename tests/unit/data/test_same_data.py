@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fitkit
-from fitkit.data.sharding import check_same_on_all_ranks
+from fitkit.data.same_data import check_same_on_all_ranks
 from fitkit.data.sources import make_source
 
 
