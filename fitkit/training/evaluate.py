@@ -119,7 +119,7 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         context, step = predict_step_for(model)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         callbacks.begin(model, _params(model, "predict", source, arguments))
-        copies = HostCopies()
+        copies = HostCopies(lent=not isinstance(source.whole, ArraySource))
         model.stop_predicting = False
         mine = InStep(
             _share_of_steps(source, arguments.steps, data_ranks), strategy, marks_padding=False
@@ -549,13 +549,17 @@ class HostCopies:
 
     Args:
         streams: creates the GPU's streams for a device.
+        lent: whether an output may be a part of a batch whose memory a loader's worker shares.
 
     Attributes:
         outputs: the batches' outputs in order; the last one is included after `wait`.
     """
 
-    def __init__(self, streams: Callable[[torch.device], Any] = CudaStreams) -> None:
+    def __init__(
+        self, streams: Callable[[torch.device], Any] = CudaStreams, *, lent: bool = True
+    ) -> None:
         self.outputs: list[Any] = []
+        self._lent = lent
         self._make_streams = streams
         self._streams: Any = None
         self._flying: tuple[Any, Any] | None = None
@@ -563,7 +567,7 @@ class HostCopies:
     def add(self, output: Any) -> None:
         """Add a batch's output."""
         if isinstance(output, torch.Tensor) and output.is_cpu and self._flying is None:
-            self.outputs.append(trees.kept(output))
+            self.outputs.append(trees.kept(output) if self._lent else output)
             return
         device = _gpu_of(output)
         if device is None:
