@@ -92,6 +92,7 @@ CODES = {
     "FK057": "an object that no file can hold",
     "FK058": "a training cut within other data",
     "FK059": "no folder for a file",
+    "FK060": "entries that disagree on a batch's samples",
 }
 """What each code stands for. A code is never used again for something else."""
 

@@ -27,6 +27,7 @@ from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pictures.html import Results
+from fitkit.samples import Doubts
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.jit.net import compile_net
@@ -74,6 +75,7 @@ class Record:
         hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
         jit_update: the training steps that `jit_compile` has compiled; None before.
         jit_passes: the compiled steps of evaluation and prediction.
+        doubts: say once that batches' entries disagree on their samples.
     """
 
     compilation: Compilation
@@ -85,6 +87,7 @@ class Record:
     hidden_names: set[str] = dataclasses.field(default_factory=set)
     jit_update: Any = None
     jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    doubts: Doubts = dataclasses.field(default_factory=Doubts)
 
 
 class Model(Module):

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset
 from fitkit import trees
 from fitkit.activation_checkpointing import is_recomputed, matching, recompute
 from fitkit.arguments import check_count, describe
-from fitkit.data.batches import samples_of
 from fitkit.distributed.exchange.base import all_gather_bytes, all_reduce_bytes
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.resolve import named_strategy
@@ -43,6 +42,7 @@ from fitkit.distributed.strategies.deepspeed import bucket_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.optimizers import check_trainable
+from fitkit.samples import samples_of
 from fitkit.summary import human_bytes
 from fitkit.training.step import unpacker_of
 from fitkit.tune import untouched

@@ -6,7 +6,6 @@ A *leaf* is whatever isn't one of those containers. Nothing here knows what a ba
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,8 +45,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
             mapped = type(tree)(items)  # type: ignore[call-arg]
         except TypeError:
             return dict(items)
-        if type(tree) is OrderedDict:  # a state dict has its modules' versions as an attribute
-            vars(mapped).update(vars(tree))
+        # A state dict has its modules' versions as an attribute, a batch its number of samples.
+        if hasattr(tree, "__dict__") and hasattr(mapped, "__dict__"):
+            vars(mapped).update({k: v for k, v in vars(tree).items() if k not in vars(mapped)})
         return mapped
     if is_named_tuple(tree):
         return type(tree)(*(map_leaves(function, item) for item in tree))
@@ -110,20 +110,6 @@ def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves_with_paths(getattr(tree, field.name), f"{path}.{field.name}")
     else:
         yield path, tree
-
-
-def sample_count(tree: Any) -> int:
-    """The number of samples in a batch: the first tensor's or array's length.
-
-    Shapes: any tree of (B, ...) tensors. Without one of at least one dimension, 1.
-    """
-    if isinstance(tree, torch.Tensor):
-        return tree.shape[0] if tree.ndim else 1
-    for leaf in leaves(tree):
-        shape = getattr(leaf, "shape", None)
-        if shape is not None and len(shape) > 0:
-            return int(shape[0])
-    return 1
 
 
 def to_numpy(tree: Any) -> Any:

@@ -17,6 +17,7 @@ LAYERS = {
     "registry": 1,
     "activation_checkpointing": 1,
     "trees": 1,
+    "samples": 1,
     "arguments": 1,
     "outputs": 1,
     "random_states": 1,
@@ -57,6 +58,7 @@ WITHIN_A_LAYER = {
     ("metrics", "losses"),
     ("outputs", "trees"),
     ("random_states", "arguments"),
+    ("samples", "trees"),
 }
 """Imports within one layer that can't make a ring."""
 

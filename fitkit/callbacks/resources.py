@@ -25,9 +25,10 @@ from fitkit.callbacks.base import (
     print_on_rank_zero,
     run_of,
 )
-from fitkit.data.batches import samples_of, unpack_batch
+from fitkit.data.batches import unpack_batch
 from fitkit.data.sharding import RankBatch
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.samples import samples_of
 
 WRITTEN = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 

@@ -18,6 +18,7 @@ from fitkit.data import permutation
 from fitkit.data.batches import Source
 from fitkit.data.permutation import IndexBatches, Permutation
 from fitkit.errors import ArgumentTypeError, ConfigurationError, with_code
+from fitkit.samples import samples_among
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 META = "{name} is a meta tensor, which has a shape but no numbers. Give it on the CPU or a GPU."
@@ -373,7 +374,7 @@ class ArraySource(Source):
         self.batch = batch
         self.batch_size: int = batch_size
         self.shuffle = shuffle
-        self.samples: int = trees.sample_count(batch[0])
+        self.samples: int = samples_among(batch[0])
         self.steps: int = -(-self.samples // batch_size)
         self.seed: int | None = None
         self._flat = all(

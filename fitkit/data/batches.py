@@ -16,6 +16,7 @@ from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
+from fitkit.samples import samples_of as samples_of
 
 COLLATE_ERRORS = {
     r"can't convert np\.ndarray of type numpy\.c?longdouble": (
@@ -50,6 +51,8 @@ class Source:
         target: all targets as a tree of tensors, if they are in memory.
         own_state: tracks the state that a loader keeps by itself (`OwnState`); otherwise None.
         generators: the data's own random generators, which may determine their order.
+        counts_batches: whether only the batches show their samples on several ranks, since a
+            collate_fn may leave samples out, or make more of them.
         whole: all ranks' data, if this is one rank's shard of them; otherwise the source itself.
     """
 
@@ -58,6 +61,7 @@ class Source:
     steps: int | None = None
     repeatable = True
     own_state: Any = None
+    counts_batches = False
 
     @property
     def target(self) -> Any:
@@ -141,24 +145,6 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
             code="FK004",
         )
     return batch, None, None
-
-
-def samples_in(x: Any, y: Any) -> int:
-    """The number of samples in a batch: those of its targets, if there are any."""
-    if isinstance(y, torch.Tensor) and y.ndim:
-        return y.shape[0]
-    if y is None and isinstance(x, PackedSequence):
-        return int(x.batch_sizes[0])
-    return trees.sample_count(x if y is None else y)
-
-
-def samples_of(batch: Any) -> int:
-    """The number of samples in a batch of any structure that isn't unpacked yet."""
-    is_packed = isinstance(batch, PackedSequence)
-    if isinstance(batch, (tuple, list)) and not is_packed and len(batch) not in (1, 2, 3):
-        return trees.sample_count(batch)
-    x, y, _ = unpack_batch(batch)
-    return samples_in(x, y)
 
 
 def check_weights(weight: Any, what: str) -> None:

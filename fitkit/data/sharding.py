@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fitkit import trees
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, Source, marked, samples_of
+from fitkit.data.batches import NoRows, Source, marked
 from fitkit.data.collate import padded
 from fitkit.data.combined import CombinedSource
 from fitkit.data.loaders import (
@@ -48,6 +48,7 @@ from fitkit.data.sources import LoaderSource, collate_without_masks, without_fir
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import digest_of_random_state, random_state, set_random_state
+from fitkit.samples import samples_of
 
 SHARDS_ITSELF = "shards_itself"
 """An IterableDataset with this attribute set to True gives each rank its own part already."""

@@ -33,6 +33,7 @@ from fitkit.data.arrays import (
     wide_dtype,
 )
 from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
+from fitkit.data.collate import is_pad
 from fitkit.data.combined import CombinedLoader, combined_source
 from fitkit.data.loaders import (
     ReadInOrder,
@@ -53,6 +54,7 @@ from fitkit.data.loaders import (
 )
 from fitkit.data.permutation import PermutationSampler
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.samples import samples_among
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -154,6 +156,11 @@ def collate_without_masks(samples: Any) -> Any:
     """Join samples as torch does, and refuse masked arrays, which the first sample shows."""
     refuse_masked(samples[0], "A sample")
     return default_collate(samples)
+
+
+def keeps_samples(collate: Any) -> bool:
+    """Whether a collate_fn is known to make a batch of as many samples as it is given."""
+    return collate in (default_collate, collate_without_masks) or is_pad(collate)
 
 
 class IterableSource(Source):
@@ -284,7 +291,10 @@ def _makes_batches(x: Any, y: Any, sample_weight: Any) -> bool:
 
 def _is_batch(item: Any) -> bool:
     if isinstance(item, (tuple, list, Mapping)):
-        return any(is_array(leaf) for leaf in trees.leaves(item))
+        has_columns = isinstance(item, Mapping) or type(item) is tuple
+        return any(
+            is_array(leaf) or (has_columns and isinstance(leaf, str)) for leaf in trees.leaves(item)
+        )
     plain = (numbers.Number, str, bytes, type(None))
     return not (is_array(item) or isinstance(item, plain))
 
@@ -418,7 +428,7 @@ def split_tail(
     else:
         batch = array_batch(x, y, sample_weight, float_dtype=torch.get_default_dtype())
         check_cuttable(batch[0], "x")
-        samples = trees.sample_count(batch[0])
+        samples = samples_among(batch[0])
     if samples is None:
         raise ConfigurationError(
             f"validation_split needs arrays, tensors or a Dataset; x is a {type(x).__name__}, "

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
+from fitkit.samples import samples_among
 
 LOSS = ("['loss']", ".loss")
 """Where a net's own loss is among its outputs."""
@@ -43,7 +44,7 @@ def split(tree: Any, parts: int) -> list[Any]:
     Raises:
         ConfigurationError: a `PackedSequence`, whose rows aren't samples.
     """
-    samples = trees.sample_count(tree)
+    samples = samples_among(tree)
     sizes = part_sizes(samples, parts)
     if len(sizes) == 1:
         return [tree]

@@ -17,6 +17,7 @@ from fitkit.checkpoint.atomic import replacing
 from fitkit.distributed.precision import plain_layers
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.export.formats import FORMATS, Call, Format, Labels, Runner, on_cpu, reason_of, traced
+from fitkit.samples import samples_among
 from fitkit.summary import evaluating, example_batch
 
 Caller = Callable[[Callable[..., Any], Any], Any]
@@ -99,18 +100,18 @@ def _chosen(path: Any, name: str | None) -> Format:
 
 def _at_least_two(batch: Any) -> Any:
     """The batch, or one of two samples: torch takes a size of 1 for a constant."""
-    return batch if trees.sample_count(batch) >= 2 else _of_size(batch, 2)
+    return batch if samples_among(batch) >= 2 else _of_size(batch, 2)
 
 
 def _checked_sizes(batch: Any, is_free: bool) -> list[Any]:
     """Batches to compare on: two sizes other than the traced one, where the size is free."""
-    size = trees.sample_count(batch)
+    size = samples_among(batch)
     return [_of_size(batch, 1), _of_size(batch, max(size, 2) + 1)] if is_free else [batch]
 
 
 def _of_size(batch: Any, size: int) -> Any:
     """A batch of another size, with the samples of this one over and over."""
-    count = trees.sample_count(batch)
+    count = samples_among(batch)
 
     def repeated(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != count:
@@ -156,7 +157,7 @@ def check_file(runner: Runner | None, calls: list[tuple[Call, nn.Module]], forma
     if runner is None:
         return
     for call, net in calls:
-        size = trees.sample_count(call.batch)
+        size = samples_among(call.batch)
         wanted = [on_cpu(leaf) for leaf in trees.tensors(net(*call.args, **call.kwargs))]
         try:
             found = runner(call)

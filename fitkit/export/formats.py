@@ -17,6 +17,7 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError, missing_package
+from fitkit.samples import samples_among
 
 LONGEST_REASON = 400
 """Characters of torch's own message that ours repeats; all of it is the error's cause."""
@@ -46,7 +47,7 @@ class Call:
     def batch_shapes(self) -> Any:
         """Which dimensions are free: the first of each tensor that is as long as the batch."""
         shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch")
-        size = trees.sample_count(self.batch)
+        size = samples_among(self.batch)
         for tensor in self.tensors():
             if tensor.ndim and len(tensor) == size:
                 shapes[tensor] = {0: batch}

@@ -14,7 +14,7 @@ from torch import Tensor
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.conversions import Conversion, as_given
 from fitkit.outputs import EMPTY_MEAN, IGNORED
-from fitkit.trees import sample_count
+from fitkit.samples import samples_among
 
 Values = Callable[[Any, Any], Any]
 State = dict[str, Any]
@@ -52,7 +52,7 @@ class Batch:
     @property
     def samples(self) -> int:
         """The number of samples."""
-        return sample_count(self.prediction)
+        return samples_among(self.prediction)
 
     def converted(self, conversion: Conversion) -> tuple[Tensor, Tensor]:
         """The pair as this conversion gives it."""

@@ -17,6 +17,7 @@ from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_states
 from fitkit.module import LogOptions, merged
 from fitkit.outputs import EMPTY_MEAN
+from fitkit.samples import Doubts
 
 FOLD_EVERY = 128
 """The most values kept before they are added to a sum: bounds memory, costs one operation."""
@@ -390,6 +391,7 @@ class Logbook:
             is then their sum, not a mean of batches' losses.
         steps: how many steps this rank has made.
         padding: how many of them were padding, which doesn't count.
+        doubts: say once that batches' entries disagree on their samples.
         joined: what all ranks have noted of the pass, as `noted_by` returns it, if `reduced` has
             joined it. What a rank notes is no longer its own then.
     """
@@ -402,6 +404,7 @@ class Logbook:
         self.logged: Logged = Logged()
         self.steps: int = 0
         self.padding: int = 0
+        self.doubts: Doubts = Doubts()
         self.joined: list[dict[str, Any]] = []
 
     def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
@@ -539,8 +542,13 @@ def reduced(
         return logbook.results(), logbook.steps
     gathered = logbook.joined = [
         *(carried or ()),
-        *collectives.gather(noted_by(logbook, logbook.steps, collectives.rank)),
+        *collectives.gather(
+            {**noted_by(logbook, logbook.steps, collectives.rank), "doubt": logbook.doubts.sentence}
+        ),
     ]
+    for one in gathered:
+        if one.get("doubt") is not None:
+            logbook.doubts.note(one["doubt"], speaks=collectives.rank == 0)
     try:
         return _merged(logbook, collectives, gathered)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

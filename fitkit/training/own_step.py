@@ -14,7 +14,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import Source, samples_of
+from fitkit.data.batches import Source
 from fitkit.data.sharding import RankBatch
 from fitkit.data.sources import targets_of
 from fitkit.data.to_device import Mover, moved_by
@@ -28,6 +28,7 @@ from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.losses import Count, Term, checked_count
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.module import LogOptions, Module, is_metric
+from fitkit.samples import samples_of
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.log import Logbook, Logged
 from fitkit.training.step import CompiledStep, PredictStep
@@ -223,6 +224,7 @@ def step_for(
     known = None if source is None else [targets_of(source)]
     may_count = compilation.loss.may_count(known)
     counts = may_count or has_own_steps(model, stage)
+    counts = counts or (source is not None and source.counts_batches)
     if stage == "training":
         wrapped = strategy.wrap_for_training(
             model,
@@ -285,6 +287,7 @@ class OwnStep:
     Attributes:
         samples: of the last batch on this rank; 0 where it was padding.
         total: of the last batches on all ranks.
+        knows_total: whether that is exact.
         count, terms, may_count, is_part: as in `CompiledStep`.
         synchronization: what synchronised batch normalisations go by; None where there are none.
         ranks: those that see different data.
@@ -298,10 +301,12 @@ class OwnStep:
         self.model = model
         self.context = context
         self.wrapped = wrapped
+        self._samples_of = context.compiled.samples_of
         self.mover: Mover = context.compiled.mover
         self.logbook: Logbook = context.compiled.logbook
         self.samples: int = 0
         self.total: int = 0
+        self.knows_total: bool = True
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.may_count: bool = True
@@ -372,10 +377,11 @@ class OwnStep:
         context = self.context
         rank_batch = batch if type(batch) is RankBatch else None
         batch = batch if rank_batch is None else rank_batch.batch
-        self.samples = self.total = samples_of(batch)
+        self.samples = self.total = self._samples_of(batch)
         if rank_batch is not None:
             self.samples, self.total = rank_batch.samples, rank_batch.total
         context.samples = self.samples
+        self.knows_total = rank_batch is None or rank_batch.knows_total
         is_padding = rank_batch is not None and rank_batch.samples == 0
         context.is_padding = is_padding or not counts
         if self.synchronization is not None:
@@ -390,6 +396,7 @@ class OwnStep:
             if self._is_first:
                 self.mover.transfer.note_writes()
             loss = self._loss(outputs)
+        self._count_if_unknown(rank_batch)
         context.is_padding = is_padding
         if not counts:
             return loss
@@ -413,7 +420,7 @@ class OwnStep:
             is_compiled_loss: whether the step returned what `super().training_step` gave.
         """
         context = self.context
-        self.samples = self.total = samples_of(batch)
+        self.samples = self.total = self._samples_of(batch)
         if rank_batch is not None:
             self.samples, self.total = rank_batch.samples, rank_batch.total
         context.samples, context.is_padding = self.samples, False
@@ -424,6 +431,12 @@ class OwnStep:
             self.count = checked_count(count, f"{self._method} returned 'count'")
         elif is_compiled_loss and context.compiled is not None:
             self.count, self.terms = context.compiled.count, context.compiled.terms
+        self._count_if_unknown(rank_batch)
+
+    def _count_if_unknown(self, rank_batch: RankBatch | None) -> None:
+        """Make the samples the count if only the ranks together know their sum."""
+        if rank_batch is not None and not rank_batch.knows_total and self.count is None:
+            self.count = self.samples
 
     def note(self, loss: torch.Tensor | None, outputs: Any) -> None:
         """Take a batch's loss, and what its step returned, into the pass's values."""

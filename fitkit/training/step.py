@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.data.batches import check_weights, samples_in, unpack_batch, warn_of_second_target
+from fitkit.data.batches import check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
@@ -32,6 +32,7 @@ from fitkit.losses.compiled import total_of
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
+from fitkit.samples import Counted, counted, counted_in, said_by, samples_in
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.settings import MEMORY_FORMATS
@@ -57,6 +58,7 @@ class CompiledStep:
     Attributes:
         samples: the samples of the last batch on this rank; 0 if it was padding.
         total: the samples of the last batches on all ranks.
+        given_samples: the samples of the last batch that was moved; None if its rows are counted.
         count: what the last batch's loss was the mean over; None for its samples.
         may_count: as given.
         keeps_batches: whether batches' memory stays unchanged while others are read.
@@ -94,6 +96,9 @@ class CompiledStep:
         self.loss: CompiledLoss = compilation.loss.begin()
         self.loss.class_weights = class_weights
         self.logbook: Logbook = Logbook(compilation.metrics.begin())
+        self.logbook.doubts = model._fitkit.doubts
+        self._speaks = strategy.collectives.rank == 0
+        self._has_target = compilation.target is not None
         self.meters: CompiledMetrics | None = self.logbook.meters or None
         self.class_weights = class_weights
         self.all_targets: list[Any] = all_targets or []
@@ -102,6 +107,7 @@ class CompiledStep:
         self._had_target = False
         self.samples: int = 0
         self.total: int = 0
+        self.given_samples: int | None = None
         self.may_count = may_count
         self.keeps_batches = keeps_batches
         if (own := self.loss.own) is not None:
@@ -170,9 +176,18 @@ class CompiledStep:
             rank_batch: how many of its samples count; None if all do.
         """
         x, y, weight = batch
-        self.samples = self.total = samples_in(x, y)
+        samples = self.given_samples
+        if samples is None:
+            both = type(x) is torch.Tensor and type(y) is torch.Tensor
+            if both and not (x.is_nested or y.is_nested) and y.ndim and x.shape[:1] == y.shape[:1]:
+                samples = y.shape[0]
+            else:
+                samples = self._told(counted_in(x, y))
+        self.samples = self.total = samples
         if rank_batch is not None:
             self.samples, self.total = rank_batch.samples, rank_batch.total
+            if not rank_batch.knows_total and (self.count is None or not self.may_count):
+                self.count = self.samples  # so that all ranks' numbers are summed
             if rank_batch.samples == 0:
                 self.count = None if self.count is None else 0
                 return
@@ -230,8 +245,25 @@ class CompiledStep:
         return loss
 
     def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
-        """The batch's inputs, targets and weights, on the device."""
+        """The batch's inputs, targets and weights, on the device.
+
+        The samples are those of the batch as it was given: it may say its number.
+        """
+        kind = type(batch)
+        self.given_samples = None if kind is tuple or kind is list else self.samples_of(batch)
         return self.parts(self._move(batch))
+
+    def samples_of(self, batch: Any) -> int:
+        """The samples of a batch as it was given. Entries that disagree are said once."""
+        if self._has_target and isinstance(batch, Mapping) and said_by(batch) is None:
+            return self._told(counted_in(*self._unpack(batch)[:2]))
+        return self._told(counted(batch))
+
+    def _told(self, found: Counted) -> int:
+        """The number that was counted, after its doubt was said."""
+        if found.doubt is not None:
+            self.logbook.doubts.note(found.doubt, speaks=self._speaks)
+        return found.samples
 
     def parts(self, batch: Any) -> tuple[Any, Any, Any]:
         """The inputs, targets and weights of a batch that is on the device."""

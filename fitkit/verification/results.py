@@ -35,6 +35,11 @@ REASONS = {
         "is a mean over the labels that count, and the parts have different numbers of them.",
         f"Give the loss by name (loss='cross_entropy' ignores -100), or {COUNTED}",
     ),
+    "samples": (
+        "holds other numbers of samples than fitkit counts in it, by which its parts are weighed.",
+        "Let your collate_fn set samples on the batch, or return {'loss': loss, 'count': samples} "
+        "from a training_step.",
+    ),
     "sum": (
         "is a sum over the samples, and parts are averaged.",
         "Return the mean over the samples.",
@@ -85,9 +90,9 @@ class Cause:
 
     Attributes:
         kind: `"dropout"` (any layer that draws random numbers), `"batch_norm"`, `"layer"` (another
-            one that mixes samples), `"ignored_labels"`, `"loss"`, `"metric"`, `"data"`,
-            `"kernels"`, `"state"` (missing in the checkpoint), `"rounding"`, `"error"` or
-            `"unknown"`.
+            one that mixes samples), `"samples"` (fitkit counts a batch's samples wrongly),
+            `"ignored_labels"`, `"loss"`, `"metric"`, `"data"`, `"kernels"`, `"state"` (missing in
+            the checkpoint), `"rounding"`, `"error"` or `"unknown"`.
         place: the name of the layer, the metric or the part of the data; "" if there is none.
         words: what it does.
         advice: what to write.

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import tempfile
@@ -18,14 +17,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit import trees
-from fitkit.arguments import describe
 from fitkit.callbacks import Callback
-from fitkit.data.arrays import take
-from fitkit.data.batches import samples_of, unpack_batch
+from fitkit.data.batches import unpack_batch
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.model import Model
 from fitkit.modes import kept_in_evaluation
 from fitkit.random_states import set_seed
+from fitkit.samples import samples_of
+from fitkit.verification.cutting import SEED, Kept, cut, same_bits, size_of
 from fitkit.verification.results import Cause, Row, cause_of, digits_of
 
 Pass = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -135,8 +134,6 @@ def _joined(tensors: list[torch.Tensor], shape: torch.Size | None) -> torch.Tens
     return None
 
 
-SEED = 20_011
-
 ALONE: dict[str, Any] = {
     "devices": 1, "strategy": "auto", "num_nodes": 1, "auto_select_gpus": False,
     "accumulate_grad_batches": 1, "effective_batch_size": None, "scale_lr": None,
@@ -153,27 +150,6 @@ LIMITS = {"64-true": (1e-6, 1e-9), "32-true": (1e-2, 1e-4)}
 outputs, as a part of the largest. Rounding is far below that in float64, and near in float32."""
 
 
-def cut(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch into parts of uneven sizes, which weigh unlike.
-
-    Raises:
-        ConfigurationError: it can't be cut.
-    """
-    samples = samples_of(batch)
-    for leaf in trees.leaves(batch):
-        shape = getattr(leaf, "shape", None)
-        if leaf is not None and (not shape or shape[0] != samples):
-            raise ConfigurationError(
-                f"A batch of {samples} samples holds {describe(leaf)}, which can't be cut."
-            )
-    if samples < 2 * parts:
-        raise ConfigurationError(f"A batch of {samples} samples is too small for {parts} parts.")
-    bounds = [round(samples * place / parts) for place in range(parts + 1)]
-    if samples >= 3 * parts:
-        bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]
-    return [take(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
-
-
 Numbers = dict[str, torch.Tensor]
 Found = tuple[bool, float, str, tuple[Cause, ...]]
 """What a comparison gives: whether both sides are equal, digits, the first that differs, causes."""
@@ -187,18 +163,28 @@ class Trials:
         batches: of the user's data; each makes an update.
         devices: on how many processes.
         class_weight: as in `fit`.
+        kept: the samples of each batch, where they are known.
 
     Raises:
         Exception: the model can't train on these batches.
     """
 
-    def __init__(self, model: Model, batches: list[Any], devices: int, class_weight: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        batches: list[Any],
+        devices: int,
+        class_weight: Any,
+        kept: list[Kept | None] | None = None,
+    ) -> None:
         self.model: Model = model
         self.devices: int = devices
         self.class_weight: Any = class_weight
-        self.parts = 4 if samples_of(batches[0]) >= 16 else 2
+        pairs = zip(batches, kept or [None] * len(batches), strict=True)
+        self._kept: dict[int, Kept | None] = {id(batch): samples for batch, samples in pairs}
+        self.parts = 4 if self.size_of(batches[0]) >= 16 else 2
         # A last batch may be too small to be cut as the others.
-        large = [b for b in batches if samples_of(b) >= 2 * max(self.parts, devices)]
+        large = [b for b in batches if self.size_of(b) >= 2 * max(self.parts, devices)]
         self.batches: list[Any] = large or batches[:1]
         self.accelerator = "cuda" if model.device.type == "cuda" else "cpu"  # MPS has no float64
         self.start = _numbers(model)
@@ -221,6 +207,14 @@ class Trials:
         self._drawing: frozenset[str] = (
             frozenset()
         )  # modules that draw numbers, as the last search for causes found
+
+    def size_of(self, batch: Any) -> int:
+        """The number of a batch's samples; 0 if it can't be told."""
+        return size_of(batch, self._kept.get(id(batch)))
+
+    def cut(self, batch: Any, parts: int) -> list[Any]:
+        """Cut a batch into parts, as `cut` does."""
+        return cut(batch, parts, self._kept.get(id(batch)))
 
     def rows(self, runs_compiled: bool) -> Iterator[Row]:
         """Make all comparisons.
@@ -315,7 +309,7 @@ class Trials:
         )  # fmt: skip
 
     def _pieces(self, parts: int, batches: list[Any] | None = None) -> list[Any]:
-        return [piece for batch in batches or self.batches for piece in cut(batch, parts)]
+        return [piece for batch in batches or self.batches for piece in self.cut(batch, parts)]
 
     def compared(self, numbers: Numbers, others: Numbers) -> tuple[float, str]:
         """How much differs, as a part of what the updates changed, and the first that does."""
@@ -421,6 +415,8 @@ class Trials:
             return False, digits, wrong[0], (found,)
         losses = [name for name in wrong if name == "loss" or name.endswith("_loss")]
         causes = [cause_of("metric", repr(name)) for name in wrong if name not in losses]
+        if not self._counts_fit():
+            return False, digits, wrong[0], (cause_of("samples", "A batch"),)
         if losses:
             causes.insert(0, self._loss_cause or cause_of("loss", repr(losses[0])))
         return False, digits, wrong[0], tuple(causes)
@@ -495,6 +491,8 @@ class Trials:
         difference, _ = self.compared(self.reference(quiet), self.accumulated(parts, quiet))
         if difference <= self.limit:
             return cause_of("by_rank")
+        if not self._counts_fit():
+            return cause_of("samples", "A batch")
         place = "The loss" if self._given("loss") is not None else "The model's own loss"
         batches = [_with_all_labels(batch) for batch in self.batches]
         if any(one is not other for one, other in zip(batches, self.batches, strict=True)):
@@ -510,11 +508,16 @@ class Trials:
             copied, batch = self.copied(quiet), self.batches[0]
             total, one, other = (
                 copied.test_on_batch(*unpack_batch(part), return_dict=True)["loss"]
-                for part in [batch, *cut(batch, 2)]
+                for part in [batch, *self.cut(batch, 2)]
             )
             if math.isclose(total, one + other, rel_tol=self.output_limit):
                 self._loss_cause = cause_of("sum", place)
         return self._loss_cause
+
+    def _counts_fit(self) -> bool:
+        """Whether the samples that fitkit counts in the parts add up to those of the whole."""
+        whole, pieces = (samples_of(batch) for batch in self.batches), self._pieces(self.parts)
+        return sum(whole) == sum(map(samples_of, pieces))
 
     def _passes_by_seed(
         self, quiet: frozenset[str] = frozenset(), verb: str = "fit"
@@ -529,7 +532,7 @@ class Trials:
     def _first_mixing(self, quiet: frozenset[str], parts: int, verb: str = "fit") -> str | None:
         """The first module that gives a sample another output in a part of its batch."""
         whole = self._passes(self.batches[:1], quiet, verb)
-        return self._first_other(whole, self._passes(cut(self.batches[0], parts), quiet, verb))
+        return self._first_other(whole, self._passes(self.cut(self.batches[0], parts), quiet, verb))
 
     def _passes(
         self,
@@ -567,15 +570,6 @@ def _numbers(model: Model) -> Numbers:
     """The model's parameters in float64 in main memory, by the net's names."""
     named = model._weights_module().named_parameters()
     return {name: own.detach().to("cpu", torch.float64, copy=True) for name, own in named}
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    """Whether two entries of state dicts are equal; NaN is NaN."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.allclose(
-            one, other, rtol=0, atol=0, equal_nan=True
-        )
-    return bool(one == other)
 
 
 def _with_all_labels(batch: Any) -> Any:

@@ -9,22 +9,23 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag, describe
-from fitkit.data.batches import NoRows, Source, samples_of
-from fitkit.data.sources import check_data_type, make_source
+from fitkit.data.batches import NoRows, Source
+from fitkit.data.sources import LoaderSource, check_data_type, keeps_samples, make_source
 from fitkit.distributed.cluster import detect
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.random_states import random_state, set_random_state, set_seed
+from fitkit.verification.cutting import SEED, Kept, same_bits
 from fitkit.verification.results import Cause, Row, Verification
-from fitkit.verification.trials import SEED, Trials, same_bits
+from fitkit.verification.trials import Trials
 
 
 def verify(
@@ -112,23 +113,50 @@ def verify(
         # A warning in each of the runs would be a row here.
         with in_use(model, "verify", alone=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            batches = _read(source, updates)
+            source, keeping = _keeping(source)
+            batches, own_samples = _read(source, updates, keeping)
             data = _same_twice(source, batches)
-            trials = Trials(model, batches, devices, class_weight)
+            trials = Trials(model, batches, devices, class_weight, own_samples)
             rows = (data, *trials.rows(runs_compiled))
     finally:
         set_random_state(kept, source.generators)
+    size = trials.size_of(trials.batches[0]) or "?"
     found = Verification(
         rows,
-        f"{len(trials.batches)} updates of {samples_of(trials.batches[0])} samples, compared in "
-        f"float{trials.precision[:2]} with whole batches in one process",
+        f"{len(trials.batches)} updates of {size} samples, compared in float"
+        f"{trials.precision[:2]} with whole batches in one process",
     )
     if verbose:
         print(found)
     return found
 
 
-def _read(source: Source, count: int) -> list[Any]:
+class _Keeping:
+    """A loader's collate_fn that keeps the samples of the last batch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+        self.last: Kept | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.last = Kept(copy.deepcopy(samples), self.collate)
+        return self.collate(samples)
+
+
+def _keeping(source: Source) -> tuple[Source, _Keeping | None]:
+    """The source, and what keeps its samples where a collate_fn of the user's joins them."""
+    loader = source.loader if isinstance(source, LoaderSource) else None
+    if loader is None or keeps_samples(loader.collate_fn) or loader.batch_sampler is None:
+        return source, None
+    other, keeping = copy.copy(loader), _Keeping(loader.collate_fn)
+    other.collate_fn, other.num_workers, other.prefetch_factor = keeping, 0, None
+    other.persistent_workers = False
+    return LoaderSource(other), keeping
+
+
+def _read(
+    source: Source, count: int, keeping: _Keeping | None = None
+) -> tuple[list[Any], list[Kept | None]]:
     """Read the first batches with rows, after seeding everything that the data may draw from."""
     set_seed(SEED)
     for generator in source.generators:
@@ -136,20 +164,23 @@ def _read(source: Source, count: int) -> list[Any]:
     if hasattr(source, "seed"):
         source.seed = None  # for the order of arrays, which is then drawn again
     found: list[Any] = []
+    kept: list[Kept | None] = []
     for batch in source.batches(0):
         if batch is not NoRows:  # a Dataset may return the same memory again
             found.append(trees.map_leaves(copy.deepcopy, batch))
+            kept.append(None if keeping is None else keeping.last)
         if len(found) == count:
             break
     if not found:
         raise ConfigurationError("x is empty: it gave no batches.")
-    return found
+    return found, kept
 
 
 def _same_twice(source: Source, batches: list[Any]) -> Row:
     """Whether the data are the same if they are read again with the same seeds."""
     what = "the data, read twice"
-    for number, (one, other) in enumerate(zip(batches, _read(source, len(batches)), strict=False)):
+    again, _ = _read(source, len(batches))
+    for number, (one, other) in enumerate(zip(batches, again, strict=False)):
         pairs = zip(trees.leaves_with_paths(one), trees.leaves_with_paths(other), strict=False)
         for (path, mine), (_, others) in pairs:
             if not same_bits(mine, others):

@@ -19,6 +19,7 @@ from fitkit.distributed.rows import gather, part_sizes, split
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
+from fitkit.samples import samples_among
 
 AUTOCAST_KINDS = ("cpu", "cuda")
 
@@ -107,10 +108,10 @@ class Replicas(WrappedModel):
         """
         if method:
             parts = [((part, *args[1:]), kwargs) for part in split(args[0], len(self._devices))]
-            samples = trees.sample_count(args[0])
+            samples = samples_among(args[0])
         else:
             parts = split((args, kwargs), len(self._devices))
-            samples = trees.sample_count((args, kwargs))
+            samples = samples_among((args, kwargs))
         weights = part_sizes(samples, len(self._devices))
         self.weights: list[int] | None = weights
         replicas = replicate(self.module, list(self._devices[: len(parts)]))

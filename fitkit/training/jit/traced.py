@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from fitkit import trees
-from fitkit.data.batches import samples_in
 from fitkit.data.sharding import RankBatch
 from fitkit.distributed.strategies import Strategy
 from fitkit.losses import Term
 from fitkit.losses.compiled import total_of
 from fitkit.module import Module
+from fitkit.samples import samples_in
 from fitkit.training.jit.graph_calls import Batch
 from fitkit.training.jit.programs import UncompiledError, copied
 from fitkit.training.own_step import OwnStep, loss_in

@@ -265,7 +265,7 @@ class JitUpdate:
 
     def _may_join_batch(self, batch: Batch) -> bool:
         """Return whether one call may compute a batch with others, and note its shapes."""
-        shapes = shapes_of(batch)
+        shapes = (shapes_of(batch), getattr(self._step, "given_samples", None))
         if shapes != self._shapes:
             self._learn_each()
             if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(batch)):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import fitkit
+from fitkit.training.step import CompiledStep
 from tests import nets
 from tests.reference import compiled, copied_state, is_same, plain_loop
 
@@ -335,3 +336,43 @@ def test_too_few_samples_to_be_cut_are_a_row_that_wasnt_run(data):
     found = verified(nets.dense(8, 3), x[:3], y[:3])
     assert found["accumulated"].ok is None and "too small" in found["accumulated"].note
     assert "not run" in found.table
+
+
+class OfBatches(fitkit.Model):
+    def training_step(self, batch, batch_idx):
+        rows = torch.stack([row.double().mean(0) for row in batch["rows"]])
+        return (self.net(rows) ** 2).mean()
+
+
+def as_lists(rows):
+    return {"rows": list(rows)}
+
+
+@pytest.mark.parametrize("collate", [None, as_lists], ids=["rows", "lists"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_count_of_samples_is_found(collate, wrong, monkeypatch):
+    """verify counts by itself: by rows, or by the samples that the data set gave."""
+    if wrong:
+        note = CompiledStep.note
+
+        def note_wrongly(step, *given):
+            note(step, *given)
+            step.samples = step.total = 1
+
+        monkeypatch.setattr(CompiledStep, "note", note_wrongly)
+        counted = fitkit.samples.Counted(1)
+        monkeypatch.setattr("fitkit.training.step.counted", lambda _: counted)
+        monkeypatch.setattr("fitkit.verification.trials.samples_of", lambda _: 1)
+    if collate is None:
+        model = fitkit.Model(torch.nn.Linear(3, 1))
+        model.compile("sgd", "mse", learning_rate=0.1, accelerator="cpu")
+        data = torch.rand(24, 3), torch.rand(24, 1)
+    else:
+        model = OfBatches(torch.nn.Linear(3, 1))
+        model.compile("sgd", learning_rate=0.1, accelerator="cpu")
+        samples = [torch.rand(1 + i % 4, 3) for i in range(24)]
+        data = (torch.utils.data.DataLoader(samples, 8, collate_fn=collate),)
+    found = fitkit.verify(model, *data, batch_size=8, devices=1, updates=2, verbose=False)
+    assert found["accumulated"].ok is not wrong, found
+    if wrong:
+        assert "samples" in {cause.kind for cause in found["accumulated"].causes}
