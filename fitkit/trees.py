@@ -132,11 +132,15 @@ def _has_rows(tree: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
 
 
-def concatenate(trees: list[Any]) -> Any:
+def concatenate(trees: list[Any], samples: list[int] | None = None) -> Any:
     """Join trees of one structure along dimension 0, leaf by leaf. The result is always a copy.
 
     Tensors without dimensions become a vector with one entry per tree. Leaves that aren't tensors
-    become a list.
+    become a list. Lists with an entry per sample, such as a detector's dicts, are joined end to
+    end.
+
+    Args:
+        samples: the number of samples of each tree; None if unknown.
 
     Raises:
         ValueError: the trees differ in structure, or shapes differ beyond dimension 0.
@@ -148,16 +152,36 @@ def concatenate(trees: list[Any]) -> Any:
     if isinstance(first, Mapping):
         if any(list(tree) != list(first) for tree in trees):
             raise ValueError(f"batches have different keys: {list(first)} and others")
-        return {key: concatenate([tree[key] for tree in trees]) for key in first}
+        return {key: concatenate([tree[key] for tree in trees], samples) for key in first}
     if is_named_tuple(first):
-        return type(first)(*(concatenate(list(items)) for items in zip(*trees, strict=True)))
-    if isinstance(first, list) and not any(map(_has_rows, first)):
-        return [entry for tree in trees for entry in tree]  # one entry per sample: texts
+        columns = zip(*trees, strict=True)
+        return type(first)(*(concatenate(list(items), samples) for items in columns))
+    if isinstance(first, list) and _are_of_samples(trees, samples):
+        return [entry for tree in trees for entry in tree]
     if isinstance(first, (tuple, list)):
-        return type(first)(concatenate(list(items)) for items in zip(*trees, strict=True))
+        columns = zip(*trees, strict=True)
+        return type(first)(concatenate(list(items), samples) for items in columns)
     if _is_record(first):
         return {
-            field.name: concatenate([getattr(tree, field.name) for tree in trees])
+            field.name: concatenate([getattr(tree, field.name) for tree in trees], samples)
             for field in dataclasses.fields(first)
         }
     return list(trees)
+
+
+def _are_of_samples(lists: list[list[Any]], samples: list[int] | None) -> bool:
+    """Whether lists have an entry per sample: texts, or as many entries as samples in each batch.
+
+    Lists of as many tensors with as many rows are several outputs.
+    """
+    if not any(_has_rows(item) for each in lists for item in each):
+        return True
+    if samples is None or any(len(e) != n for e, n in zip(lists, samples, strict=True)):
+        return False
+    if all(isinstance(item, Mapping) for each in lists for item in each):
+        return True
+    return not all(
+        tensor.ndim and tensor.shape[0] == n
+        for each, n in zip(lists, samples, strict=True)
+        for tensor in tensors(each)
+    )

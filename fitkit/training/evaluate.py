@@ -26,6 +26,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage, overridden
 from fitkit.losses import Count
 from fitkit.module import Module
+from fitkit.samples import samples_of
 from fitkit.training.explain import raise_explained
 from fitkit.training.jit.evaluation import HELD, jit_pass
 from fitkit.training.jit.net import as_written
@@ -128,21 +129,28 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
             with evaluating(model, context):
                 callbacks.call("on_predict_begin", {})
                 plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
-                plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
+                plan.run(
+                    context,
+                    mine,
+                    "stop_predicting",
+                    partial(_outputs, copies, mine.samples, group_size),
+                )
                 copies.wait()
                 callbacks.call("on_predict_end", {})
         finally:
             close_bars(callbacks)
-        everyone = data_ranks.gather(mine.without_padding(copies.outputs))
+        counted = zip(copies.outputs, mine.samples, strict=False)
+        everyone = data_ranks.gather(mine.without_padding(list(counted)))
     # Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
-    whole = [output for output in dealt if output is not NoRows]
+    whole = [pair for pair in dealt if pair is not NoRows and pair[0] is not NoRows]
     if not whole:
         raise ConfigurationError("x is empty: it gave no samples.")
-    return joined(whole)
+    outputs, samples = zip(*whole, strict=True)
+    return joined(list(outputs), list(samples))
 
 
-def _outputs(copies: HostCopies, group_size: int, index: int) -> dict[str, Any]:
+def _outputs(copies: HostCopies, samples: list[int], group_size: int, index: int) -> dict[str, Any]:
     """Return the outputs of the group of batches that ends with number `index`, for its hooks.
 
     This waits for outputs that are still being copied. The outputs of several batches are joined,
@@ -150,12 +158,17 @@ def _outputs(copies: HostCopies, group_size: int, index: int) -> dict[str, Any]:
     """
     if len(copies.outputs) < index + 1:
         copies.wait()
-    found = copies.outputs[index - index % group_size : index + 1]
-    found = [output for output in found if output is not NoRows]
+    group = slice(index - index % group_size, index + 1)
+    pairs = zip(copies.outputs[group], samples[group], strict=False)
+    found, counts = [], []
+    for output, count in pairs:
+        if output is not NoRows:
+            found.append(output)
+            counts.append(count)
     if len(found) == 1:
         return {"outputs": found[0]}
     try:
-        return {"outputs": trees.concatenate(found)}
+        return {"outputs": trees.concatenate(found, counts)}
     except (RuntimeError, ValueError):
         return {"outputs": found}
 
@@ -177,14 +190,17 @@ def _params(
     }
 
 
-def joined(outputs: list[Any]) -> Any:
+def joined(outputs: list[Any], samples: list[int] | None = None) -> Any:
     """Join the outputs of batches.
+
+    Args:
+        samples: the samples of each batch, by which lists with an entry per sample are known.
 
     Raises:
         ConfigurationError: the outputs' shapes differ beyond the first dimension.
     """
     try:
-        return trees.concatenate(outputs)
+        return trees.concatenate(outputs, samples)
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
             "The outputs of the batches can't be joined: their shapes differ beyond the first "
@@ -207,6 +223,9 @@ class InStep:
         marks_padding: whether a repeated batch becomes a `RankBatch` without samples, which a step
             doesn't count. Otherwise it is repeated unchanged, and `without_padding` removes its
             outputs.
+
+    Attributes:
+        samples: of each batch so far, where padding isn't marked; 0 for one without rows.
     """
 
     def __init__(
@@ -219,6 +238,7 @@ class InStep:
         self._count = 0
         self._padding: set[int] = set()
         self._ended = False
+        self.samples: list[int] = []
 
     def ends_here(self) -> bool:
         """End this rank's batches; return whether the loop may end too, or must wait for others."""
@@ -231,7 +251,18 @@ class InStep:
         Ranks:
             Collective before each batch, if the ranks run in step.
         """
-        return self._in_step() if self._together else self._batches
+        batches = self._in_step() if self._together else self._batches
+        return batches if self._marks_padding else self._noted(batches)
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Note the samples of each batch, by which its outputs are joined."""
+        for batch in batches:
+            x = batch[0] if type(batch) is tuple and len(batch) == 1 else None
+            if type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested and x.ndim:
+                self.samples.append(x.shape[0])
+            else:
+                self.samples.append(0 if batch is NoRows else samples_of(batch))
+            yield batch
 
     def without_padding(self, outputs: list[Any]) -> list[Any]:
         """Return the outputs, with `NoRows` in place of the outputs of repeated batches."""
