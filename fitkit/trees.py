@@ -176,6 +176,8 @@ def _are_of_samples(lists: list[list[Any]], samples: list[int] | None) -> bool:
     """
     if not any(_has_rows(item) for each in lists for item in each):
         return True
+    if len({len(each) for each in lists}) > 1:
+        return True
     if samples is None or any(len(e) != n for e, n in zip(lists, samples, strict=True)):
         return False
     if all(isinstance(item, Mapping) for each in lists for item in each):

@@ -39,7 +39,7 @@ def cut(batch: Any, parts: int, kept: Kept | None = None) -> list[Any]:
     It counts by itself, since it is there to find what fitkit counts wrongly.
 
     Args:
-        kept: the batch's samples. They are joined anew if the batch itself can't be cut.
+        kept: the batch's samples. They are joined again if the batch itself can't be cut.
 
     Raises:
         ConfigurationError: it can't be cut.
@@ -141,7 +141,7 @@ def _lengths(tree: Any) -> set[int]:
 
 
 def _refuse_random(kept: Kept) -> None:
-    """Refuse a collate_fn that draws: joined anew, the samples would be others.
+    """Refuse a collate_fn that draws, since it would give other batches.
 
     Raises:
         ConfigurationError: it gives something else with another seed.

@@ -90,7 +90,7 @@ class Cause:
 
     Attributes:
         kind: `"dropout"` (any layer that draws random numbers), `"batch_norm"`, `"layer"` (another
-            one that mixes samples), `"samples"` (fitkit counts a batch's samples wrongly),
+            one that mixes samples) or `"samples"` (fitkit counts a batch's samples wrongly). Or
             `"ignored_labels"`, `"loss"`, `"metric"`, `"data"`, `"kernels"`, `"state"` (missing in
             the checkpoint), `"rounding"`, `"error"` or `"unknown"`.
         place: the name of the layer, the metric or the part of the data; "" if there is none.

@@ -149,8 +149,9 @@ def _keeping(source: Source) -> tuple[Source, _Keeping | None]:
     if loader is None or keeps_samples(loader.collate_fn) or loader.batch_sampler is None:
         return source, None
     other, keeping = copy.copy(loader), _Keeping(loader.collate_fn)
-    other.collate_fn, other.num_workers, other.prefetch_factor = keeping, 0, None
-    other.persistent_workers = False
+    # Here, as the samples must be kept in this process. A loader refuses these as attributes.
+    own = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    vars(other).update(own, collate_fn=keeping)
     return LoaderSource(other), keeping
 
 
