@@ -51,8 +51,6 @@ class Source:
         target: all targets as a tree of tensors, if they are in memory.
         own_state: tracks the state that a loader keeps by itself (`OwnState`); otherwise None.
         generators: the data's own random generators, which may determine their order.
-        counts_batches: whether only the batches show their samples on several ranks, since a
-            collate_fn may leave samples out, or make more of them.
         whole: all ranks' data, if this is one rank's shard of them; otherwise the source itself.
     """
 
@@ -61,7 +59,6 @@ class Source:
     steps: int | None = None
     repeatable = True
     own_state: Any = None
-    counts_batches = False
 
     @property
     def target(self) -> Any:

@@ -33,7 +33,6 @@ from fitkit.data.arrays import (
     wide_dtype,
 )
 from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
-from fitkit.data.collate import is_pad
 from fitkit.data.combined import CombinedLoader, combined_source
 from fitkit.data.loaders import (
     ReadInOrder,
@@ -156,11 +155,6 @@ def collate_without_masks(samples: Any) -> Any:
     """Join samples as torch does, and refuse masked arrays, which the first sample shows."""
     refuse_masked(samples[0], "A sample")
     return default_collate(samples)
-
-
-def keeps_samples(collate: Any) -> bool:
-    """Whether a collate_fn is known to make a batch of as many samples as it is given."""
-    return collate in (default_collate, collate_without_masks) or is_pad(collate)
 
 
 class IterableSource(Source):

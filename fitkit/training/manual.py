@@ -14,7 +14,7 @@ from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.optimizing import FitState
-from fitkit.training.own_step import OwnStep, Step
+from fitkit.training.own_step import Step
 from fitkit.training.settings import DEFAULTS
 
 
@@ -100,8 +100,6 @@ def manual_backward(
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
     mine: float = step.samples
     whole: float = step.total
-    if count is None and isinstance(step, OwnStep) and not step.knows_total:
-        count = step.samples
     if count is not None and strategy.data_ranks.world_size > 1:
         mine = float(count)
         (whole,) = strategy.data_ranks.sums([mine])

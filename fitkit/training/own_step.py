@@ -224,7 +224,6 @@ def step_for(
     known = None if source is None else [targets_of(source)]
     may_count = compilation.loss.may_count(known)
     counts = may_count or has_own_steps(model, stage)
-    counts = counts or (source is not None and source.counts_batches)
     if stage == "training":
         wrapped = strategy.wrap_for_training(
             model,
@@ -287,7 +286,6 @@ class OwnStep:
     Attributes:
         samples: of the last batch on this rank; 0 where it was padding.
         total: of the last batches on all ranks.
-        knows_total: whether that is exact.
         count, terms, may_count, is_part: as in `CompiledStep`.
         synchronization: what synchronised batch normalisations go by; None where there are none.
         ranks: those that see different data.
@@ -306,7 +304,6 @@ class OwnStep:
         self.logbook: Logbook = context.compiled.logbook
         self.samples: int = 0
         self.total: int = 0
-        self.knows_total: bool = True
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.may_count: bool = True
@@ -381,7 +378,6 @@ class OwnStep:
         if rank_batch is not None:
             self.samples, self.total = rank_batch.samples, rank_batch.total
         context.samples = self.samples
-        self.knows_total = rank_batch is None or rank_batch.knows_total
         is_padding = rank_batch is not None and rank_batch.samples == 0
         context.is_padding = is_padding or not counts
         if self.synchronization is not None:
@@ -396,7 +392,6 @@ class OwnStep:
             if self._is_first:
                 self.mover.transfer.note_writes()
             loss = self._loss(outputs)
-        self._count_if_unknown(rank_batch)
         context.is_padding = is_padding
         if not counts:
             return loss
@@ -431,12 +426,6 @@ class OwnStep:
             self.count = checked_count(count, f"{self._method} returned 'count'")
         elif is_compiled_loss and context.compiled is not None:
             self.count, self.terms = context.compiled.count, context.compiled.terms
-        self._count_if_unknown(rank_batch)
-
-    def _count_if_unknown(self, rank_batch: RankBatch | None) -> None:
-        """Make the samples the count if only the ranks together know their sum."""
-        if rank_batch is not None and not rank_batch.knows_total and self.count is None:
-            self.count = self.samples
 
     def note(self, loss: torch.Tensor | None, outputs: Any) -> None:
         """Take a batch's loss, and what its step returned, into the pass's values."""

@@ -186,8 +186,6 @@ class CompiledStep:
         self.samples = self.total = samples
         if rank_batch is not None:
             self.samples, self.total = rank_batch.samples, rank_batch.total
-            if not rank_batch.knows_total and (self.count is None or not self.may_count):
-                self.count = self.samples  # so that all ranks' numbers are summed
             if rank_batch.samples == 0:
                 self.count = None if self.count is None else 0
                 return

@@ -17,7 +17,8 @@ from torch import nn
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag, describe
 from fitkit.data.batches import NoRows, Source
-from fitkit.data.sources import LoaderSource, check_data_type, keeps_samples, make_source
+from fitkit.data.sharding import keeps_rows
+from fitkit.data.sources import LoaderSource, check_data_type, make_source
 from fitkit.distributed.cluster import detect
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.model import Model
@@ -146,7 +147,7 @@ class _Keeping:
 def _keeping(source: Source) -> tuple[Source, _Keeping | None]:
     """The source, and what keeps its samples where a collate_fn of the user's joins them."""
     loader = source.loader if isinstance(source, LoaderSource) else None
-    if loader is None or keeps_samples(loader.collate_fn) or loader.batch_sampler is None:
+    if loader is None or keeps_rows(loader) or loader.batch_sampler is None:
         return source, None
     other, keeping = copy.copy(loader), _Keeping(loader.collate_fn)
     # Here, as the samples must be kept in this process. A loader refuses these as attributes.
