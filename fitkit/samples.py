@@ -273,7 +273,8 @@ def _number(value: Any) -> int | None:
         value = None if value.is_floating_point() or value.is_complex() else value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
-    return int(value) if value >= 0 else None
+    number = int(value)
+    return number if number >= 0 else None
 
 
 # ---------------------------------------------------------------------- entries

@@ -257,11 +257,12 @@ class InStep:
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Note the samples of each batch, by which its outputs are joined."""
         for batch in batches:
-            x = batch[0] if type(batch) is tuple and len(batch) == 1 else None
+            # Without calls where the batch is one tensor.
+            x = batch[0] if type(batch) is tuple and batch[1:] == () else None
             if type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested and x.ndim:
-                self.samples.append(x.shape[0])
+                self.samples += [x.shape[0]]
             else:
-                self.samples.append(0 if batch is NoRows else samples_of(batch))
+                self.samples += [0 if batch is NoRows else samples_of(batch)]
             yield batch
 
     def without_padding(self, outputs: list[Any]) -> list[Any]:
