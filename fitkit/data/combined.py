@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -108,7 +108,7 @@ class CombinedLoader:
         return map(self.structured, self.joined([begin() for begin in begins], begins))
 
     def joined(
-        self, readers: list[Iterator[Any]], again: list[Callable[[], Iterator[Any]]]
+        self, readers: list[Iterator[Any]], again: Sequence[Callable[[], Iterator[Any]]]
     ) -> Iterator[Any]:
         """An entry of each reader at a time, as the mode says.
 
@@ -123,7 +123,7 @@ class CombinedLoader:
 
 
 def _cycled(
-    readers: list[Iterator[Any]], again: list[Callable[[], Iterator[Any]]]
+    readers: list[Iterator[Any]], again: Sequence[Callable[[], Iterator[Any]]]
 ) -> Iterator[Any]:
     missing = object()
     over = [False] * len(readers)

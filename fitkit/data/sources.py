@@ -170,9 +170,9 @@ class IterableSource(Source):
         tell_epoch(self.iterable, number)
         if self.own_state is not None and (not skip or self.own_state.waits):
             return marked(self.own_state.batches())
-        combined = isinstance(self.iterable, CombinedLoader)
-        begun = self.iterable.pass_of(number) if combined else iter(self.iterable)
-        return marked(without_first(begun, skip))
+        if isinstance(self.iterable, CombinedLoader):
+            return marked(without_first(self.iterable.pass_of(number), skip))
+        return marked(without_first(iter(self.iterable), skip))
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:
