@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fitkit.arguments import check_choice, check_count, check_number
+from fitkit.buffers import places_of
 from fitkit.callbacks.base import Callback, Logs, from_all_ranks
 from fitkit.callbacks.rates import set_rate
 from fitkit.callbacks.watches import BatchLosses
@@ -421,9 +422,14 @@ def untouched(model: Model) -> Iterator[None]:
     its optimizers stay the same objects.
     """
     record, state, compilation = model._fitkit, model._fitkit.fit_state, model._fitkit.compilation
-    tensors = [*model.parameters(), *model.buffers(), *compilation.loss_parameters()]
+    modules = [model, *compilation.loss_modules]
+    places = [place for module in modules for place in places_of(module).values()]
     # In main memory: copies on the device would leave less room for the trial.
-    weights = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    weights = [
+        (place, tensor.detach().to("cpu", copy=True))
+        for place in places
+        if (tensor := place.tensor) is not None
+    ]
     notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
     recorded = {name: getattr(record, name) for name in RECORDED}
     had, restore = dict(vars(state)), state.restorer()
@@ -447,8 +453,8 @@ def untouched(model: Model) -> Iterator[None]:
             optimizer.state.clear()
             optimizer.state.update(own)
         with torch.no_grad():
-            for tensor, before in weights:
-                tensor.copy_(before)
+            for place, before in weights:
+                place.put(before)
         for name in NOTES:
             vars(model).pop(name, None)
         vars(model).update(notes)

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
+from fitkit.buffers import places_of
 from fitkit.callbacks.base import Callback, Logs, share_buffers
 from fitkit.callbacks.rates import groups_of
 from fitkit.distributed.spread.in_place import as_parts
@@ -44,14 +45,22 @@ class AveragedWeights:
     """
 
     def __init__(self, model: Module, average: Average, *, buffers: bool) -> None:
-        named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
-        found = {name: tensor for name, tensor in named if trees.is_inexact(tensor)}
+        found = {
+            name: place
+            for name, place in places_of(model, buffers=buffers).items()
+            if place.tensor is not None and trees.is_inexact(place.tensor)
+        }
         self.names: list[str] = list(found)
-        self._tensors = list(found.values())
+        self._places = list(found.values())
         self._averages = [_widened(tensor).clone() for tensor in self._tensors]
         self._average = average
         self._own: list[torch.Tensor] | None = None
         self.count: int = 0
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        """The model's current tensors. A module may have replaced its buffers."""
+        return [place.holder[place.key] for place in self._places]  # type: ignore[misc]
 
     @property
     def is_in_use(self) -> bool:
@@ -63,7 +72,10 @@ class AveragedWeights:
         """Add the model's current weights to the average."""
         assert self._own is None, "the model has the averages themselves"
         by_kind: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for mean, tensor in zip(self._averages, self._tensors, strict=True):
+        for number, (mean, tensor) in enumerate(zip(self._averages, self._tensors, strict=True)):
+            if mean.shape != tensor.shape:  # a buffer that was resized: its average begins again
+                self._averages[number] = _widened(tensor).clone()
+                continue
             means, values = by_kind.setdefault((mean.dtype, type(mean)), ([], []))
             means.append(mean)
             values.append(_widened(tensor))
@@ -76,15 +88,16 @@ class AveragedWeights:
         """Put the averages into the model, in place. Does nothing if they are there."""
         if self._own is None:
             self._own = [tensor.detach().clone() for tensor in self._tensors]
-            for tensor, mean in zip(self._tensors, self._averages, strict=True):
-                tensor.copy_(mean)
+            for place, own, mean in zip(self._places, self._own, self._averages, strict=True):
+                if mean.shape == own.shape:
+                    place.put(mean)
 
     @torch.no_grad()
     def take_out(self) -> None:
         """Give the model its own weights back. Does nothing if it has them."""
         if self._own is not None:
-            for tensor, own in zip(self._tensors, self._own, strict=True):
-                tensor.copy_(own)
+            for place, own in zip(self._places, self._own, strict=True):
+                place.put(own)
             self._own = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,9 +130,9 @@ class EMA(Callback):
 
     After each update, `average = decay · average + (1 - decay) · weights`. It starts from the
     weights at the beginning of `fit`. The model holds the average during each validation and after
-    the end of `fit`. So `evaluate`, `predict` and `save` use it then. What another callback saves
-    or keeps because of a validation's value is the average, too. A training that resumes from such
-    a file continues with its own weights.
+    the end of `fit`, also after an error or Ctrl-C. So `evaluate`, `predict` and `save` use it
+    then. What another callback saves or keeps because of a validation's value is the average,
+    too. A training that resumes from such a file continues with its own weights.
 
     Args:
         decay: how slowly the average follows the weights, from 0 to below 1. Default 0.999.
@@ -184,6 +197,7 @@ class EMA(Callback):
         return self._weights
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
+        self.add_cleanup(self._leave)
         self._begin_average()
         self._seen = self.model.global_step
 
@@ -235,7 +249,12 @@ class EMA(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._put_in()
-        self._weights = None
+
+    def _leave(self) -> None:
+        """Leave the average in the model, however fit ends. It makes no collective calls."""
+        weights, self._weights = self._weights, None
+        if weights is not None and not self._is_early():
+            weights.put_in()
 
     def _finish_epoch(self) -> None:
         """Include an update that the end of the epoch made from an incomplete group of batches."""
@@ -293,11 +312,13 @@ class StochasticWeightAveraging(Callback):
 
     From epoch `swa_epoch_start` on, the rates move to `swa_lrs` over `annealing_epochs` epochs. The
     weights at the end of each of these epochs enter a plain mean. When `fit` ends, the model gets
-    the mean. Validations before that use the current weights. So the best weights of
+    the mean, also after an error or Ctrl-C. Before the first of these epochs has ended, it keeps
+    its weights. Validations use the current weights. So the best weights of
     `EarlyStopping(restore_best_weights=True)` aren't the mean, and the model gets them instead.
 
     The running statistics of batch normalization don't match averaged weights. They are computed
-    again from `bn_data`. Without it they are averaged like the weights, which is often close.
+    again from `bn_data`. Without it, or after an error, they are averaged like the weights, which
+    is often close.
 
     Args:
         swa_lrs: the learning rate of the averaged epochs, above 0. A list sets one rate per
@@ -386,6 +407,7 @@ class StochasticWeightAveraging(Callback):
                 f"swa_epoch_start={start} is after the last epoch: fit has epochs={epochs}."
             )
         self._targets()
+        self.add_cleanup(self._leave)
 
     def _targets(self) -> list[float]:
         groups = len(list(groups_of(self.model)))
@@ -422,11 +444,16 @@ class StochasticWeightAveraging(Callback):
     def _begin_average(self) -> None:
         self._weights = AveragedWeights(self.model, get_swa_multi_avg_fn(), buffers=True)
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
+    def _leave(self) -> None:
+        """Leave the mean in the model, however fit ends."""
         weights, self._weights = self._weights, None
-        if weights is None:
+        if weights is not None:
+            weights.put_in()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        if self._weights is None:
             return
-        weights.put_in()
+        self._weights.put_in()
         if self.bn_data is not None:
             renew_statistics(self.model, self.bn_data, self.model.device)
 

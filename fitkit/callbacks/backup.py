@@ -131,7 +131,9 @@ class BackupAndRestore(Callback):
         self._writer.check_place(self.model, self.backup_dir)
         if self.model.is_global_zero:
             remove_abandoned(self.backup_dir)
+        self.add_cleanup(self._writer.give_up)
         if self.catch_signals:
+            self.add_cleanup(self._signals.restore)
             self._signals.begin()
 
     def _check_alike(self) -> None:
@@ -183,20 +185,19 @@ class BackupAndRestore(Callback):
         if self._ends:
             self._save()
         self._writer.finish(self.model)
-        self._signals.restore()
+        self._signals.restore()  # at once: a signal that comes later isn't for this fit
         if self.model.is_global_zero:
             remove_abandoned(self.backup_dir)
             if self.delete_checkpoint:
                 self._delete()
 
     def on_exception(self, error: BaseException) -> None:
-        self._writer.give_up()
         run = run_of(self.model)
         # The signal ended the DataLoader's workers before this process saw it.
-        ended = self._signals.arrived is not None and "DataLoader worker" in str(error)
-        self._signals.restore(leaving=ended)
-        if not ended or run is None:
+        if self._signals.arrived is None or "DataLoader worker" not in str(error) or run is None:
             return
+        self._writer.give_up()
+        self._signals.restore(leaving=True)
         # With several ranks, no other rank may be left to save with: the last backup is used.
         whole = not several_ranks(self.model) and not self._in_step
         if whole and run.is_between_updates:

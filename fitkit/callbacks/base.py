@@ -8,10 +8,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fitkit.arguments import describe
-from fitkit.errors import ArgumentTypeError, warn
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.registry import did_you_mean
@@ -71,6 +72,8 @@ def run_of(model: Module) -> Run | None:
 MODELS = ("model", "_model")
 """The attribute that holds a callback's model."""
 
+Value = TypeVar("Value")
+
 
 class WeakModel:
     """A callback's `model` that doesn't keep the model alive. It is None once the model is gone.
@@ -107,6 +110,9 @@ class Callback:
     training and of the validation (`val_…`). All callbacks share the dict of the epoch's logs in
     list order. Later callbacks and the history see what you add.
 
+    Whatever a hook changes in the model, it gives to `add_cleanup` or `enter_context`. The run then
+    undoes it at its end, also after an error or Ctrl-C, which never reach `on_train_end`.
+
     Ranks:
         Every rank calls the hooks of its own copy of a callback. The object that you passed is
         rank 0's. Change weights or rates on every rank. Print and write files only if
@@ -131,8 +137,9 @@ class Callback:
         comes_last: whether the hooks are called after those of all other callbacks, including
             fitkit's own. Callbacks that save need this to see the others' changes.
         swaps_weights: whether this callback gives the model other weights: for validations, as
-            `as_validated` says, or when fit ends. Its `on_train_end` is called before the others',
-            so that best weights that another callback restores stay. Default False.
+            `as_validated` says, or when fit ends. Its `on_train_end` and its clean-ups are called
+            before the others', so that best weights that another callback restores stay. Default
+            False.
         watches_losses: whether this callback handles losses that are NaN or infinite. The run then
             omits its own warning about them.
 
@@ -166,6 +173,78 @@ class Callback:
     def __getstate__(self) -> dict[str, Any]:
         """Send other ranks everything but the model, which they have."""
         return {name: value for name, value in vars(self).items() if name not in MODELS}
+
+    def add_cleanup(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have the run call `function(*args, **kwargs)` at its end, whatever ends it.
+
+        The run is the `fit`, `evaluate` or `predict` whose hooks are called now. It calls what all
+        callbacks have added after its last hook, in reverse order. If one of the functions fails,
+        the others are called all the same. After an error of the run, a failure only warns.
+
+        Call it before the change that the function undoes. Then nothing can come between them.
+
+        Raises:
+            ConfigurationError: no run calls this callback now.
+
+        Ranks:
+            The function must make no collective calls: other ranks may have failed or gone.
+
+        Example:
+            >>> import torch, fitkit
+            >>> class Counts(fitkit.callbacks.Callback):
+            ...     def on_train_begin(self, logs=None):
+            ...         self.calls = 0
+            ...         handle = self.model.net.register_forward_hook(self.count)
+            ...         self.add_cleanup(handle.remove)
+            ...     def count(self, module, inputs, output):
+            ...         self.calls += 1
+            >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+            >>> model.compile("adam", "mse")
+            >>> counts = Counts()
+            >>> history = model.fit(torch.ones(64, 4), torch.ones(64), verbose=0, callbacks=counts)
+            >>> counts.calls, len(model.net._forward_hooks)
+            (2, 0)
+        """
+        model = getattr(self, "model", None)
+        cleanups = None if model is None else model._fitkit.contexts.cleanups
+        if cleanups is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} asked for a clean-up outside of fit, evaluate and predict, "
+                "so nobody would call it. In a loop of your own, call the hooks within `with "
+                "CallbackList(callbacks).running(model, params):`."
+            )
+
+        def clean(kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+            try:
+                function(*args, **kwargs)
+            except Exception as another:
+                if error is None:
+                    raise
+                name = type(self).__name__
+                warn(f"A clean-up of {name} failed: {type(another).__name__}: {another}")
+
+        cleanups[self.swaps_weights].push(clean)
+
+    def enter_context(self, context: AbstractContextManager[Value]) -> Value:
+        """Enter a `with` block that lasts until the run's end, whatever ends it.
+
+        Its exit is a clean-up as of `add_cleanup`. It doesn't see the run's error.
+
+        Returns:
+            What `with context as value` gives.
+
+        Raises:
+            ConfigurationError: no run calls this callback now.
+
+        Example:
+            >>> import tempfile, fitkit
+            >>> class Scratch(fitkit.callbacks.Callback):
+            ...     def on_train_begin(self, logs=None):
+            ...         self.folder = self.enter_context(tempfile.TemporaryDirectory())
+        """
+        block = contextlib.ExitStack()
+        self.add_cleanup(block.close)
+        return block.enter_context(context)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this callback: plain data and tensors."""
@@ -341,14 +420,31 @@ class CallbackList:
         self.callbacks: list[Callback] = list(flatten(callbacks))
         self._hooks: dict[str, tuple[Hook, ...]] = {}
 
-    def begin(self, model: Module, params: dict[str, Any]) -> None:
-        """Give every callback the model and the run's parameters."""
-        for callback in self.callbacks:
-            callback.set_model(model)
-            callback.set_params(params)
-        self._hooks = {name: tuple(self._collect(name)) for name in HOOKS}
-        for callback in self.callbacks:
-            self._hooks = callback.around_hooks(self._hooks)
+    @contextlib.contextmanager
+    def running(self, model: Module, params: dict[str, Any]) -> Iterator[None]:
+        """Surround a run, from before its first hook until after its last one.
+
+        Every callback gets the model and the run's parameters. At the end, what the callbacks gave
+        to `add_cleanup` is called.
+
+        Args:
+            model: the model that runs.
+            params: a dict about the run; see `Callback.params`.
+        """
+        contexts = model._fitkit.contexts
+        outer = contexts.cleanups
+        with contextlib.ExitStack() as cleanups, contextlib.ExitStack() as of_weights:
+            cleanups.callback(contexts.put_cleanups, outer)
+            contexts.put_cleanups((cleanups, of_weights))
+            for callback in self.callbacks:
+                if outer is not None and "params" in vars(callback):  # the outer run may call it
+                    cleanups.callback(callback.set_params, callback.params)
+                callback.set_model(model)
+                callback.set_params(params)
+            self._hooks = {name: tuple(self._collect(name)) for name in HOOKS}
+            for callback in self.callbacks:
+                self._hooks = callback.around_hooks(self._hooks)
+            yield
 
     def _collect(self, name: str) -> Iterator[Hook]:
         names = [name, *(short for short, long in SHORT_NAMES.items() if long == name)]
@@ -443,9 +539,6 @@ def flatten(callbacks: object) -> Iterator[Callback]:
             f"callbacks={describe(callbacks)} must be a fitkit.callbacks.Callback or a list "
             "of them."
         )
-
-
-Value = TypeVar("Value")
 
 
 def from_rank_zero(model: Module, value: Value) -> Value:

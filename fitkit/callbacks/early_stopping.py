@@ -16,6 +16,7 @@ from fitkit.arguments import (
     describe,
     only_known_arguments,
 )
+from fitkit.buffers import resize_buffers
 from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
 from fitkit.callbacks.monitor import Monitor
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
@@ -40,8 +41,8 @@ class EarlyStopping(Callback):
         mode: `"min"`, `"max"` or `"auto"` (default), which infers it from the name.
         baseline: a value to beat. Improvements that don't reach it don't reset the patience.
         restore_best_weights: whether the model gets the weights and buffers of the best epoch when
-            `fit` ends, early or not. The optimizer's state stays. Copies are kept in main memory.
-            Default False.
+            `fit` ends, early or not, also after an error or Ctrl-C. The optimizer's state stays.
+            Copies are kept in main memory. Default False.
         start_from_epoch: the first epoch (from 0) to look at. Default 0.
         stopping_threshold: end `fit` once the value is better than this. Default None.
         divergence_threshold: end `fit` once the value is worse than this. Default None.
@@ -118,6 +119,7 @@ class EarlyStopping(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()
         self._monitored.begin(self)
+        self.add_cleanup(self._leave)
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
         value = self._monitored.read_within(self, logs)
@@ -169,8 +171,20 @@ class EarlyStopping(Callback):
             print_on_rank_zero(
                 self.model, f"Restored the best weights, those of epoch {self.best_epoch + 1}."
             )
-        self.model.load_state_dict(self.best_weights)
+        self._restore()
+
+    def _leave(self) -> None:
+        """Restore the best weights after an error or Ctrl-C, too."""
+        # Weights that are divided among the ranks can't be put back without the others.
+        if self.best_weights is not None and self.model._fitkit.compilation.strategy.engine is None:
+            self._restore()
         self.best_weights = None
+
+    def _restore(self) -> None:
+        weights, self.best_weights = self.best_weights, None
+        assert weights is not None
+        resize_buffers(self.model, weights)
+        self.model.load_state_dict(weights)
 
     def _keep_weights(self, epoch: int) -> None:
         self.best_epoch = epoch

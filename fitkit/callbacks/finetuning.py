@@ -94,6 +94,10 @@ class _Freezing(Callback):
         own = self._parts(self.model)[name]
         return [p for p in own if p.requires_grad and id(p) not in learning]
 
+    def _unfreeze_all(self) -> None:
+        for name in list(self._frozen):
+            self._unfreeze(name)
+
     def _freeze(self, name: str) -> None:
         self._frozen[name] = self._freezable(name)
         for parameter in self._frozen[name]:
@@ -102,10 +106,6 @@ class _Freezing(Callback):
     def _unfreeze(self, name: str) -> None:
         for parameter in self._frozen.pop(name, ()):
             parameter.requires_grad = True
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        for name in list(self._frozen):  # fit ended before their epoch
-            self._unfreeze(name)
 
     def _hold_statistics(self) -> None:
         """Keep the running statistics of frozen parts, without `train_bn`."""
@@ -220,6 +220,7 @@ class BackboneFinetuning(_Freezing):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
         self._reset()
+        self.add_cleanup(self._unfreeze_all)  # fit may end before their epoch
         own = {id(parameter) for parameter in self._parts(self.model)[self.backbone]}
         if all(id(p) in own for p in self.model.parameters() if p.requires_grad):
             raise ConfigurationError(
@@ -342,6 +343,7 @@ class GradualUnfreezing(_Freezing):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         refuse_scheduler(self.model, type(self).__name__)
         self._reset()
+        self.add_cleanup(self._unfreeze_all)  # fit may end before their epoch
         self.prepare_optimizers(self.model)
         begun = self.params.get("initial_epoch", 0)
         names = dict.fromkeys(name for named in self.stages.values() for name in named)

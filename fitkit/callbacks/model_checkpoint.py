@@ -250,6 +250,7 @@ class ModelCheckpoint(Callback):
         self._saved_at = time.monotonic()
         self._flag_of_any.begin()
         self._updates_before = self.model.global_step
+        self.add_cleanup(self._writer.give_up)
         self._remove_abandoned()
         self._writer.check_place(self.model, self._names.folder)
         if self._monitored is None:
@@ -317,12 +318,12 @@ class ModelCheckpoint(Callback):
                 files.remove_abandoned(folder)
 
     def on_exception(self, error: BaseException) -> None:
-        self._writer.give_up()
         run = run_of(self.model)
         if not self.save_on_exception or isinstance(error, Preempted) or run is None:
             return
         if several_ranks(self.model) or self.model.global_step == self._updates_before:
             return
+        self._writer.give_up()
         path = self._names.beside("exception")
         self.last_model_path = path
         at_once = CheckpointWriter(

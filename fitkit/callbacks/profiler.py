@@ -158,9 +158,10 @@ class Profiler(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.epochs = []
-        self._close()
+        self._reset()
         if not self._is_alone:
             raise ConfigurationError("fit was given two Profilers. One is enough; leave one out.")
+        self.add_cleanup(self._close)
         device = self.model.device
         self._clock = GPUClock(device) if device.type == "cuda" else PartClock()
         self._has_own_step = type(self.model).training_step is not Module.training_step
@@ -182,12 +183,6 @@ class Profiler(Callback):
         if self.log and self._clock is not None:
             self._take()
             logs.update({PREFIX + part: self.seconds.get(part, 0.0) for part in PARTS})
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._close()
-
-    def on_exception(self, error: BaseException) -> None:
-        self._close()
 
     def _close(self) -> None:
         for handle in self._handles:

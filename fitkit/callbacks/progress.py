@@ -173,6 +173,7 @@ class ProgressBar(Callback):
     def _open(self) -> None:
         """Find a display."""
         self.close()
+        self.add_cleanup(self.close)  # an interrupted run must release the terminal, too
         given = self.params.get("verbose", "auto") if self.verbose is None else self.verbose
         verbose = chosen_verbose(given)
         if not self.model.is_global_zero:
@@ -328,10 +329,3 @@ def with_built_in(callbacks: CallbackList, verbose: Any, *built_in: Callback) ->
         added.append(ProgressBar(verbose=verbose))
     together = [*callbacks.callbacks, *added]
     return CallbackList(sorted(together, key=order))
-
-
-def close_bars(callbacks: CallbackList) -> None:
-    """Close the progress bars, which releases the terminal, even after an error."""
-    for callback in callbacks.callbacks:
-        if isinstance(callback, ProgressBar):
-            callback.close()

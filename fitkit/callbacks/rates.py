@@ -195,6 +195,7 @@ class LearningRateMonitor(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.rates = []
+        self.add_cleanup(setattr, self, "_optimizers", [])
         # Not at each batch: asking the model for them looks through all parameters.
         self._optimizers = optimizers_of(self.model)
 
@@ -211,9 +212,6 @@ class LearningRateMonitor(Callback):
             self._add(logs, "momentum", [_momentum(group) for group in groups])
         if self.log_weight_decay:
             self._add(logs, "weight_decay", [group.get("weight_decay") for group in groups])
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._optimizers = []
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]

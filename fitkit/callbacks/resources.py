@@ -114,6 +114,7 @@ class Timer(Callback):
         self._pass_began_s = self._clock()
         if self._stage == "test":
             self._passes_s["test"] = 0.0
+            self.add_cleanup(setattr, self, "_pass_began_s", None)
 
     def on_test_end(self, logs: Logs) -> None:
         if self._pass_began_s is not None:
@@ -126,6 +127,11 @@ class Timer(Callback):
         self._began_s, self._ended_s = self._clock(), None
         self._flag_of_any.begin()
         self._said = False
+        self.add_cleanup(self._stop_clock)
+
+    def _stop_clock(self) -> None:
+        self._ended_s = self._clock()
+        self._pass_began_s = None
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         if self.duration_s is None or self.interval != "step":
@@ -136,9 +142,6 @@ class Timer(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self.duration_s is not None and from_rank_zero(self.model, self._is_over()):
             self._stop()
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._ended_s = self._clock()
 
     def _is_over(self) -> bool:
         return self.time_remaining() == 0.0

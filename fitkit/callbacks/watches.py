@@ -171,7 +171,9 @@ class NormMonitor(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.norms, self._before, self._logged = [], [], 0
-        self.model._fitkit.fit_state.grad_norms = []
+        state = self.model._fitkit.fit_state
+        self.add_cleanup(setattr, state, "grad_norms", state.grad_norms)
+        state.grad_norms = []
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         norms = self._taken()
@@ -410,16 +412,17 @@ class DetectNonFinite(_Detector):
         return {**super().__getstate__(), "_handles": [], "_sightings": []}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._remove()
         self._reset()
         self.found = None
+        self.add_cleanup(self._remove)
         self._looks = True
         for name, parameter in self._net().named_parameters():
             self._look(f"the parameter {name}, before the first batch", parameter)
         self._check()
         self._looks = False
         if self.found is None:
-            self._handles = list(self._hooks())
+            for handle in self._hooks():
+                self._handles.append(handle)
 
     def _hooks(self) -> Iterator[Any]:
         """Hooks on every module, in the order in which they will run."""
@@ -475,9 +478,6 @@ class DetectNonFinite(_Detector):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         self._check()
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._remove()
-
     def _check(self) -> None:
         """Read the flags from the device, once. The result is the same on every rank."""
         sightings, self._sightings = self._sightings, []
@@ -506,5 +506,5 @@ class DetectNonFinite(_Detector):
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._sightings = [], []
         self._looks = False

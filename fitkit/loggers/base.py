@@ -71,6 +71,7 @@ class Logger(Callback):
             vars(self)["on_train_batch_end"] = self._after_batch
         self.connection: Any = None
         self._is_open = False
+        self._error: BaseException | None = None  # what ended the fit
         self._count_from(0, 0)
 
     # ------------------------------------------------------------------ for loggers to override
@@ -103,7 +104,10 @@ class Logger(Callback):
         """
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called when the fit has ended, with its `error` if there is one. Close what is open."""
+        """Called when the fit has ended, with its `error` if there is one. Close what is open.
+
+        It comes after the last hook of all callbacks, whatever ended the fit.
+        """
 
     def opened(self) -> Any:
         """The connection, for `log_figure`, which may be called at the wrong time.
@@ -149,6 +153,8 @@ class Logger(Callback):
             self._count_from(self._before + self._made, epoch)
         # Not when fit begins: only a checkpoint says which run this is, and it is loaded by now.
         if self.model.is_global_zero and not self._is_open:
+            self._error = None
+            self.add_cleanup(self._close)
             self.start()
             self._is_open = True
             self.log_hyperparameters(hyperparameters_of(self.model, self.params))
@@ -185,19 +191,16 @@ class Logger(Callback):
             self._log_waiting({})
             self.log_scalars(scalars(logs), self.step, epoch)
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._close(None)
-
     def on_exception(self, error: BaseException) -> None:
+        self._error = error
         if self._is_open:
-            try:
-                self._log_waiting({})
-            finally:
-                self._close(error)
+            self._log_waiting({})
 
-    def _close(self, error: BaseException | None) -> None:
-        if self._is_open:
+    def _close(self) -> None:
+        # `start` may have failed after it made the connection.
+        if self._is_open or self.connection is not None:
             self._is_open = False
+            error, self._error = self._error, None
             self.finish(error)
 
     # ------------------------------------------------------------------ checkpoints, other ranks

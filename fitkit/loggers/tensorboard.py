@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
@@ -153,14 +154,16 @@ class TensorBoard(Logger):
     def finish(self, error: BaseException | None = None) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        metrics = {f"hparam/{name}": value for name, value in self._last.items()}
-        file_writer = self._writer("train")._get_file_writer()
-        for summary in hparams(self._settings, metrics):
-            file_writer.add_summary(summary)
-        for name, value in metrics.items():
-            self._writer("train").add_scalar(name, value, self._epoch)
-        files, self.connection = self.connection, None
-        files.close()
+        try:
+            metrics = {f"hparam/{name}": value for name, value in self._last.items()}
+            file_writer = self._writer("train")._get_file_writer()
+            for summary in hparams(self._settings, metrics):
+                file_writer.add_summary(summary)
+            for name, value in metrics.items():
+                self._writer("train").add_scalar(name, value, self._epoch)
+        finally:
+            files, self.connection = self.connection, None
+            files.close()
 
 
 class EventFiles:
@@ -215,13 +218,12 @@ class EventFiles:
         Raises:
             CheckpointError: a file can't be uploaded.
         """
-        try:
-            for writer in self._writers.values():
-                writer.close()
-            self._upload()
-        finally:
+        with contextlib.ExitStack() as ending:
             if self._url is not None:
-                self._local.cleanup()
+                ending.callback(self._local.cleanup)
+            ending.callback(self._upload)
+            for writer in self._writers.values():
+                ending.callback(writer.close)
 
     def _upload(self) -> None:
         if self._url is None:

@@ -15,7 +15,7 @@ from fitkit import trees
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
-from fitkit.callbacks.progress import close_bars, with_built_in
+from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, in_groups, limited
 from fitkit.data.sharding import RankBatch
@@ -44,11 +44,8 @@ def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
         stage = evaluation_stage(model) or "test"
         context, step = step_for(model, stage, all_targets=[source.target], source=source)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
-        callbacks.begin(model, _params(model, "evaluate", source, arguments))
-        try:
+        with callbacks.running(model, _params(model, "evaluate", source, arguments)):
             values = evaluate_source(model, source, arguments.steps, context, step, callbacks)
-        finally:
-            close_bars(callbacks)
     if model.is_global_zero and model._fitkit.fit_state.run is None:
         sentence = arguments.callback_list.warning_of(values)
         if sentence is not None:
@@ -119,26 +116,19 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         source = rank_source(model, arguments.source, training=False, steps=arguments.steps)
         context, step = predict_step_for(model)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
-        callbacks.begin(model, _params(model, "predict", source, arguments))
         copies = HostCopies(lent=not isinstance(source.whole, ArraySource))
         model.stop_predicting = False
         mine = InStep(
             _share_of_steps(source, arguments.steps, data_ranks), strategy, marks_padding=False
         )
-        try:
-            with evaluating(model, context):
-                callbacks.call("on_predict_begin", {})
-                plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
-                plan.run(
-                    context,
-                    mine,
-                    "stop_predicting",
-                    partial(_outputs, copies, mine.samples, group_size),
-                )
-                copies.wait()
-                callbacks.call("on_predict_end", {})
-        finally:
-            close_bars(callbacks)
+        params = _params(model, "predict", source, arguments)
+        with callbacks.running(model, params), evaluating(model, context):
+            callbacks.call("on_predict_begin", {})
+            plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
+            logs_of = partial(_outputs, copies, mine.samples, group_size)
+            plan.run(context, mine, "stop_predicting", logs_of)
+            copies.wait()
+            callbacks.call("on_predict_end", {})
         counted = zip(copies.outputs, mine.samples, strict=False)
         everyone = data_ranks.gather(mine.without_padding(list(counted)))
     # Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.

@@ -14,7 +14,7 @@ from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides, report_error
 from fitkit.callbacks.monitor import why_none
-from fitkit.callbacks.progress import close_bars, with_built_in
+from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, Stream, in_groups
 from fitkit.distributed.collectives import Collectives
@@ -56,6 +56,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
         contextlib.ExitStack() as ending,
     ):
         ending.callback(strategy.finish)  # releases the engine, even if no Fit can be made
+        outer = state.run  # a callback may have called fit
         run = Fit(model, arguments)
         callbacks = with_built_in(
             arguments.callback_list, arguments.verbose, *run.built_in_callbacks()
@@ -63,35 +64,16 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
         model.history, model.stop_training = run.history, False
         model._fitkit.batch_size = run.source.batch_size
         run.announce()
-        callbacks.begin(model, run.params())
         try:
-            with run.batch_norms_synchronized():
-                state.run = run
-                if not kept_in_evaluation(model._weights_module()):
-                    model.train()
-                with running(model, run.context):  # its logs join the first epoch's
-                    run.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
-                run.warn_of_doubts()
-                run.in_evaluation = kept_in_evaluation(model._weights_module())
-                if run.resumed is not None:  # after on_train_begin, which resets callbacks
-                    run.resumed.restore_history(run.history)
-                    give_states(arguments.callback_list.callbacks, run.resumed.callbacks)
-                logs: dict[str, Any] = {}
-                for epoch in range(arguments.initial_epoch, arguments.epochs):
-                    logs = run.run_epoch(epoch, callbacks, logs)
-                    if model.stop_training:
-                        break
-                callbacks.call("on_train_end", logs)
-                model.history = run.history  # a callback may have called fit
-                state.progress = progress_of(run)
-                run.end_engine()
-        except BaseException as error:
-            run.update.flush()  # use the batches before the error, as single steps would
-            report_error(error, callbacks)
-            raise
+            with callbacks.running(model, run.params()):
+                try:
+                    run.all_epochs(callbacks)
+                except BaseException as error:
+                    run.update.flush()  # use the batches before the error, as single steps would
+                    report_error(error, callbacks)
+                    raise
         finally:
-            close_bars(callbacks)
-            state.run = state.grad_norms = None
+            state.run = outer
             model.untoggle_optimizer(run.optimizers[0])
             run.rates.end()
     return run.history
@@ -189,6 +171,31 @@ class Fit:
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
         self.has_warned_of_empty: bool = False
+
+    def all_epochs(self, callbacks: CallbackList) -> None:
+        """Train for all epochs, between the first and the last hook."""
+        model, arguments = self.model, self.arguments
+        state = model._fitkit.fit_state
+        with self.batch_norms_synchronized():
+            state.run = self
+            if not kept_in_evaluation(model._weights_module()):
+                model.train()
+            with running(model, self.context):  # its logs join the first epoch's
+                self.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
+            self.warn_of_doubts()
+            self.in_evaluation = kept_in_evaluation(model._weights_module())
+            if self.resumed is not None:  # after on_train_begin, which resets callbacks
+                self.resumed.restore_history(self.history)
+                give_states(arguments.callback_list.callbacks, self.resumed.callbacks)
+            logs: dict[str, Any] = {}
+            for epoch in range(arguments.initial_epoch, arguments.epochs):
+                logs = self.run_epoch(epoch, callbacks, logs)
+                if model.stop_training:
+                    break
+            callbacks.call("on_train_end", logs)
+            model.history = self.history  # a callback may have called fit
+            state.progress = progress_of(self)
+            self.end_engine()
 
     def end_engine(self) -> None:
         """Have the engine give back the module and the optimizers; not called after a failure."""

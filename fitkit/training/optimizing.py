@@ -418,9 +418,11 @@ class FitState:
     def settings_restored(self) -> Iterator[None]:
         """Restore the groups' settings, such as the rates, at the end of a block."""
         before = self.settings()
-        yield
-        for group, settings in zip(self.groups, before, strict=True):
-            put_back(group, settings)
+        try:
+            yield
+        finally:
+            for group, settings in zip(self.groups, before, strict=True):
+                put_back(group, settings)
 
     def train(self, weights: list[list[torch.Tensor]] | None = None) -> None:
         """Make schedule-free optimizers use the weights that they train at.

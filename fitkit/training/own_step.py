@@ -161,20 +161,38 @@ class StepContext:
             self.log(*entry)
 
 
+Cleanups = tuple[contextlib.ExitStack, contextlib.ExitStack]
+
+
 class StepContexts:
     """The contexts of the calls that run on a model, one per thread. A copy of a model has none.
 
     Attributes:
         by_thread: the contexts, by thread number.
+        cleanups_by_thread: the clean-ups of the innermost run in each thread: those that come
+            last, and those of callbacks with `swaps_weights`, which come first.
         placing: a lock held while a thread moves the model to its device.
     """
 
     def __init__(self) -> None:
         self.by_thread: dict[int, StepContext] = {}
+        self.cleanups_by_thread: dict[int, Cleanups] = {}
         self.placing: Any = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepContexts, ()
+
+    @property
+    def cleanups(self) -> Cleanups | None:
+        """What this thread's innermost run on the model undoes at its end; None without a run."""
+        return self.cleanups_by_thread.get(threading.get_ident())
+
+    def put_cleanups(self, cleanups: Cleanups | None) -> None:
+        """Set what `cleanups` gives in this thread."""
+        if cleanups is None:
+            self.cleanups_by_thread.pop(threading.get_ident(), None)
+        else:
+            self.cleanups_by_thread[threading.get_ident()] = cleanups
 
     @property
     def current(self) -> StepContext | None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fitkit.buffers import places_of
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
@@ -204,9 +205,9 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
 @torch.no_grad()
 def _put_back(model: torch.nn.Module, copies: dict[str, torch.Tensor]) -> None:
     """Give buffers their copied values; the buffers may be on another device by now."""
-    for name, buffer in model.named_buffers():
+    for name, place in places_of(model).items():
         if name in copies and not copies[name].is_meta:
-            buffer.copy_(copies[name])
+            place.put(copies[name])
 
 
 class ProcessFlag:

@@ -1,5 +1,6 @@
 """Runs for the tests of progress: hooks called by hand, a clock that they move, a terminal."""
 
+import contextlib
 import io
 import re
 from types import SimpleNamespace
@@ -7,9 +8,10 @@ from types import SimpleNamespace
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-MODEL = SimpleNamespace(
-    is_global_zero=True, world_size=1, _fitkit=SimpleNamespace(hidden_names=set())
+RECORD = SimpleNamespace(
+    hidden_names=set(), contexts=SimpleNamespace(cleanups=[contextlib.ExitStack()])
 )
+MODEL = SimpleNamespace(is_global_zero=True, world_size=1, _fitkit=RECORD)
 """What a bar asks its model for."""
 
 

@@ -80,11 +80,12 @@ def test_a_long_epoch_in_a_file_gives_a_sign_of_life_each_minute(monkeypatch):
 
 def test_rich_is_not_imported_where_no_bar_is_drawn():
     code = (
-        "import sys, fitkit, torch; from fitkit.callbacks.progress import ProgressBar\n"
-        "bar = ProgressBar(1); bar.model = fitkit.Model(torch.nn.Identity())\n"
-        "bar.params = {'stage': 'fit', 'epochs': 1}\n"
-        "bar.on_train_begin({}); bar.on_epoch_begin(0, {}); bar.on_epoch_end(0, {'loss': 1.0})\n"
-        "bar.on_train_end({}); import fitkit.summary; assert 'rich' not in sys.modules\n"
+        "import sys, fitkit, torch; from fitkit.callbacks import CallbackList, ProgressBar\n"
+        "bar, model = ProgressBar(1), fitkit.Model(torch.nn.Identity())\n"
+        "with CallbackList(bar).running(model, {'stage': 'fit', 'epochs': 1}):\n"
+        "    bar.on_train_begin({}); bar.on_epoch_begin(0, {})\n"
+        "    bar.on_epoch_end(0, {'loss': 1.0}); bar.on_train_end({})\n"
+        "import fitkit.summary; assert 'rich' not in sys.modules\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patience(60)
@@ -189,9 +190,10 @@ def test_a_short_evaluate_leaves_nothing_in_a_notebook(notebook):
 # ------------------------------------------------------------------ a real terminal
 
 SCRIPT = """
-import sys, time, types
+import contextlib, sys, time, types
 from fitkit.callbacks.progress import ProgressBar
-record = types.SimpleNamespace(hidden_names=set())
+contexts = types.SimpleNamespace(cleanups=[contextlib.ExitStack()])
+record = types.SimpleNamespace(hidden_names=set(), contexts=contexts)
 ProgressBar.model = types.SimpleNamespace(is_global_zero=True, world_size=1, _fitkit=record)
 def evaluate(verbose):
     bar = ProgressBar()

@@ -1,0 +1,59 @@
+"""Buffers that a module replaces or resizes while it trains, and how old values come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Place(NamedTuple):
+    """Where a module holds a parameter or a buffer.
+
+    The tensor itself may be replaced: `self.mean = 0.9 * self.mean + 0.1 * x` makes a new one.
+    """
+
+    holder: dict[str, torch.Tensor | None]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is there now."""
+        return self.holder.get(self.key)
+
+    @torch.no_grad()
+    def put(self, value: torch.Tensor) -> None:
+        """Put a value there: into the tensor, or in its place if it has another shape."""
+        current = self.tensor
+        if current is None or current.shape != value.shape:
+            device = value.device if current is None else current.device
+            self.holder[self.key] = value.to(device, copy=True)
+        else:
+            current.copy_(value)
+
+
+def places_of(module: nn.Module, *, buffers: bool = True) -> dict[str, Place]:
+    """The places of a module's parameters and buffers, by name. Shared ones come once."""
+    names = [name for name, _ in module.named_parameters()]
+    names += [name for name, _ in module.named_buffers()] if buffers else []
+    found = {}
+    for name in names:
+        prefix, _, key = name.rpartition(".")
+        part = module.get_submodule(prefix)
+        held: Any = part._parameters if key in part._parameters else part._buffers
+        found[name] = Place(held, key)
+    return found
+
+
+def resize_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give buffers the shapes that they have in a state dict, so that `load_state_dict` takes it.
+
+    A buffer may grow while the module trains, such as a memory of what it has seen.
+    """
+    for name, buffer in list(module.named_buffers()):
+        value = state.get(name)
+        if isinstance(value, torch.Tensor) and value.shape != buffer.shape:
+            prefix, _, key = name.rpartition(".")
+            module.get_submodule(prefix)._buffers[key] = buffer.new_empty(value.shape)
