@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fitkit.accelerators import computes_bfloat16, name_of
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.collectives import SECRET
 from fitkit.distributed.devices import Machine, overload, usable_cores
@@ -83,17 +84,24 @@ def _version(package: str) -> str:
 
 
 def _machine() -> dict[str, str]:
-    count = torch.cuda.device_count()
+    machine = Machine.here()
+    count = machine.cuda_count
     busy = overload()
+    accelerator = torch.accelerator.current_accelerator()
     built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "no GPU")
     return {
         "cpu": f"{os.cpu_count()} cores, {usable_cores() or os.cpu_count()} for this "
         f"process, of which torch uses {torch.get_num_threads()}",
         **({} if busy is None else {"load": busy}),
         "memory": _memory(),
+        "accelerator": "none" if accelerator is None else accelerator.type,
         "cuda": f"{count} device{'' if count == 1 else 's'} (torch was built for {built})",
         **_gpus(count),
-        "mps": "yes" if Machine.here().has_mps else "no",
+        "mps": "yes" if machine.has_mps else "no",
+        **{
+            kind: f"{many} device{'' if many == 1 else 's'}, {name_of(torch.device(kind, 0))}"
+            for kind, many in machine.others.items()
+        },
         "backends": ", ".join(_backends()) or "none: one process only",
     }
 
@@ -127,8 +135,9 @@ def _gpu(gpu: GPU) -> str:
     if gpu.failure is not None:
         return f"can't be used: {gpu.failure}"
     load = "" if gpu.load is None else f", {gpu.load:.0%} busy"
-    bf16 = "" if torch.cuda.is_bf16_supported() else ", no bfloat16"
-    name = torch.cuda.get_device_name(gpu.index)
+    device = torch.device("cuda", gpu.index)
+    bf16 = "" if computes_bfloat16(device) else ", no bfloat16 of its own"
+    name = name_of(device)
     free, total = gpu.free_bytes / GIB, gpu.total_bytes / GIB
     return f"{name}, {free:.1f} of {total:.1f} GiB free{load}{bf16}"
 
@@ -136,7 +145,7 @@ def _gpu(gpu: GPU) -> str:
 def _backends() -> Iterator[str]:
     """By what processes can exchange tensors, and what computes fast."""
     if torch.distributed.is_available():
-        for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
+        for name in ("gloo", "nccl", "xccl", "mpi", "ucc"):
             is_there = getattr(torch.distributed, f"is_{name}_available", None)
             if is_there is not None and is_there():
                 yield name

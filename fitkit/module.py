@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from fitkit import trees
+from fitkit.accelerators import widest_dtype
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.foreign_names import instead
@@ -119,7 +120,8 @@ def joined_values(values: list[tuple[Any, int]], reduce_fx: str) -> tuple[Any, i
     if not isinstance(values[0][0], torch.Tensor):
         return values[0][0], samples
     device = values[0][0].device
-    stacked = torch.stack([value.to(device).double() for value, _ in values])
+    dtype = widest_dtype(device)
+    stacked = torch.stack([value.to(device, dtype) for value, _ in values])
     if reduce_fx == "mean":
         counts = stacked.new_tensor([count for _, count in values])
         return stacked @ (counts / counts.sum()), samples

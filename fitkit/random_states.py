@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fitkit.accelerators import current_device, generator_states, set_generator_states
 from fitkit.arguments import check_count
 from fitkit.errors import ConfigurationError
 
@@ -20,11 +22,20 @@ _SEED_BYTES = 8
 """The start of torch's state. Then come the draws left, a flag, the place, and the numbers."""
 
 
-def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, on all devices in use.
+_MOST_BYTES = 1 << 14
+"""More than any device's state has: CUDA's has 16 bytes, a Mersenne Twister's 5056."""
+
+
+def random_state(
+    generators: Sequence[torch.Generator] = (), devices: Sequence[torch.device] | None = None
+) -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators, on the CPU and this rank's device.
+
+    A run's device is its rank's, whatever its index. So the run can go on on another one.
 
     Args:
         generators: further generators (a loader's own).
+        devices: the devices of this process; None for the current one, a call's own within it.
 
     Returns:
         Plain data and tensors.
@@ -34,10 +45,8 @@ def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
         "own": [generator.get_state() for generator in generators],
+        "devices": generator_states([current_device()] if devices is None else devices),
     }
-    # Asking would start CUDA in a process that has no use for it.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
@@ -48,11 +57,16 @@ def digest_of_random_state() -> int:
     return hash((random.getstate(), *parts))
 
 
-def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Restore the states that `random_state` returned. States of other devices are ignored.
+def set_random_state(
+    state: dict[str, Any],
+    generators: Sequence[torch.Generator] = (),
+    devices: Sequence[torch.device] | None = None,
+) -> None:
+    """Restore the states that `random_state` returned. Another number of devices keeps its own.
 
     Args:
-        generators: as given to `random_state`. If there are others now, they stay unchanged.
+        generators, devices: as given to `random_state`. If there are others now, they stay
+            unchanged.
     """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -62,14 +76,20 @@ def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator
         for generator, own in zip(generators, state["own"], strict=True):
             if is_of_a_gpu(own) == (generator.device.type == "cuda"):
                 generator.set_state(own)
-    cuda = state.get("cuda", [])
-    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
+    places = [current_device()] if devices is None else devices
+    with contextlib.suppress(RuntimeError):  # of another type of device: as if there were none
+        set_generator_states(places, state.get("devices", []))
 
 
 def is_of_a_gpu(state: Any) -> bool:
     """Whether a generator's state looks like a CUDA generator's: a seed and an offset."""
     return isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.numel() == 16
+
+
+def _may_be_a_devices(state: Any) -> bool:
+    """Whether a device may be given this state. It checks the rest itself."""
+    is_bytes = isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.ndim == 1
+    return is_bytes and state.numel() <= _MOST_BYTES
 
 
 def check_random_state(state: Any) -> None:
@@ -98,9 +118,9 @@ def check_random_state(state: Any) -> None:
         _check_torch(state["torch"])
     except Exception as error:  # each library raises what it likes
         raise ValueError(f"a random state can't be one ({error})") from error
-    cuda = state.get("cuda") or []
-    if not isinstance(cuda, list) or not all(map(is_of_a_gpu, cuda)):
-        raise ValueError("a random state of a GPU isn't 16 bytes")
+    of_devices = state.get("devices") or []
+    if not isinstance(of_devices, list) or not all(map(_may_be_a_devices, of_devices)):
+        raise ValueError("a random state of a device isn't some bytes")
 
 
 def _check_twister(numbers: Any) -> None:

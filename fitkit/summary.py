@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fitkit import trees
+from fitkit.accelerators import kept_random_numbers
 from fitkit.arguments import check_count, describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import modes_restored
@@ -228,9 +229,8 @@ def evaluating(net: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and not is_lazy(buffer)
     ]
-    gpus = {parameter.device.index for parameter in net.parameters() if parameter.is_cuda}
     with (
-        torch.random.fork_rng(devices=sorted(gpus)),
+        kept_random_numbers({parameter.device for parameter in net.parameters()}),
         torch.no_grad(),
         modes_restored(net),
     ):

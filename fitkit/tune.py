@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from fitkit.accelerators import empty_cache, kept_random_numbers
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.buffers import places_of
 from fitkit.callbacks.base import Callback, Logs, from_all_ranks
@@ -27,7 +28,7 @@ from fitkit.callbacks.watches import BatchLosses
 from fitkit.data.sources import check_data_type, make_source
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.model import Model
-from fitkit.modes import in_use
+from fitkit.modes import in_use, modules_of
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.pictures.curves import rate_curve
 from fitkit.training.settings import parts_of_update
@@ -387,8 +388,7 @@ def _trains(model: Model, x: Any, y: Any, sample_weight: Any, size: int, steps: 
     finally:
         # Until here the error's frames kept the step's tensors alive.
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        empty_cache(model.device)
     return False
 
 
@@ -443,7 +443,7 @@ def untouched(model: Model) -> Iterator[None]:
     )
     state.schedulers = []
     try:
-        with torch.random.fork_rng():
+        with kept_random_numbers({model.device, compilation.strategy.device}):
             yield
     finally:
         vars(record).update(recorded)

@@ -10,6 +10,7 @@ from tests.house import largest_ring
 PACKAGE = Path(__file__).parent.parent / "fitkit"
 
 LAYERS = {
+    "accelerators": 0,
     "errors": 0,
     "foreign_names": 0,
     "typing": 0,

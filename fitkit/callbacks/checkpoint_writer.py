@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fitkit.accelerators import has_streams
 from fitkit.callbacks.base import Run, from_all_ranks, from_rank_zero, run_of, several_ranks
 from fitkit.checkpoint import (
     is_folder_name,
@@ -408,7 +409,7 @@ class StateCopies:
 
         def copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
             if storage.data_ptr() not in made:
-                kind = (storage.nbytes(), storage.device.type == "cuda")
+                kind = (storage.nbytes(), has_streams(storage.device))
                 waiting = self._free.get(kind)
                 host = waiting.pop() if waiting else _host_memory(*kind)
                 host.copy_(storage)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fitkit import trees
+from fitkit.accelerators import has_streams
 from fitkit.arguments import check_count, check_flag
 from fitkit.callbacks.base import Callback, Logs, from_all_ranks, print_on_rank_zero
 from fitkit.callbacks.rates import optimizers_of
@@ -163,7 +164,7 @@ class Profiler(Callback):
             raise ConfigurationError("fit was given two Profilers. One is enough; leave one out.")
         self.add_cleanup(self._close)
         device = self.model.device
-        self._clock = GPUClock(device) if device.type == "cuda" else PartClock()
+        self._clock = GPUClock(device) if has_streams(device) else PartClock()
         self._has_own_step = type(self.model).training_step is not Module.training_step
         net = self.model.net
         # Steps of a model without a net may call its layers only.
@@ -336,7 +337,7 @@ class PartClock:
 
 
 class GPUClock(PartClock):
-    """Counts a GPU's time: its marks are CUDA events, which it reaches in its own time.
+    """Counts a GPU's time: its marks are events, which it reaches in its own time.
 
     Nothing waits for it. GPU work during the host's wait for data counts as work.
     """
@@ -356,8 +357,8 @@ class GPUClock(PartClock):
         return found
 
     def _now(self) -> Any:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def _mark(self, part: str) -> None:

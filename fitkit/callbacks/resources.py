@@ -15,6 +15,14 @@ from typing import Any
 import torch
 
 from fitkit import trees
+from fitkit.accelerators import (
+    free_and_total_bytes,
+    held_bytes,
+    is_accelerator,
+    name_of,
+    peak_bytes,
+    reset_peak,
+)
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.callbacks.base import (
     AnyRankFlag,
@@ -341,8 +349,8 @@ class ThroughputMonitor(Callback):
         """The peak of all devices in the run together, in operations per second."""
         strategy = self.model._fitkit.compilation.strategy
         peak = self.peak_flops
-        if peak is None and strategy.device.type == "cuda" and "16" in strategy.precision.name:
-            name = torch.cuda.get_device_name(strategy.device)
+        if peak is None and "16" in strategy.precision.name:
+            name = name_of(strategy.device)
             peak = next((PEAK_FLOPS[known] for known in PEAK_FLOPS if known in name), None)
         return None if peak is None else peak * strategy.world.size * strategy.replicas
 
@@ -413,13 +421,13 @@ class DeviceStatsMonitor(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._began = _times()
         for device in self._gpus():
-            torch.cuda.reset_peak_memory_stats(device)
+            reset_peak(device)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         on_cpu = self.model.device.type == "cpu"
         if on_cpu if self.cpu_stats is None else self.cpu_stats:
             logs.update(self._cpu_values())
-        if self.model.device.type == "cuda":
+        if is_accelerator(self.model.device):
             mine = {device.index or 0: _memory(device) for device in self._gpus()}
             logs.update(self._gpu_values(from_all_ranks(self.model, mine)))
 
@@ -427,7 +435,7 @@ class DeviceStatsMonitor(Callback):
         """The GPUs of this rank: its own, or all if one process uses several."""
         strategy = self.model._fitkit.compilation.strategy
         devices = list(strategy.devices) if strategy.world.size == 1 else [strategy.device]
-        return [device for device in devices if device.type == "cuda"]
+        return [device for device in devices if is_accelerator(device)]
 
     def _cpu_values(self) -> dict[str, float]:
         used, passed = (now - then for now, then in zip(_times(), self._began, strict=True))
@@ -457,8 +465,8 @@ class DeviceStatsMonitor(Callback):
 
 def _memory(device: torch.device) -> tuple[float, float]:
     """The most memory that torch held in the epoch, and all memory in use now, in MiB."""
-    free, total = torch.cuda.mem_get_info(device)
-    return torch.cuda.max_memory_allocated(device) / MIB, (total - free) / MIB
+    free, total = free_and_total_bytes(device) or (0, held_bytes(device))
+    return peak_bytes(device) / MIB, (total - free) / MIB
 
 
 def _times() -> tuple[float, float]:

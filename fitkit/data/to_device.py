@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fitkit import trees
+from fitkit.accelerators import free_and_total_bytes, has_streams
 from fitkit.data.arrays import (
     META,
     ArraySource,
@@ -169,19 +170,19 @@ class Transfer:
         return move(self.device) if callable(move) else leaf
 
 
-class CudaStreams:
+class Streams:
     """A stream for copies, besides the one on which the device computes.
 
     All copies ask this object about streams, so that a fake of it can test the order of events
     without a GPU.
 
     Args:
-        device: a CUDA device.
+        device: a device of a type that has streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)
+        self._side = torch.Stream(device)
 
     def aside(self, *, after: bool = False) -> AbstractContextManager[Any]:
         """Run what is started within the block on the copy stream.
@@ -190,18 +191,18 @@ class CudaStreams:
             after: whether it waits for everything computed so far.
         """
         if after:
-            self._side.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._side)
+            self._side.wait_stream(self._current())
+        return self._side
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> torch.Event:
         """An event after all work started so far on the current stream."""
-        return torch.cuda.current_stream(self._device).record_event()
+        return self._current().record_event()
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: torch.Event) -> None:
         """Let the current stream wait for a mark. The host doesn't wait."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        self._current().wait_event(mark)
 
-    def wait_on_host(self, mark: torch.cuda.Event) -> None:
+    def wait_on_host(self, mark: torch.Event) -> None:
         """Wait for a mark on the host."""
         mark.synchronize()
 
@@ -211,7 +212,7 @@ class CudaStreams:
         Args:
             tensor: a tensor made on the other stream, or anything with torch's `record_stream`.
         """
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(self._current())
 
     def start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's copy in pinned memory. Its values are there when the stream is done."""
@@ -223,8 +224,11 @@ class CudaStreams:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def free_bytes(self) -> int:
-        """The device's free memory."""
-        return torch.cuda.mem_get_info(self._device)[0]
+        """The device's free memory; 0 where its type doesn't say."""
+        return (free_and_total_bytes(self._device) or (0, 0))[0]
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
 
 
 def tensors_in(tree: Any) -> Iterator[Any]:
@@ -248,7 +252,7 @@ class Mover:
         own: the model's `transfer_batch_to_device`, if overridden. It is called in the step, on the
             stream that computes.
         streams: a function that makes the device's streams, for copies in parallel with
-            computation. Default: CUDA's, on a CUDA device.
+            computation. Default: `Streams`, on a device that has them.
     """
 
     def __init__(
@@ -262,8 +266,8 @@ class Mover:
         self.move: Callable[[Any], Any] = (
             transfer if own is None else lambda batch: moved_by(own, batch, transfer.device)
         )
-        if streams is None and transfer.device.type == "cuda":
-            streams = CudaStreams
+        if streams is None and has_streams(transfer.device):
+            streams = Streams
         self._make_streams = streams if own is None else None
         self._streams: Any = None
 
@@ -277,8 +281,13 @@ class Mover:
         return self._own is None
 
     def leaves(self, batch: Any) -> bool:
-        """Whether nothing changes in a batch, nor in others with the same tensors."""
-        return self._own is None and self.transfer(batch) is batch
+        """Whether a batch's parts are tensors in which nothing changes, as in others like it.
+
+        A batch that is on the device already comes back as it is whatever its parts are.
+        """
+        parts = batch if type(batch) in (tuple, list) else ()
+        are_tensors = bool(parts) and all(isinstance(part, torch.Tensor) for part in parts)
+        return are_tensors and self._own is None and self.transfer(batch) is batch
 
     def bring_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copy a pass's batches to a GPU while it computes. On other devices, yield them.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError, WorkerError
 
 Result = TypeVar("Result")
@@ -140,13 +141,16 @@ class ProcessGroup:
     """The collectives of torch's default process group. Objects travel with a digest (`pack`).
 
     Args:
-        device: this rank's device; NCCL exchanges only what is there.
+        device: this rank's device. Objects and numbers go through main memory, unless the group
+            carries only what is on the device, as one of the user's making may.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
-        self._device = device if dist.get_backend() == "nccl" else torch.device("cpu")
+        carried = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
+        self._device = torch.device("cpu") if "cpu" in carried else device
+        self._carries_all = "cpu" in carried
         self._count = 0
 
     def _next(self, kind: str) -> str:
@@ -196,7 +200,7 @@ class ProcessGroup:
         return unpack(mine, _key, f"{exchange}{self.rank}", 0)
 
     def sums(self, numbers: list[float]) -> list[float]:
-        packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        packed = torch.tensor(numbers, dtype=widest_dtype(self._device), device=self._device)
         dist.all_reduce(packed)
         return list(packed.tolist())
 
@@ -210,10 +214,20 @@ class ProcessGroup:
                 self.broadcast_tensors([getattr(tensor, name) for name in names])
                 continue
             dense.append(tensor.detach())
+        if not self._carries_all:
+            self._broadcast_by_device([tensor for tensor in dense if tensor.is_cpu])
+            dense = [tensor for tensor in dense if not tensor.is_cpu]
         # Those of one dtype together, as DDP does; also where a tensor's memory isn't contiguous.
         if dense:
             broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # DDP's own
             broadcast(dist.group.WORLD, dense, TOGETHER, 0)
+
+    def _broadcast_by_device(self, tensors: list[torch.Tensor]) -> None:
+        """Broadcast tensors in main memory by a group that carries only what is on the device."""
+        for tensor in tensors:
+            there = tensor.to(self._device)
+            dist.broadcast(there, src=0)
+            tensor.copy_(there)
 
     @torch.no_grad()
     def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:

@@ -9,22 +9,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from fitkit.accelerators import visible
 from fitkit.arguments import describe
 from fitkit.distributed.xla_adapters import device_count
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.registry import unknown_name
 
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "xla")
-KINDS: dict[str, tuple[str, ...]] = {
-    "auto": ("cuda", "mps", "xla", "cpu"),
-    "gpu": ("cuda", "mps"),
-    "tpu": ("xla",),
-}
-"""The kinds that a word may mean, the best first; any other word is a kind."""
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "tpu", "xla")
+"""The words that are always known. The type of any device that torch has registered is one too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +30,36 @@ class Machine:
         cuda_count: CUDA devices that are visible (after `CUDA_VISIBLE_DEVICES`).
         has_mps: whether Apple's GPU can be used.
         xla_count: XLA devices (TPUs); None where no package that drives them is installed.
+        others: devices of other types that torch knows, by type: `{"xpu": 2}`.
     """
 
     cuda_count: int = 0
     has_mps: bool = False
     xla_count: int | None = None
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def here(cls) -> Machine:
         """The machine that this process runs on."""
-        return cls(torch.cuda.device_count(), torch.backends.mps.is_available(), device_count())
+        others = visible()
+        cuda, mps = others.pop("cuda", 0), others.pop("mps", 0)
+        return cls(cuda, bool(mps), device_count(), others)
 
     def count(self, kind: str) -> int:
-        """How many devices of a kind (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`) are visible."""
+        """How many devices of a kind (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`, …) are visible."""
         return {
+            **self.others,
             "cpu": 1,
             "cuda": self.cuda_count,
             "mps": int(self.has_mps),
             "xla": self.xla_count or 0,
-        }[kind]
+        }.get(kind, 0)
+
+    def kinds(self, word: str) -> tuple[str, ...]:
+        """The kinds of device that a word may mean here, the best first."""
+        gpus = ("cuda", *self.others, "mps")
+        meanings = {"auto": (*gpus, "xla", "cpu"), "gpu": gpus, "tpu": ("xla",)}
+        return meanings.get(word, (word,))
 
 
 def usable_cores() -> int | None:
@@ -83,23 +89,24 @@ def overload(extra: float = 1.5) -> str | None:
 
 
 def choose_kind(accelerator: Any, machine: Machine) -> str:
-    """The kind of device (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`) that `accelerator` means here.
+    """The kind of device (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`, …) that `accelerator` means here.
 
     Raises:
         ConfigurationError: an unknown word, or a kind that isn't there.
         MissingPackageError: XLA devices without a package that drives them.
     """
-    if not isinstance(accelerator, str) or accelerator.lower() not in ACCELERATORS:
+    words = (*ACCELERATORS, *(kind for kind in machine.others if kind not in ACCELERATORS))
+    if not isinstance(accelerator, str) or accelerator.lower() not in words:
         if isinstance(accelerator, str):
-            raise unknown_name("accelerator", accelerator, ACCELERATORS)
+            raise unknown_name("accelerator", accelerator, words)
         raise ArgumentTypeError(
             f"accelerator={describe(accelerator)} must be one of "
-            f"{', '.join(repr(word) for word in ACCELERATORS)}."
+            f"{', '.join(repr(word) for word in words)}."
         )
     word = accelerator.lower()
     if word in ("tpu", "xla") and machine.xla_count is None:
         raise missing_package("torch_tpu", "tpu", f"accelerator={accelerator!r}")
-    wanted = KINDS.get(word, (word,))
+    wanted = machine.kinds(word)
     for kind in wanted:
         if machine.count(kind):
             return kind
@@ -111,8 +118,11 @@ def choose_kind(accelerator: Any, machine: Machine) -> str:
 
 
 def _seen(machine: Machine) -> str:
-    found = f"CUDA devices: {machine.cuda_count}, MPS: {'yes' if machine.has_mps else 'no'}"
-    return found if machine.xla_count is None else f"{found}, XLA devices: {machine.xla_count}"
+    found = [f"CUDA devices: {machine.cuda_count}", f"MPS: {'yes' if machine.has_mps else 'no'}"]
+    found += [f"{kind} devices: {count}" for kind, count in machine.others.items()]
+    if machine.xla_count is not None:
+        found.append(f"XLA devices: {machine.xla_count}")
+    return ", ".join(found)
 
 
 def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
@@ -193,8 +203,3 @@ def older_spelling(gpus: Any) -> dict[str, Any]:
     ):
         return {"accelerator": "cpu", "devices": "auto"}
     return {"accelerator": "gpu", "devices": gpus}
-
-
-def device_for(kind: str, index: int) -> torch.device:
-    """The torch device of a kind and index; a CPU and MPS have no index."""
-    return torch.device(kind, index) if kind in ("cuda", "xla") else torch.device(kind)

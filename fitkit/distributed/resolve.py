@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+from fitkit.accelerators import device_for
 from fitkit.arguments import describe
 from fitkit.distributed.cluster import (
     Cluster,
@@ -17,7 +18,6 @@ from fitkit.distributed.cluster import (
 from fitkit.distributed.devices import (
     Machine,
     choose_kind,
-    device_for,
     parse_devices,
     usable_cores,
 )
@@ -127,9 +127,12 @@ def _launched_devices(
     """
     ranks = cluster.local_world_size
     visible = machine.count(kind)
-    bound = kind == "cuda" and visible == 1 < ranks and cluster.launcher in BINDS_DEVICES
-    if bound:
+    has_index = kind == "cuda" or kind in machine.others
+    bound = has_index and visible == 1 < ranks and cluster.launcher in BINDS_DEVICES
+    if bound and kind == "cuda":
         machine = dataclasses.replace(machine, cuda_count=ranks)
+    elif bound:
+        machine = dataclasses.replace(machine, others={**machine.others, kind: ranks})
     if not _is_auto(devices) or replicates:
         ids = parse_devices(devices, kind, machine)
     elif kind == "cpu" or machine.count(kind) >= ranks:

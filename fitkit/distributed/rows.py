@@ -167,8 +167,8 @@ def _joined_leaves(leaves: list[Any], device: torch.device | None) -> Any:
         target = leaves[0].device if device is None else device
         if len(rows) == 1:
             return rows[0].to(target)
-        if all(row.is_cuda for row in rows) and target.type == "cuda":
-            return torch.nn.parallel.gather(rows, target)
+        if target.type == "cuda" and all(row.is_cuda for row in rows):
+            return torch.nn.parallel.gather(rows, target)  # torch has it for CUDA alone
         return torch.cat([row.to(target) for row in rows])
     if all(isinstance(leaf, (bool, int, float, complex)) for leaf in leaves):
         return torch.tensor(leaves, device=device)

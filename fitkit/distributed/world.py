@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
+from fitkit.accelerators import backends_for
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, ProcessGroup, Solo, agree_on_key
 from fitkit.distributed.stores import PromptStore, meets_by_files
@@ -105,7 +106,7 @@ def enter(
     # Its functions have the group of the moment of their import as default (torch 2.13), and would
     # keep this one, and gloo's connections, for ever. DDP imports it.
     importlib.import_module("torch.distributed.nn")
-    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    chosen = backend or backends_for(device)
     is_local = meets_by_files(store)
     meeting = None if store is None else PromptStore(store, world.size)
     if is_local or (world.num_nodes == 1 and not os.environ.get(INTERFACE)):
@@ -124,7 +125,7 @@ def enter(
                 chosen, store=given, rank=world.rank, world_size=world.size, timeout=timeout
             )
         _own_group = dist.group.WORLD
-        if chosen == "gloo":  # Else a rank that fails at once cuts what others still connect.
+        if "gloo" in chosen:  # Else a rank that fails at once cuts what others still connect.
             dist.barrier()
     except BaseException:
         leave()
@@ -168,7 +169,7 @@ def abort() -> None:
     """End this process's exchanges; torch itself can do that with NCCL alone."""
     if _group_store is not None:
         _group_store.end_waits()
-    if in_own_group() and "nccl" in dist.get_backend():
+    if in_own_group() and "nccl" in dist.get_backend_config():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
     hang_up()

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fitkit.accelerators import kept_random_numbers
 from fitkit.arguments import describe
 from fitkit.errors import (
     DTYPE_ERRORS,
@@ -416,8 +417,7 @@ def check_broadcast(label: str, function: Callable[..., Any], prediction: Any, t
         return
     copies = prediction.detach().clone(), target.detach().clone()
     watch = _PairingWatch(*copies)
-    devices = [prediction.device.index or 0] if prediction.is_cuda else []
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
+    with kept_random_numbers({prediction.device}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with torch.no_grad(), watch:

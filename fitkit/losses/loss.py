@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
+from fitkit.accelerators import widest_dtype
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
@@ -551,7 +552,7 @@ def labels_rule(prediction: Any, target: Any) -> str | None:
         ways = {"aligned": _cross_entropy(logits.unsqueeze(0), target.unsqueeze(0), 0)}
     else:
         ways = {way: _cross_entropy(logits, target, n) for n, way in enumerate(LABELS_RULES)}
-    value = loss.double().mean().item()
+    value = loss.to(widest_dtype(loss.device)).mean().item()
     # A value that bfloat16 can hold was rounded by up to 4e-3 before predictions were widened.
     tolerance = 1e-2 if bool((loss == loss.bfloat16()).all()) else 1e-3
     away = {way: abs(found - value) for way, found in ways.items()}
@@ -573,10 +574,10 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> fl
     logits, labels = logits[:, : logits.shape[1] - shift], labels[:, shift:].long()
     rows = max(1, MOST_SCORES // max(1, logits[0].numel()))
     sums = [
-        F.cross_entropy(some.float().flatten(0, 1), theirs.flatten(), reduction="sum").double()
+        F.cross_entropy(some.float().flatten(0, 1), theirs.flatten(), reduction="sum").item()
         for some, theirs in zip(logits.split(rows), labels.split(rows), strict=True)
     ]
-    return (sum(sums) / (labels != IGNORED).sum()).item()
+    return sum(sums) / max(1, int((labels != IGNORED).sum()))
 
 
 def _carried(prediction: Any) -> torch.Tensor | None:

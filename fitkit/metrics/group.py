@@ -253,7 +253,7 @@ def _naming(name: str) -> Iterator[None]:
     """Add the metric's name to an error on the first batch."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError:
+    except torch.OutOfMemoryError:
         raise
     except ConfigurationError as error:
         raise ConfigurationError(f"metric {name!r}: {error}") from error

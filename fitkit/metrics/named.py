@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError
 from fitkit.losses.formulas import EPSILON, kl_divergence
 from fitkit.metrics.conversions import (
@@ -33,7 +34,7 @@ from fitkit.metrics.conversions import (
     probabilities_and_labels,
     scores_and_labels,
 )
-from fitkit.metrics.sums import Mean, Values, widest_dtype
+from fitkit.metrics.sums import Mean, Values
 from fitkit.metrics.torchmetrics_adapter import TorchMetric, torchmetrics_module
 from fitkit.outputs import IGNORED
 from fitkit.registry import Registry

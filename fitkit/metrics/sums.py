@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError
 from fitkit.metrics.conversions import Conversion, as_given
 from fitkit.outputs import EMPTY_MEAN, IGNORED
@@ -274,8 +275,3 @@ def sample_weights(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
         )
     weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
     return weight.to(device=values.device, dtype=dtype).expand(values.shape)
-
-
-def widest_dtype(device: torch.device) -> torch.dtype:
-    """float64, in which sums over an epoch stay exact; float32 on Apple's GPUs, which lack it."""
-    return torch.float32 if device.type == "mps" else torch.float64

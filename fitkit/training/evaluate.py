@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
+from fitkit.accelerators import has_streams
 from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
@@ -19,7 +20,7 @@ from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, in_groups, limited
 from fitkit.data.sharding import RankBatch
-from fitkit.data.to_device import CudaStreams, tensors_in
+from fitkit.data.to_device import Streams, tensors_in
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
@@ -578,7 +579,7 @@ class HostCopies:
     """
 
     def __init__(
-        self, streams: Callable[[torch.device], Any] = CudaStreams, *, lent: bool = True
+        self, streams: Callable[[torch.device], Any] = Streams, *, lent: bool = True
     ) -> None:
         self.outputs: list[Any] = []
         self._lent = lent
@@ -634,10 +635,10 @@ def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _gpu_of(output: Any) -> torch.device | None:
-    """Return the CUDA device that all of an output's tensors are on, or None."""
+    """Return the device with streams that all of an output's tensors are on, or None."""
     tensors = list(tensors_in(output))
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
         return None  # streams can't record the use of their memory
     devices = {tensor.device for tensor in tensors}
     device = devices.pop() if len(devices) == 1 else None
-    return device if device is not None and device.type == "cuda" else None
+    return device if device is not None and has_streams(device) else None

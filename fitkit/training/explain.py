@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fitkit import trees
+from fitkit.accelerators import free_and_total_bytes, held_bytes, reserved_bytes
 from fitkit.errors import (
     DTYPE_ERRORS,
     SHAPE_ERRORS,
@@ -248,12 +249,10 @@ def on_device(device: torch.device, known: int) -> list[str]:
         device: the device.
         known: bytes that are accounted for already; the rest is activations and other tensors.
     """
-    if device.type == "cuda":
-        allocated, reserved = (
-            torch.cuda.memory_allocated(device),
-            torch.cuda.memory_reserved(device),
-        )
-        free, total = torch.cuda.mem_get_info(device)
+    there = free_and_total_bytes(device)
+    if there is not None:
+        allocated, reserved = held_bytes(device), reserved_bytes(device)
+        free, total = there
         rest = size(max(allocated - known, 0))
         return [
             f"activations and other tensors {rest}",

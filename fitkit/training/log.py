@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fitkit.accelerators import widest_dtype
 from fitkit.arguments import describe
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import CheckpointError, ConfigurationError, FitkitError, warn
@@ -24,7 +25,7 @@ FOLD_EVERY = 128
 
 
 class RunningMean:
-    """The mean of batch values in float64, each weighted by what it is the mean over.
+    """The mean of batch values, each weighted by what it is the mean over, in `widest_dtype`.
 
     On a GPU, adding only keeps the tensor. The sums are made there every `FOLD_EVERY` values. A
     CPU's values are read at once, because nothing waits for that. Kept small tensors would lie in
@@ -81,12 +82,14 @@ class RunningMean:
 
     def _fold(self) -> None:
         device = self._values[0].device
-        values = torch.stack([value.to(device) for value in self._values]).double()
+        dtype = widest_dtype(device)
+        values = torch.stack([value.to(device) for value in self._values]).to(dtype)
         if any(isinstance(count, torch.Tensor) for count in self._counts):
-            counts = torch.stack([torch.as_tensor(c, device=device).double() for c in self._counts])
+            each = [torch.as_tensor(count, device=device) for count in self._counts]
+            counts = torch.stack([count.to(dtype) for count in each])
             self._counted = self._counted + counts.sum()
         else:
-            counts = torch.tensor(self._counts, dtype=torch.float64)
+            counts = torch.tensor(self._counts, dtype=dtype)
             self._count += sum(map(float, self._counts))
         counts = counts.to(device, non_blocking=True)  # a GPU isn't waited for
         total = torch.where(counts > 0, values, 0.0) @ counts
@@ -136,10 +139,10 @@ class Running:
         """Add a value, a detached 0-d tensor."""
         if self._reduce_fx == "mean":
             self._mean.add(value, samples)
-        elif self._value is None:
-            self._value = value.double()
-        else:
-            self._value = _PAIRWISE[self._reduce_fx](self._value, value.double())
+            return
+        value = value.to(widest_dtype(value.device))
+        pair = _PAIRWISE[self._reduce_fx]
+        self._value = value if self._value is None else pair(self._value, value)
 
     def state(self) -> tuple[float, float]:
         """This rank's state, as (number, samples). No samples: nothing."""

@@ -295,6 +295,8 @@ def _needs_little(model: Module, kept: KeptStep, count: int) -> bool:
     """
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     step, update = kept.step, kept.update
+    if compilation.strategy.device.index is not None:
+        return False  # it is made the current one
     if update is not None and (
         type(update) is not Update or any(map(needs_closure, state.optimizers))
     ):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from fitkit.arguments import describe
 from fitkit.callbacks import Callback, History
@@ -126,7 +128,7 @@ def progress_of(run: Any) -> Progress:
             # Ranks that see the same data have noted the same values.
             noted = [*run.noted_before, *run.strategy.log_ranks.gather(own)]
     position, source = run.stream.position, run.source
-    drawn = random_state(run.stream.generators)
+    drawn = random_state(run.stream.generators, _replicas(run))
     everyones = run.collectives.gather((position.began, drawn))
     begins_pass = has_ended and run.arguments.steps_per_epoch is None
     epochs, values = list(run.history.epoch), copy_lists(run.history.history)
@@ -218,7 +220,12 @@ def epoch_continued(run: Any, epoch: int) -> Iterator[None]:
 
 def _restore_random_state(run: Any, random: dict[str, Any] | None) -> None:
     if random is not None:
-        set_random_state(random, run.stream.generators)
+        set_random_state(random, run.stream.generators, _replicas(run))
+
+
+def _replicas(run: Any) -> Sequence[torch.device] | None:
+    """The devices of a process that computes on several; None for the rank's own."""
+    return run.strategy.devices if run.strategy.replicas > 1 else None
 
 
 def _words(data: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit.buffers import places_of
+from fitkit.accelerators import current, empty_cache
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
@@ -38,10 +39,11 @@ LEARNING = ("fit", "train_on_batch")
 def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Iterator[None]:
     """Set up and clean up around a verb's whole call on a rank.
 
-    Inside, torch's flags are set, and the net is compiled and laid out, as `compile` was told. An
-    out-of-memory error says what took the memory. If `fit` fails before its first update, the
-    model is restored. For `evaluate` and `predict`, the model is moved to its device, where it also
-    gets rank 0's weights if this rank lacks them; `fit` does that in `Fit`.
+    Inside, the call's device is the current one, torch's flags are set, and the net is compiled and
+    laid out, as `compile` was told. An out-of-memory error says what took the memory. If `fit`
+    fails before its first update, the model is restored. For `evaluate` and `predict`, the model is
+    moved to its device, where it also gets rank 0's weights if this rank lacks them; `fit` does that
+    in `Fit`.
 
     Args:
         batch_size: samples in a batch; None if the data come in batches already.
@@ -54,6 +56,7 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
     with contextlib.ExitStack() as stack:
         if torch.is_autocast_enabled(compilation.strategy.device.type):  # the caller's
             stack.enter_context(weights_cast_anew())
+        stack.enter_context(current(compilation.strategy.device))
         if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))
         try:
@@ -116,8 +119,7 @@ def let_go(error: BaseException, device: torch.device) -> None:
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__context__
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(device)
 
 
 @contextlib.contextmanager

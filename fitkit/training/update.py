@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fitkit import trees
+from fitkit.accelerators import widest_dtype
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
@@ -532,7 +533,7 @@ class Update:
         if carrier.is_cpu:
             number = carrier.grad.item() * self._ranks
             return round(number) if abs(number - round(number)) < 1e-6 * number else number
-        whole = carrier.grad.double() * self._ranks
+        whole = carrier.grad.to(widest_dtype(carrier.device)) * self._ranks
         rounded = whole.round()
         return torch.where((whole - rounded).abs() < 1e-6 * rounded, rounded, whole)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit import trees
+from fitkit.accelerators import visible, widest_dtype
 from fitkit.callbacks import Callback
 from fitkit.data.batches import unpack_batch
 from fitkit.errors import ConfigurationError, FitkitError
@@ -186,7 +187,8 @@ class Trials:
         # A last batch may be too small to be cut as the others.
         large = [b for b in batches if self.size_of(b) >= 2 * max(self.parts, devices)]
         self.batches: list[Any] = large or batches[:1]
-        self.accelerator = "cuda" if model.device.type == "cuda" else "cpu"  # MPS has no float64
+        has_float64 = widest_dtype(model.device) is torch.float64
+        self.accelerator = model.device.type if has_float64 else "cpu"
         self.start = _numbers(model)
         self.precision: str = "64-true"
         self._known: dict[frozenset[str], Numbers] = {}
@@ -302,7 +304,7 @@ class Trials:
 
     def on_processes(self, quiet: Iterable[str] = (), **settings: Any) -> Numbers:
         """The parameters after the same updates, a part of each on each process."""
-        enough = self.accelerator == "cpu" or torch.cuda.device_count() >= self.devices
+        enough = self.accelerator == "cpu" or visible().get(self.accelerator, 0) >= self.devices
         return self.trained(
             self._pieces(self.devices), quiet, devices=self.devices, strategy="ddp_spawn",
             accelerator=self.accelerator if enough else "cpu", **settings,

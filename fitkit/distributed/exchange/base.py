@@ -96,7 +96,7 @@ class Peers:
 
     def apart(self) -> Peers:
         """The same ranks in a group of their own, whose exchanges pass those of others by."""
-        backend = dist.get_backend()
+        backend = dist.get_backend_config()
         group = RankGroup([list(range(self.size))], self.rank, backend, self._timeout)
         return Peers(self._collectives, self._timeout, group)
 

@@ -57,7 +57,7 @@ def hook_of(mean: Callable[[torch.Tensor], torch.Tensor]) -> Hook:
         buffer = bucket.buffer()
         gradients = FlatTensors([buffer])
         gradients.write(mean(gradients.read()))
-        devices: Any = [buffer.device] if buffer.is_cuda else None
+        devices: Any = None if buffer.is_cpu else [buffer.device]
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         future.set_result(buffer)
         return future

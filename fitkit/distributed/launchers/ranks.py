@@ -11,8 +11,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from fitkit.accelerators import current
 from fitkit.distributed import world
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives
@@ -44,11 +46,13 @@ class JoinsRanks(Protocol):
 
     Attributes:
         world: this process's place.
+        device: its device.
         collectives: by which the ranks exchange objects, after `join`.
         timeout: of each exchange; None for the default.
     """
 
     world: World
+    device: torch.device
     collectives: Collectives
     timeout: timedelta | None
 
@@ -116,8 +120,15 @@ class RankLauncher:
         Raises:
             WorkerError: another rank failed. A rank that fails itself raises its own error.
         """
-        if world.in_own_group():
-            return self._inside(function, arguments)
+        with current(self.strategy.device):  # whose the group is
+            if world.in_own_group():
+                return self._inside(function, arguments)
+            return self._together(verb, function, arguments)
+
+    def _together(
+        self, verb: str, function: Callable[..., Result], arguments: tuple[Any, ...]
+    ) -> Result:
+        """A call for which the ranks meet, and enter a process group."""
         self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
         with self.others.during_call():

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fitkit import trees
-from fitkit.errors import ConfigurationError
+from fitkit.accelerators import computes_bfloat16, name_of, widest_dtype
+from fitkit.errors import ConfigurationError, warn_once
 from fitkit.modes import modules_of, parameters_of
 
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -151,11 +152,18 @@ def check_pair(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """
     kind = device.type
     reason = REASONS.get((kind, name))
-    if kind == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-        reason = f"{torch.cuda.get_device_name(device)} has no bfloat16"
+    if reason is None and name == FLOAT8 and kind not in GOES:
+        reason = "torchao's layers are for CUDA"
+    if reason is None and dtype is torch.float64 and widest_dtype(device) is not dtype:
+        reason = f"{name_of(device)} has no float64"
+    if dtype is torch.bfloat16 and not computes_bfloat16(device):
+        warn_once(
+            f"{name_of(device)} has no bfloat16 of its own and emulates it, at a fraction of its "
+            f"speed. Write precision='16-mixed' instead of {name!r}."
+        )
     if kind == "cuda" and name == FLOAT8:
         reason = _why_no_float8(device)
-    if reason is None and (kind not in GOES or name in GOES[kind]):
+    if reason is None:
         return
     table = "; ".join(f"{device_type}: {', '.join(names)}" for device_type, names in GOES.items())
     raise ConfigurationError(
@@ -267,22 +275,27 @@ def match_state(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer's state the dtype and device that its parameters have now.
 
     After a training in another precision it would meet gradients of another dtype. After a sharded
-    training it is in main memory.
+    training it is in main memory, and after one on another device it is there.
     """
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for parameter, state in optimizer.state.items():
+        group = groups.get(parameter, {})
+        # As torch's load_state_dict has it: where a kernel reads them, they are on the device.
+        on_device = bool(group.get("fused") or group.get("capturable"))
         for key, value in state.items():
             # Torch counts steps in float32 beside parameters of any dtype.
-            if key != "step":
-                state[key] = _matched(value, parameter)
+            dtype = None if key == "step" else parameter.dtype
+            state[key] = _matched(value, parameter.device, dtype, on_device)
 
 
-def _matched(value: Any, parameter: torch.Tensor) -> Any:
+def _matched(value: Any, device: torch.device, dtype: torch.dtype | None, on_device: bool) -> Any:
     if isinstance(value, torch.Tensor) and trees.is_inexact(value):
-        device = parameter.device if value.ndim else value.device
-        alike = value.is_complex() == parameter.is_complex()
-        return value.to(device, parameter.dtype if alike else value.dtype)
+        # Numbers of no dimension are in main memory, where the host reads them without a wait.
+        stays = value.ndim == 0 and not on_device
+        alike = dtype is not None and value.is_complex() == dtype.is_complex
+        return value.to("cpu" if stays else device, dtype if alike else value.dtype)
     if isinstance(value, list):  # LBFGS keeps its history in lists
-        return [_matched(item, parameter) for item in value]
+        return [_matched(item, device, dtype, on_device) for item in value]
     return value
 
 

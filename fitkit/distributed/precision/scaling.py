@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fitkit.accelerators import has_streams
 from fitkit.errors import ConfigurationError
 
 
@@ -132,7 +133,7 @@ class Scaling:
 
     def _counts(self, optimizer: Optimizer, found_inf: torch.Tensor) -> bool:
         """Whether to count a step that the optimizer itself may have left out on the device."""
-        if found_inf.device.type != "cuda":
+        if not has_streams(found_inf.device):
             return found_inf.item() == 0
         self._settle([id(optimizer)])
         self._late[id(optimizer)] = _LateVerdict(found_inf)
@@ -158,8 +159,7 @@ class _LateVerdict:
     def __init__(self, found_inf: torch.Tensor) -> None:
         self._number = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
         self._number.copy_(found_inf, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(found_inf.device))
+        self._copied = torch.accelerator.current_stream(found_inf.device).record_event()
 
     def left_out(self) -> bool:
         """Whether the step was left out; waits until the device has got there."""

@@ -387,17 +387,14 @@ class SequenceParts(WrappedModel):
         return next(iter(self.module.parameters())).device
 
 
-def context_group(
-    size: int, ranks: int, rank: int, device: torch.device, timeout: timedelta | None
-) -> RankGroup:
+def context_group(size: int, ranks: int, rank: int, timeout: timedelta | None) -> RankGroup:
     """The group of the neighbouring ranks that share this rank's sequences.
 
     Ranks:
         Collective among all.
     """
     groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
-    backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend() else "gloo"
-    return RankGroup(groups, rank, backend, timeout)
+    return RankGroup(groups, rank, dist.get_backend_config(), timeout)
 
 
 @contextlib.contextmanager

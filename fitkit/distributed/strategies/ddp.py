@@ -143,8 +143,6 @@ class DDP(Strategy):
     # ------------------------------------------------------------------ the ranks
 
     def join(self, store: Store | None = None) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         inside = in_own_group()
         try:
             self.collectives, self._made_group = self.init_dist_connection(store)
@@ -226,7 +224,9 @@ class DDP(Strategy):
         Args:
             module: a router whose `forward` leads to every step.
         """
-        placed: dict[str, Any] = {} if self.device.type != "cuda" else {"device_ids": [self.device]}
+        placed: dict[str, Any] = {}
+        if self.device.index is not None:
+            placed["device_ids"] = [self.device]
         options = {name: value for name, value in self.options.items() if value is not None}
         if any(hasattr(parameter, "__tensor_flatten__") for parameter in module.parameters()):
             # torch can't exchange quantized ones; `place` has done it.

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from fitkit import trees
+from fitkit.accelerators import current_device
 from fitkit.distributed.rows import gather, part_sizes, split
 from fitkit.distributed.strategies.base import Strategy
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.samples import samples_among
-
-AUTOCAST_KINDS = ("cpu", "cuda")
 
 ABSENT = object()
 
@@ -229,7 +228,7 @@ def _callers_modes(*, share_casts: bool) -> Callable[[], contextlib.AbstractCont
     cache = share_casts and torch.is_autocast_cache_enabled()
     autocast = [
         (kind, torch.get_autocast_dtype(kind))
-        for kind in AUTOCAST_KINDS
+        for kind in {"cpu", current_device().type}
         if torch.is_autocast_enabled(kind)
     ]
 

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit import trees
+from fitkit.accelerators import has_streams
 from fitkit.activation_checkpointing import check_blocks, matching
 from fitkit.arguments import check_count, check_flag
 from fitkit.distributed.collectives import Collectives
@@ -34,7 +35,7 @@ from fitkit.distributed.spread.tensor_parallel import (
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.strategies.engine import Engine
-from fitkit.distributed.world import RankGroup, enter
+from fitkit.distributed.world import RankGroup
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
@@ -179,19 +180,12 @@ class FSDP(DDP):
                 "the devices are CPUs, whose memory that is. Leave it out."
             )
 
-    def init_dist_connection(self, store: Store | None = None) -> tuple[Any, bool]:
-        if self.cpu_offload and self.device.type == "cuda" and self.process_group_backend is None:
-            # Norms of gradients, and whole tensors, are gathered from main memory.
-            backend = "cpu:gloo,cuda:nccl"
-            return enter(self.world, self.device, store, backend, self.timeout)
-        return super().init_dist_connection(store)
-
     def join(self, store: Store | None = None) -> None:
         super().join(store)
         ranks = self.collectives
         if self.context_parallel > 1 and ranks.world_size > 1:
             self._context = context_group(
-                self.context_parallel, ranks.world_size, ranks.rank, self.device, self.timeout
+                self.context_parallel, ranks.world_size, ranks.rank, self.timeout
             )
 
     def leave(self) -> None:
@@ -358,7 +352,7 @@ class FSDPEngine(Engine):
 
         offload = OffloadPolicy()
         if strategy.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=strategy.device.type == "cuda")
+            offload = CPUOffloadPolicy(pin_memory=has_streams(strategy.device))
 
         def shard(part: nn.Module) -> Any:
             # Batch normalization takes no half weights with its running statistics.

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from fitkit.accelerators import widest_dtype
 from fitkit.distributed.collectives import together
 from fitkit.errors import warn
-from fitkit.metrics.sums import widest_dtype
 from fitkit.module import Module
 from fitkit.optimizers import HOW, class_of, members_of
 from fitkit.training.jit.loop import at

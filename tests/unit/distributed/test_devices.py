@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from fitkit.accelerators import device_for
 from fitkit.distributed.devices import (
     Machine,
     choose_kind,
-    device_for,
     older_spelling,
     parse_devices,
 )

@@ -1,0 +1,88 @@
+"""Run Python with simulated GPUs: python tests/simulated_gpu/run.py [--kind K] [--gpus N] -- program.py …
+
+K is cuda (4 devices, or N), mps (one) or npu (4, or N). The library is compiled first if it isn't
+there (a minute), into .cache/simulated-gpu, under torch's version and the sources' digest. What stands
+after `--` is given to Python: a program, `-m module`, `-c code`.
+Where the machine can't have it (Linux x86-64 with g++ and a CPU build of torch), it says so and ends well.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+CACHE = HERE.parents[1] / ".cache" / "simulated-gpu"
+OPTION = {"cuda": [], "mps": ["-DSIM_MPS"], "npu": ["-DSIM_NPU"]}
+
+
+def impossible():
+    """Why this machine can't have simulated GPUs; None where it can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"they need Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "their compiler g++ isn't installed"
+    version = importlib.metadata.version("torch")
+    if not version.endswith("+cpu"):
+        return f"they need a CPU build of torch, this is {version}"
+    return None
+
+
+def library(kind):
+    """The compiled library of a kind, made first where it is missing."""
+    sources = sorted(path for path in HERE.iterdir() if path.suffix in (".cpp", ".hpp"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    folder = CACHE / f"torch-{importlib.metadata.version('torch')}-{digest}"
+    found = folder / f"lib{kind}.so"
+    if found.exists():
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+    made = folder / f".{kind}.{os.getpid()}.so"
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-shared", "-fPIC"]
+    command += ["-Wno-interference-size", *OPTION[kind], str(HERE / "devices.cpp"), "-o", str(made)]
+    command += [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
+    command += [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
+    print(f"[simulated-gpu] compiling {kind} for {folder.name} …", file=sys.stderr, flush=True)
+    subprocess.run(command, check=True, env={**os.environ, "LD_PRELOAD": ""})
+    made.replace(found)
+    return found
+
+
+def environment(kind="cuda", gpus=4):
+    """What a process needs to have the devices."""
+    path = str(library(kind))
+    older = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "LD_PRELOAD": path,
+        "SIM_LIBRARY": path,
+        "SIM_KIND": kind,
+        "SIM_GPUS": str(gpus),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *([older] if older else [])]),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--kind", choices=OPTION, default="cuda")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    reason = impossible()
+    if reason is not None:
+        print(f"[simulated-gpu] not run: {reason}")
+        return
+    program = given.program[1:] if given.program[:1] == ["--"] else given.program
+    command = [sys.executable, *program]
+    os.execve(sys.executable, command, environment(given.kind, given.gpus))
+
+
+if __name__ == "__main__":
+    main()
