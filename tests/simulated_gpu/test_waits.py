@@ -1,0 +1,85 @@
+"""Where the host waits for a device: within steps nowhere, and elsewhere at the places listed here."""
+
+import pytest
+import simulation
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import fitkit
+
+pytestmark = pytest.mark.skipif(simulation.KIND != "cuda", reason="CUDA's waits are counted")
+SIZE = 8
+
+
+def data(kind, steps):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SIZE, 6, generator=generator).repeat(steps, 1)
+    y = torch.randint(3, (SIZE,), generator=generator).repeat(steps)
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": SIZE}
+    if kind == "pinned":
+        return {"x": DataLoader(TensorDataset(x, y), SIZE, pin_memory=True)}
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(zip(x, y, strict=True))
+
+    return {"x": DataLoader(Stream(), SIZE)}
+
+
+def waits(model, verb, kind, steps):
+    """The places in fitkit at which the host waits in a call, each time it does."""
+    given = data(kind, steps) | ({"shuffle": False} if verb == "fit" and kind == "arrays" else {})
+    if verb == "predict":
+        given.pop("y", None)
+    with simulation.recorded("wait") as seen:
+        getattr(model, verb)(**given, verbose=0)
+    return [place(stack) for _, _, stack in seen]
+
+
+def place(stack):
+    """The innermost line of fitkit in a stack."""
+    lines = [line for line in stack.split("\n") if "/fitkit/" in line]
+    return lines[0].rpartition("/fitkit/")[2] if lines else stack.split("\n")[0]
+
+
+OPTIONS = {
+    "plain": {},
+    "metrics": {"metrics": ["accuracy", "f1"]},
+    "clipped": {"gradient_clip_val": 1.0},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "schedule": {"lr_scheduler": {"scheduler": "cosine", "interval": "step"}},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "16-mixed": {"precision": "16-mixed"},
+    "compiled": {"jit_compile": True},
+    "compiled schedule": {
+        "jit_compile": True,
+        "lr_scheduler": {"scheduler": "cosine", "interval": "step"},
+    },
+    "groups": {"steps_per_execution": 4},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["arrays", "pinned", "stream"])
+def test_no_step_waits_for_the_device(kind, option):
+    torch.manual_seed(0)
+    model = fitkit.Model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model.compile("adam", "cross_entropy", accelerator="gpu", devices=[1], **OPTIONS[option])
+    model.fit(**data(kind, 4), verbose=0)
+    few, many = (waits(model, "fit", kind, steps) for steps in (16, 48))
+    assert len(few) == len(many), many
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+@pytest.mark.parametrize("kind", ["arrays", "pinned", "stream"])
+def test_no_batch_of_an_evaluation_waits_for_the_device(kind, verb):
+    torch.manual_seed(0)
+    model = fitkit.Model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], accelerator="gpu", devices=[1])
+    getattr(model, verb)(
+        **{k: v for k, v in data(kind, 4).items() if verb != "predict" or k != "y"}, verbose=0
+    )
+    few, many = (waits(model, verb, kind, steps) for steps in (16, 48))
+    assert len(few) == len(many), many
