@@ -42,7 +42,7 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
     Inside, the call's device is the current one, torch's flags are set, and the net is compiled and
     laid out, as `compile` was told. An out-of-memory error says what took the memory. If `fit`
     fails before its first update, the model is restored. For `evaluate` and `predict`, the model is
-    moved to its device, where it also gets rank 0's weights if this rank lacks them; `fit` does that
+    moved to its device, where it also gets rank 0's weights if this rank lacks them. `fit` does so
     in `Fit`.
 
     Args:

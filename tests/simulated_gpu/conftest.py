@@ -1,4 +1,4 @@
-"""These tests need simulated GPUs: `make test-simulated-gpu` runs them, other runs leave them out."""
+"""These tests need simulated GPUs. `make test-simulated-gpu` runs them; others leave them out."""
 
 import os
 

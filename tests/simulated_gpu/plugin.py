@@ -2,7 +2,7 @@
 
 It also runs tests that were written for the CPU on a device, where SIM_TESTS says so:
 
-- `SIM_TESTS=1`: `devices=1` and "auto" mean the device of this index. An index other than 0 finds more.
+- `SIM_TESTS=1`: `devices=1` and "auto" mean the device of this index. One other than 0 finds more.
 - `SIM_TESTS=ranks`: `accelerator="cpu"` means the accelerator, so two processes have two devices.
 
 What a test itself compares may be on two devices; what fitkit does may not.

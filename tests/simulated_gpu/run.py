@@ -1,9 +1,9 @@
-"""Run Python with simulated GPUs: python tests/simulated_gpu/run.py [--kind K] [--gpus N] -- program.py …
+"""Run Python with simulated GPUs: python tests/simulated_gpu/run.py [--kind K] -- program.py …
 
-K is cuda (4 devices, or N), mps (one) or npu (4, or N). The library is compiled first if it isn't
-there (a minute), into .cache/simulated-gpu, under torch's version and the sources' digest. What stands
-after `--` is given to Python: a program, `-m module`, `-c code`.
-Where the machine can't have it (Linux x86-64 with g++ and a CPU build of torch), it says so and ends well.
+K is cuda (4 devices, or `--gpus`), mps (one) or npu (4). What stands after `--` goes to Python: a
+program, `-m module`, `-c code`. The library is compiled first if it isn't there (a minute), into
+.cache/simulated-gpu, under torch's version and the sources' digest. Where the machine can't have it
+(it needs Linux on x86-64, g++ and a CPU build of torch), the program says so and ends well.
 """
 
 import argparse

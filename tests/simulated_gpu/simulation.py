@@ -1,6 +1,6 @@
 """The Python side of the simulated GPUs: what torch has in a build with CUDA, and what was seen.
 
-`install` is called by sitecustomize.py in every process, so torch finds the devices when it is imported.
+sitecustomize.py calls `install` in every process, so torch finds the devices when it is imported.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import time
 import types
 
 KIND = os.environ.get("SIM_KIND", "cuda")
-"""The type of the devices: "cuda", "mps" (one, without float64) or "npu" (known by registration)."""
+"""The type of the devices: "cuda", "mps" (one, no float64) or "npu" (known by registration)."""
 
 events = []
 """What happened: (kind, what, the Python stack, innermost first).
@@ -31,7 +31,7 @@ _kept = []  # ctypes keeps no callback alive
 
 @contextlib.contextmanager
 def recorded(*kinds):
-    """Collect the events of some kinds (none given: all) of the block in a list, filled at its end."""
+    """Collect a block's events of some kinds (none given: all) in a list, filled at its end."""
     start, seen = len(events), []
     yield seen
     seen += [event for event in events[start:] if not kinds or event[0] in kinds]

@@ -1,4 +1,4 @@
-"""Trainings on simulated devices have the numbers of the CPU: strategies, data, precisions, options."""
+"""Trainings on simulated devices have the CPU's numbers, by strategy, data, precision, option."""
 
 import itertools
 
@@ -148,7 +148,7 @@ def pairs():
 
 
 @needs_several
-@pytest.mark.parametrize(("strategy", "data", "option"), pairs())
+@pytest.mark.parametrize(("strategy", "data", "option"), [*pairs()])
 def test_two_devices_have_the_cpus_numbers(tmp_path, strategy, data, option):
     ranks = 1 if strategy == "dp" else 2
     check(tmp_path, data, option, [1, 3], ranks, strategy=strategy)

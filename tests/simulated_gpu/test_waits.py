@@ -1,4 +1,4 @@
-"""Where the host waits for a device: within steps nowhere, and elsewhere at the places listed here."""
+"""The host waits for a device within no step, whatever the data and the options."""
 
 import pytest
 import simulation
@@ -25,12 +25,14 @@ def data(kind, steps):
         def __iter__(self):
             return iter(zip(x, y, strict=True))
 
-    return {"x": DataLoader(Stream(), SIZE)}
+    return {"x": DataLoader(Stream(), SIZE), "steps_per_epoch": steps}
 
 
 def waits(model, verb, kind, steps):
     """The places in fitkit at which the host waits in a call, each time it does."""
-    given = data(kind, steps) | ({"shuffle": False} if verb == "fit" and kind == "arrays" else {})
+    given = data(kind, steps)
+    if verb != "fit":
+        given.pop("steps_per_epoch", None)
     if verb == "predict":
         given.pop("y", None)
     with simulation.recorded("wait") as seen:
@@ -78,8 +80,6 @@ def test_no_batch_of_an_evaluation_waits_for_the_device(kind, verb):
     torch.manual_seed(0)
     model = fitkit.Model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     model.compile("adam", "cross_entropy", metrics=["accuracy"], accelerator="gpu", devices=[1])
-    getattr(model, verb)(
-        **{k: v for k, v in data(kind, 4).items() if verb != "predict" or k != "y"}, verbose=0
-    )
+    waits(model, verb, kind, 4)
     few, many = (waits(model, verb, kind, steps) for steps in (16, 48))
     assert len(few) == len(many), many

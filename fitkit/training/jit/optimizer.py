@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fitkit.accelerators import widest_dtype
+from fitkit.accelerators import has_streams, widest_dtype
 from fitkit.distributed.collectives import together
 from fitkit.errors import warn
 from fitkit.module import Module
@@ -76,7 +76,7 @@ class Group:
         rate = group["lr"]
         self.last: list[float] = [float(rate)] * MOST_STEPS
         device = parameters[0].device if parameters else torch.device("cpu")
-        if device.type == "cuda" and "capturable" in taken:
+        if has_streams(device) and "capturable" in taken:
             self.settings["capturable"] = True  # all numbers stay on the GPU
         dtype = widest_dtype(device)
         self.rates: torch.Tensor = torch.tensor(self.last, dtype=dtype, device=device)
@@ -118,7 +118,7 @@ class Group:
     def put(self, rate: float, place: int = 0) -> None:
         """Set the rate of a step in the next call."""
         if rate != self.last[place]:
-            self.rates[place] = rate
+            self.rates[place].fill_(rate)  # an assignment would wait for a GPU
             self.last[place] = rate
 
     def update(self, gradients: Sequence[torch.Tensor], place: int | torch.Tensor) -> None:
