@@ -31,7 +31,7 @@ def random_state(
 ) -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's generators, on the CPU and this rank's device.
 
-    A run's device is its rank's, whatever its index. So the run can go on on another one.
+    A run's device is its rank's, whatever its index. So a run can be resumed on another one.
 
     Args:
         generators: further generators (a loader's own).

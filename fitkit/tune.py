@@ -28,7 +28,7 @@ from fitkit.callbacks.watches import BatchLosses
 from fitkit.data.sources import check_data_type, make_source
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.model import Model
-from fitkit.modes import in_use, modules_of
+from fitkit.modes import in_use
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.pictures.curves import rate_curve
 from fitkit.training.settings import parts_of_update

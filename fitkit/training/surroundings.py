@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.buffers import places_of
 from fitkit.accelerators import current, empty_cache
+from fitkit.buffers import places_of
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory

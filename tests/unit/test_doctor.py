@@ -74,8 +74,10 @@ def test_gpus_have_a_line_each_and_a_broken_one_its_reason(report, monkeypatch):
     gpus = [GPU(0, None, 30 * 2**30, 0, 80 * 2**30, 0.5), GPU(1, "no answer within 90 s")]
     monkeypatch.setattr(doctor, "probe_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     lines = lines_of(report())
     assert lines["cuda:0"] == "H100, 30.0 of 80.0 GiB free, 50% busy"
     assert lines["cuda:1"] == "can't be used: no answer within 90 s"

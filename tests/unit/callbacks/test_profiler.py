@@ -233,7 +233,8 @@ def test_a_gpus_time_is_read_from_events_once_it_has_passed_them(monkeypatch):
     gpu = SimpleNamespace(now_ms=0.0, done_ms=0.0, waits=0, made=0)
 
     class Event:
-        def __init__(self, enable_timing):
+        def __init__(self, device, enable_timing):
+            assert device == torch.device("cuda:1")
             assert enable_timing
             gpu.made += 1
 
@@ -252,8 +253,8 @@ def test_a_gpus_time_is_read_from_events_once_it_has_passed_them(monkeypatch):
             gpu.waits += 1
             gpu.done_ms = gpu.now_ms
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda d: f"the stream of {d}")
     clock = GPUClock(torch.device("cuda:1"))
     for _ in range(1000):
         gpu.done_ms = gpu.now_ms - 10  # the GPU is behind the host

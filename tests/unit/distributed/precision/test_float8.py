@@ -257,7 +257,9 @@ def test_a_net_without_a_layer_that_fits_is_refused_with_the_sizes():
     ((8, 9), True), ((9, 0), True), ((12, 0), True), ((8, 6), False), ((7, 5), False),
 ])  # fmt: skip
 def test_a_gpu_needs_compute_capability_8_9(capability, goes, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: capability >= (8, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: capability >= (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     precision = resolve_precision("fp8")
