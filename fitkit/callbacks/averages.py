@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.buffers import places_of
-from fitkit.callbacks.base import Callback, Logs, share_buffers
+from fitkit.callbacks.base import Callback, Logs, run_of, share_buffers
 from fitkit.callbacks.rates import groups_of
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -207,7 +207,9 @@ class EMA(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.weights.take_out()
-        if epoch == self.update_starting_at_epoch and self.weights.count == 0:
+        run = run_of(self.model)
+        is_resumed = run is not None and run.steps_done > 0  # within this epoch
+        if epoch == self.update_starting_at_epoch and self.weights.count == 0 and not is_resumed:
             self._begin_average()
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
@@ -272,11 +274,12 @@ class EMA(Callback):
         return self.model.current_epoch < self.update_starting_at_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._weights is None else self._weights.state_dict()
+        return {} if self._weights is None else {**self._weights.state_dict(), "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self.weights.load_state_dict(state)
+            self._seen = int(state.get("seen", self._seen))
 
 
 class SwapEMAWeights(EMA):

@@ -114,6 +114,7 @@ class EarlyStopping(Callback):
         self.wait: int = 0
         self.stopped_epoch: int = 0
         self._said = ""
+        self._last = math.nan
         self.best_weights: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -131,6 +132,7 @@ class EarlyStopping(Callback):
     def _take(self, value: float | None, epoch: int, when: str) -> None:
         if value is None or epoch < self.start_from_epoch:
             return
+        self._last = value
         if self.restore_best_weights and self.best_weights is None:
             self._keep_weights(epoch)  # even if the first epoch is NaN
         self.wait += 1
@@ -194,10 +196,19 @@ class EarlyStopping(Callback):
                 self.best_weights = copied_to_host(self.model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in KEPT}
+        kept = {name: getattr(self, name) for name in KEPT}
+        return {**kept, "said": self._said, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update((name, state[name]) for name in KEPT)
+        self._last = float(state.get("last", math.nan))
+        said = state.get("said", "")
+        # It had ended the training. With more patience or another threshold it goes on.
+        if said and (self.wait >= self.patience or self._reason(self._last)):
+            self._said = said
+            self.model.stop_training = True
+        else:
+            self.stopped_epoch = 0
 
 
 def copied_to_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -382,6 +382,13 @@ class GradualUnfreezing(_Freezing):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._done = [int(epoch) for epoch in state["done"]]
+        # A stage that the first epoch here begins: its parts have waited, though not in this fit.
+        known = {name for at in self._done for name in self.stages.get(at, ())}
+        for at, named in self.stages.items():
+            if at not in self._done and 0 < at <= self.params.get("initial_epoch", 0):
+                for name in named:
+                    if name not in known:
+                        self._frozen.setdefault(name, [])
 
 
 def _epoch(value: Any) -> int:

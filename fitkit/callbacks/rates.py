@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
@@ -194,7 +195,7 @@ class LearningRateMonitor(Callback):
         return {**super().__getstate__(), "_optimizers": []}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self.rates = []
+        self.rates, self._used = [], []
         self.add_cleanup(setattr, self, "_optimizers", [])
         # Not at each batch: asking the model for them looks through all parameters.
         self._optimizers = optimizers_of(self.model)
@@ -207,11 +208,22 @@ class LearningRateMonitor(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         groups = self._groups()
-        self._add(logs, "learning_rate", self._used)
+        # Empty if a resumed epoch had no batch left, and its checkpoint nothing of this callback.
+        self._add(logs, "learning_rate", self._used or [group["lr"] for group in groups])
         if self.log_momentum:
             self._add(logs, "momentum", [_momentum(group) for group in groups])
         if self.log_weight_decay:
             self._add(logs, "weight_decay", [group.get("weight_decay") for group in groups])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "used": [float(rate) for rate in self._used],
+            "rates": torch.tensor(self.rates, dtype=torch.float64),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:  # older versions kept nothing
+            self._used, self.rates = list(state["used"]), state["rates"].tolist()
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -85,7 +85,7 @@ class Timer(Callback):
         self._began_s: float | None = None
         self._ended_s: float | None = None
         self._flag_of_any = AnyRankFlag()
-        self._said = False
+        self._said = self._stops = False
         self._passes_s = {"validate": 0.0, "test": 0.0}
         self._pass_began_s: float | None = None
 
@@ -134,7 +134,7 @@ class Timer(Callback):
         self._pass_began_s = None
         self._began_s, self._ended_s = self._clock(), None
         self._flag_of_any.begin()
-        self._said = False
+        self._said = self._stops = False
         self.add_cleanup(self._stop_clock)
 
     def _stop_clock(self) -> None:
@@ -155,17 +155,25 @@ class Timer(Callback):
         return self.time_remaining() == 0.0
 
     def _stop(self) -> None:
-        self.model.stop_training = True
+        self.model.stop_training = self._stops = True
         if self.verbose and not self._said:
             self._said = True
             limit = timedelta(seconds=self.duration_s or 0.0)
             print_on_rank_zero(self.model, f"Training stops: it reached the time limit of {limit}.")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"time_elapsed_s": self.time_elapsed()}
+        return {
+            "time_elapsed_s": self.time_elapsed(),
+            "validate_s": self.time_elapsed("validate"),
+            "stops": self._stops,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._before_s = float(state["time_elapsed_s"])
+        self._passes_s["validate"] = float(state.get("validate_s", 0.0))
+        # With a later limit it goes on.
+        if state.get("stops") and self.duration_s is not None and self._before_s >= self.duration_s:
+            self._stop()
 
 
 def seconds_of(duration: object) -> float:
@@ -268,16 +276,58 @@ class ThroughputMonitor(Callback):
         self.peak_flops: float | None = peak_flops
         self._clock = time.monotonic
         self._ends: deque[tuple[float, int]] = deque()  # times, and batches done by then
+        self._before: list[tuple[float, int]] = []  # of this epoch, before a resume
         self._tokens: deque[Any] = deque(maxlen=window_size)  # of each step, on this rank
         self._end_s: float | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._before = []
+        self._ends.clear()
+        self._tokens.clear()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         groups = self.window_size // self.params.get("steps_per_execution", 1)
         self._ends = deque(maxlen=max(groups, 1) + 1)
-        self._tokens.clear()
+        self._ends.extend(self._before)
+        if not self._before:
+            self._tokens.clear()
         self._end_s = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch's last steps, and every rank's tokens in them.
+
+        Ranks:
+            Collective with `tokens`.
+        """
+        last_s = self._ends[-1][0] if self._ends else 0.0
+        ends = [[seconds - last_s, batch] for seconds, batch in self._ends]
+        tokens = [float(number) for number in self._tokens]
+        return {
+            "ends": ends,
+            "tokens": from_all_ranks(self.model, tokens) if self.tokens else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = [(float(seconds), int(batch)) for seconds, batch in state.get("ends", ())]
+        rank = self.model.global_rank
+        if self._before and rank < len(state["tokens"]):
+            self._tokens.extend(state["tokens"][rank])
+
+    def _continue(self, skipped: int = 0) -> None:
+        """Move the times before a resume so that the last one is now.
+
+        Args:
+            skipped: the number of batches since the resume, which don't count.
+        """
+        self._before = []
+        now_s, kept = self._clock(), self._ends
+        moved = ((now_s + seconds, batch + skipped) for seconds, batch in kept)
+        self._ends = deque(moved, maxlen=kept.maxlen)
+
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        if self._before:  # the first step after a resume doesn't count either
+            self._continue(batch + 1 - self._ends[-1][1])
+            return
         if self.tokens and self._ends:
             self._tokens.append(self._tokens_of(getattr(run_of(self.model), "batch", None)))
         self._ends.append((self._clock(), batch + 1))
@@ -292,10 +342,13 @@ class ThroughputMonitor(Callback):
             tokens = sum(from_all_ranks(self.model, float(sum(self._tokens))))
             # Ranks that compute a batch together have counted the same tokens.
             tokens /= self.model._fitkit.compilation.strategy.ranks_per_batch
-        if len(self._ends) < 2 or self._end_s is None or self._end_s <= self._ends[0][0]:
+        ends = list(self._ends)
+        self._ends.clear()
+        self._tokens.clear()
+        if len(ends) < 2 or self._end_s is None or self._end_s <= ends[0][0]:
             return
-        seconds = self._end_s - self._ends[0][0]
-        batches = (self._ends[-1][1] - self._ends[0][1]) / seconds
+        seconds = self._end_s - ends[0][0]
+        batches = (ends[-1][1] - ends[0][1]) / seconds
         logs[self._name("batches_per_sec")] = batches * self.model.world_size
         samples = self._samples_in_a_step()
         if samples is not None:
@@ -308,6 +361,8 @@ class ThroughputMonitor(Callback):
 
     def _note_end(self) -> None:
         # A GPU runs behind the loop. By now its losses were read, so it has caught up.
+        if self._before:
+            self._continue()
         if self._end_s is None:
             self._end_s = self._clock()
 

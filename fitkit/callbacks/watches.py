@@ -62,6 +62,10 @@ class TerminateOnNaN(Callback):
         check_count("check_every", check_every)
         self.raise_error = raise_error
         self.check_every = check_every
+        self._stops = False
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._stops = False
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         if is_multiple_in(batches_of_call(self, batch), self.check_every):
@@ -81,7 +85,14 @@ class TerminateOnNaN(Callback):
                 f"({when}). Add fitkit.callbacks.DetectNonFinite() to find the module where it "
                 "begins."
             )
-        self.model.stop_training = True
+        self.model.stop_training = self._stops = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stops": self._stops}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("stops"):  # the weights are lost
+            self.model.stop_training = self._stops = True
 
 
 class BatchLosses:
@@ -93,6 +104,7 @@ class BatchLosses:
 
     def __init__(self) -> None:
         self._kept: list[tuple[int, torch.Tensor, float | torch.Tensor]] = []
+        self._read: list[tuple[int, float]] = []  # older ones, of a checkpoint
         self._sum = 0.0
 
     def add(self, batch: int, logs: Logs) -> None:
@@ -113,8 +125,9 @@ class BatchLosses:
         A batch in which nothing counts has `EMPTY_MEAN`.
         """
         kept, self._kept = self._kept, []
+        before, self._read = self._read, []
         if not kept:
-            return []
+            return before
         on_device = torch.stack([loss.float() for _, loss, _ in kept])
         counts: list[Any] = [count for _, _, count in kept]
         if any(isinstance(count, torch.Tensor) for count in counts):
@@ -123,10 +136,24 @@ class BatchLosses:
             losses, counts = torch.stack([on_device, whole]).tolist()
         else:
             losses = on_device.tolist()
-        return [
+        return before + [
             (batch, loss if count else EMPTY_MEAN)
             for (batch, _, _), loss, count in zip(kept, losses, counts, strict=True)
         ]
+
+    def state(self) -> dict[str, Any]:
+        """The losses since the last call of `take`, as plain data. They stay for the next one."""
+        self._read = self.take()
+        losses = [[batch, None if loss is EMPTY_MEAN else loss] for batch, loss in self._read]
+        return {"losses": losses, "sum": self._sum}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self._read = [
+            (int(batch), EMPTY_MEAN if loss is None else float(loss))
+            for batch, loss in state["losses"]
+        ]
+        self._sum = float(state["sum"])
 
 
 NORMAL = 1.4826
@@ -197,10 +224,12 @@ class NormMonitor(Callback):
                 logs["param_norm"] = from_rank_zero(self.model, float(norm))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._of_epoch()}
+        norms = torch.tensor(self.norms, dtype=torch.float64)
+        return {"epoch": self._of_epoch(), "norms": norms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._before = [float(norm) for norm in state["epoch"]]
+        self.norms = state["norms"].tolist() if "norms" in state else []
 
     def _of_epoch(self) -> list[float]:
         """The norms of the epoch's updates so far, including those before a resume."""
@@ -224,15 +253,21 @@ class _Detector(Callback):
         check_count("check_every", check_every)
         self.action = action
         self.check_every = check_every
+        self._stops = False
 
     def _act(self, finding: str, error: type[FitkitError]) -> None:
         if self.action == "raise":
             raise error(finding)
         if self.action == "stop":
             print_on_rank_zero(self.model, f"{finding} Training stops.")
-            self.model.stop_training = True
+            self.model.stop_training = self._stops = True
         elif self.model.is_global_zero:
             warn(finding)
+
+    def _stop_again(self, state: dict[str, Any]) -> None:
+        """End the training if a finding had ended it."""
+        if state["stops"] and self.action == "stop":
+            self.model.stop_training = self._stops = True
 
 
 class LossSpikeError(FitkitError, RuntimeError):
@@ -297,13 +332,45 @@ class DetectLossSpike(_Detector):
         self._losses = BatchLosses()
         self._before: deque[float] = deque(maxlen=self.window)
         self._in_a_row = 0
-        self._warned = False
+        self._warned = self._stops = self._continues = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._losses = BatchLosses()
+        if not self._continues:
+            self._losses = BatchLosses()
+        self._continues = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank's losses, because each looks at its own.
+
+        Ranks:
+            Collective.
+        """
+        own = {
+            "spikes": [list(spike) for spike in self.spikes],
+            "losses": self._losses.state(),
+            "before": list(self._before),
+            "in_a_row": self._in_a_row,
+        }
+        ranks = from_all_ranks(self.model, own)
+        return {"ranks": ranks, "warned": self._warned, "stops": self._stops}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self._warned = state["warned"]
+        self._stop_again(state)
+        rank = self.model.global_rank
+        if rank >= len(state["ranks"]):  # a rank that is new begins its window
+            return
+        own = state["ranks"][rank]
+        self.spikes = [(int(epoch), int(batch), loss) for epoch, batch, loss in own["spikes"]]
+        self._losses.restore(own["losses"])
+        self._continues = bool(own["losses"]["losses"])  # within an epoch
+        self._before.extend(own["before"])
+        self._in_a_row = int(own["in_a_row"])
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self._losses.add(batch, logs)
@@ -406,7 +473,8 @@ class DetectNonFinite(_Detector):
         self._sightings: list[tuple[int, str, torch.Tensor]] = []
         self._epoch = 0
         self._batch = 0
-        self._looks = False
+        self._looks = self._stops = False
+        self._seen: str | None = None  # on this rank, since the last check before a resume
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_handles": [], "_sightings": []}
@@ -492,9 +560,28 @@ class DetectNonFinite(_Detector):
                 self._act(f"{self.found[0].upper()}{self.found[1:]}.", NonFiniteError)
                 return
 
+    def state_dict(self) -> dict[str, Any]:
+        """The finding, and what every rank has seen since the last check.
+
+        Ranks:
+            Collective.
+        """
+        seen = from_all_ranks(self.model, self._first(self._sightings) or "")
+        return {"found": self.found or "", "seen": seen, "stops": self._stops}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        rank = self.model.global_rank
+        self._seen = state["seen"][rank] or None if rank < len(state["seen"]) else None
+        if state["found"]:
+            self.found = state["found"]
+            self._remove()
+        self._stop_again(state)
+
     def _first(self, sightings: list[tuple[int, str, torch.Tensor]]) -> str | None:
-        if not sightings:
-            return None
+        if self._seen is not None or not sightings:
+            return self._seen
         device = sightings[0][2].device
         flags = torch.stack([whole(flag).to(device) for _, _, flag in sightings]).tolist()
         for is_lost, (batch, what, _) in zip(flags, sightings, strict=True):

@@ -211,11 +211,16 @@ class Logger(Callback):
             "step": self.step,
             "epoch": self._epoch,
             "run_id": self.run_id or "",
+            "losses": self._batch_losses.state(),
+            "waiting": [[batch, rate] for batch, rate in self._waiting],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._count_from(state["before"], state["epoch"])
         self._made = state["step"] - state["before"]
+        if "waiting" in state:  # batches that the next read of the device logs
+            self._batch_losses.restore(state["losses"])
+            self._waiting = [(int(batch), float(rate)) for batch, rate in state["waiting"]]
         self.run_id = state["run_id"] or None
         self.resumes = True
 

@@ -187,8 +187,10 @@ class Fit:
             if self.resumed is not None:  # after on_train_begin, which resets callbacks
                 self.resumed.restore_history(self.history)
                 give_states(arguments.callback_list.callbacks, self.resumed.callbacks)
-            logs: dict[str, Any] = {}
-            for epoch in range(arguments.initial_epoch, arguments.epochs):
+            logs: dict[str, Any] = {n: values[-1] for n, values in self.history.history.items()}
+            # A callback may have ended the training in the epoch of the checkpoint.
+            has_ended = self.resumed is not None and not self.steps_before and self._any_stops()
+            for epoch in range(arguments.initial_epoch, 0 if has_ended else arguments.epochs):
                 logs = self.run_epoch(epoch, callbacks, logs)
                 if model.stop_training:
                     break
@@ -282,8 +284,9 @@ class Fit:
         index, empty = done - 1, 0
         with running(model, context):
             batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
-            # An interrupted epoch may begin with a validation, which may end it.
-            if self._validate_if_due(epoch, callbacks):
+            # A callback may have ended an interrupted epoch. It may also begin with a validation,
+            # which may end it.
+            if done and (self._any_stops() or self._validate_if_due(epoch, callbacks)):
                 batches = iter(())
             for group in in_groups(batches, self.group_size, first=done):
                 has_rows = False
