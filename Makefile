@@ -8,6 +8,7 @@
 #   make test-engines   DeepSpeed, Horovod, torch_tpu and Ray for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
+#   make test-simulated-gpu   what speaks to devices, on simulated GPUs (Linux, g++): ARGS=all for all of it
 #   make lint        ruff: rules and formatting     make typecheck   mypy, and pyright on what users write
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
@@ -32,7 +33,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all with test-with test-cluster test-engines test-gpu lint typecheck bench bench-peers soak docs pictures release clean
+.PHONY: help setup demo test test-all with test-with test-cluster test-engines test-gpu test-simulated-gpu lint typecheck bench bench-peers soak docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -85,6 +86,18 @@ test-cluster: $(STAMP)
 test-gpu:
 	@$(or $(PYTHON),python3) -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider tests/gpu
 	@$(or $(PYTHON),python3) -m benchmarks.gpu $(ARGS)
+
+# Each kind of device in a run of its own: the GPU tests and the matrix on CUDA's rules, the matrix on types of other names.
+SIMULATED := tests/simulated_gpu/run.py
+ON_GPU = $(BIN)/python $(SIMULATED) --kind $(1) -- -m pytest -q -p plugin -n 2 --dist load
+test-simulated-gpu: $(STAMP)
+	@$(call ON_GPU,cuda) tests/simulated_gpu tests/gpu
+	@$(call ON_GPU,npu) tests/simulated_gpu/test_matrix.py -k "one_device or precisions or ddp_spawn"
+	@$(call ON_GPU,mps) tests/simulated_gpu/test_matrix.py
+ifeq ($(ARGS),all)
+	@SIM_TESTS=1 $(call ON_GPU,cuda) -m "not slow" tests/unit/training tests/unit/data tests/unit/metrics tests/unit/callbacks
+	@SIM_TESTS=ranks $(call ON_GPU,cuda) -m "not slow" tests/distributed
+endif
 
 test-engines: $(STAMP)
 	@sh tests/engines/run.sh $(ENGINES) $(BIN)/python $(ARGS)

@@ -1,6 +1,7 @@
 """Memory that runs out, layouts and number types on a real GPU."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_every_precision_learns_in_either_layout(precision, memory_format):
     model.fit(X, Y, batch_size=32, verbose=0)
 
 
+@pytest.mark.skipif("SIM_LIBRARY" in os.environ, reason="needs a real card: TF32")
 def test_tf32_is_used_for_the_call_only():
     a = torch.randn(512, 512, device="cuda")
     exact = (a.double() @ a.double()).float()

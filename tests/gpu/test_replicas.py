@@ -51,7 +51,7 @@ def test_replicas_run_in_threads_of_their_own_in_the_callers_modes():
     door = Replicas(Net().to(DEVICES[0]), DEVICES)
     x = torch.randn(2, 3, device=DEVICES[0])
     found = door("modes", x)
-    assert len(set(found["thread"][0].tolist())) == 2
+    assert threading.get_ident() not in found["thread"][0].tolist()
     assert found["grad"].all() and not found["half"].any() and not found["inference"].any()
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         found = door("modes", x)
