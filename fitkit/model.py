@@ -244,7 +244,8 @@ class Model(Module):
                 (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it from each `fit` and start again
                 with it. All others continue over several fits.
             devices: which devices to use: a number, a list of indices or `"auto"` (default).
-            accelerator: `"auto"` (default), `"cpu"`, `"gpu"`, `"cuda"`, `"mps"`.
+            accelerator: `"auto"` (default), `"cpu"`, `"gpu"` (the one that is there), or a type
+                that torch knows: `"cuda"`, `"mps"`, `"xpu"`, `"hpu"`, `"npu"`, `"xla"`, ….
             strategy: `"auto"` (default), a strategy's name, or an object of `fitkit.strategies`.
             num_nodes: the number of machines. Default 1.
             precision: `"32-true"` (default), `"64-true"`, `"16-mixed"` (or 16), `"bf16-mixed"`

@@ -102,7 +102,7 @@ StrategyName: TypeAlias = Literal[
     "fsdp", "deepspeed", "horovod", "xla", "tpu",
 ]  # fmt: skip
 AcceleratorName: TypeAlias = Literal[
-    "auto", "cpu", "gpu", "cuda", "mps", "tpu", "xla",
+    "auto", "cpu", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "tpu", "xla",
 ]  # fmt: skip
 PrecisionName: TypeAlias = Literal[
     "32-true", "32", "64-true", "64", "16-mixed", "16", "bf16-mixed", "bf16", "16-true",

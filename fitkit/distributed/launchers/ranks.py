@@ -46,15 +46,17 @@ class JoinsRanks(Protocol):
 
     Attributes:
         world: this process's place.
-        device: its device.
         collectives: by which the ranks exchange objects, after `join`.
         timeout: of each exchange; None for the default.
     """
 
     world: World
-    device: torch.device
     collectives: Collectives
     timeout: timedelta | None
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
 
     def join(self, store: Store | None = None) -> None:
         """Enter the ranks' process group."""
