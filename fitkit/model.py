@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -19,7 +20,7 @@ from fitkit.callbacks.history import History
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
-from fitkit.errors import ArgumentTypeError
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -89,6 +90,32 @@ class Record:
     jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
 
+    def __copy__(self) -> Record:
+        """A record for another model of the same net, which uses the same optimizers."""
+        return Record(
+            copy.copy(self.compilation),
+            copy.copy(self.fit_state),
+            StepContexts(),
+            batch_size=self.batch_size,
+            log_names=self.log_names,
+            hidden_names=set(self.hidden_names),
+        )
+
+    def check_copy(self) -> None:
+        """Refuse to copy a model whose weights, or optimizer's state, the ranks hold in parts.
+
+        Raises:
+            ConfigurationError: with what to write instead.
+        """
+        strategy = vars(self.compilation).get("strategy")
+        if strategy is not None and strategy.engine is not None and strategy.engine.in_place:
+            raise ConfigurationError(
+                f"A model can't be copied or pickled while fit trains it under strategy="
+                f"{strategy.name!r}: each rank has a part of it. Copy it after fit, or write "
+                "model.save(path) on every rank.",
+                code="FK070",
+            )
+
 
 class Model(Module):
     """A network that you can train, evaluate and use with one line each.
@@ -146,6 +173,19 @@ class Model(Module):
         if name in public_names(Model):
             check_attribute(self, name, value, Model)
         super().__setattr__(name, value)
+
+    def __copy__(self) -> Model:
+        """A model of the same net and optimizer, which can be compiled by itself."""
+        made = type(self).__new__(type(self))
+        vars(made).update(self.__getstate__())
+        vars(made)["_fitkit"] = copy.copy(self._fitkit)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles of the model get. An override may leave out what they can't."""
+        self._fitkit.check_copy()
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

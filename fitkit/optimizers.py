@@ -310,6 +310,7 @@ class OptimizerChoice:
                 f"optimizer={shown(self.given)} gave a {type(optimizer).__name__}, not a "
                 "torch.optim.Optimizer."
             )
+        OptimizerChoice(optimizer).check_parameters(held)  # a factory may have kept one
         return [optimizer]
 
 

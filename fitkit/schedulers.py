@@ -113,12 +113,7 @@ class SchedulerChoice:
             ConfigurationError: an instance over another optimizer, or missing arguments.
         """
         if _is_scheduler(self.given):
-            if getattr(self.given, "optimizer", optimizer) is not optimizer:
-                raise ConfigurationError(
-                    "The lr_scheduler instance belongs to another optimizer than this model's. "
-                    "Give compile both instances, or the scheduler's class."
-                )
-            return self.given
+            return _over(optimizer, self.given)
         maker = SCHEDULERS[self.given] if isinstance(self.given, str) else self.given
         by_epochs = (self.interval or own_interval(maker)) == "epoch"
         length = epochs if by_epochs else updates
@@ -137,7 +132,7 @@ class SchedulerChoice:
                 f"lr_scheduler={shown(self.given)} gave a {type(scheduler).__name__}, not a "
                 "scheduler."
             )
-        return scheduler
+        return _over(optimizer, scheduler)
 
     def trial(self, optimizer: Optimizer, settings: list[dict[str, Any]]) -> Any:
         """A scheduler like that of `build`, over an optimizer that nobody uses.
@@ -173,6 +168,20 @@ class SchedulerChoice:
         if maker is lr_scheduler.OneCycleLR:
             options["max_lr"] = [group["lr"] for group in optimizer.param_groups]
         return options
+
+
+def _over(optimizer: Optimizer, scheduler: Any) -> Any:
+    """The scheduler, if it moves this optimizer's rates.
+
+    Raises:
+        ConfigurationError: it was made for another one, perhaps of another model.
+    """
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigurationError(
+            "The lr_scheduler instance belongs to another optimizer than this model's. Give "
+            "compile both instances, or the scheduler's class."
+        )
+    return scheduler
 
 
 def _lengths_of(maker: Any) -> list[str]:

@@ -19,6 +19,7 @@ LAYERS = {
     "activation_checkpointing": 1,
     "trees": 1,
     "samples": 1,
+    "tensors": 1,
     "arguments": 1,
     "outputs": 1,
     "random_states": 1,

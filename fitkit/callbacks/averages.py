@@ -187,8 +187,8 @@ class EMA(Callback):
         self._weights: AveragedWeights | None = None
         self._seen = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_weights": None}
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        return {**super()._state_for_ranks(strategy), "_weights": None}
 
     @property
     def weights(self) -> AveragedWeights:
@@ -391,8 +391,8 @@ class StochasticWeightAveraging(Callback):
         self._rates: list[float] = []
         self._first = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_weights": None}
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        return {**super()._state_for_ranks(strategy), "_weights": None}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()

@@ -29,6 +29,7 @@ class Run(Protocol):
             complete only then.
         resumed: where the training continues (`epoch`, `steps`); None for a new one.
         batch: the batch of the last step on this rank, as the source gave it; None between epochs.
+        callbacks: those of this call, without fitkit's own.
         seen_values: the values of the epoch's last validation, if callbacks have already seen
             them within the epoch (`on_validation_within_epoch`); else empty.
         validated_names: the names of the validations' values.
@@ -41,6 +42,9 @@ class Run(Protocol):
     seen_values: dict[str, Any]
     validated_names: set[str]
     doubts: list[str]
+
+    @property
+    def callbacks(self) -> list[Callback]: ...
 
     @property
     def callbacks(self) -> list[Callback]: ...
@@ -171,8 +175,20 @@ class Callback:
         self.params = params
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send other ranks everything but the model, which they have."""
+        """Copy everything but the model, which each run sets."""
         return {name: value for name, value in vars(self).items() if name not in MODELS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A hook that is the original's own method (`self.on_epoch_end = self._after`).
+        for name, value in state.items():
+            original = getattr(value, "__self__", None) if name in HOOKS else None
+            if type(original) is type(self) and vars(original).get(name) == value:
+                value = value.__func__.__get__(self)
+            vars(self)[name] = value
+
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        """What other ranks get of this callback."""
+        return self.__getstate__()
 
     def add_cleanup(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Have the run call `function(*args, **kwargs)` at its end, whatever ends it.
@@ -430,7 +446,12 @@ class CallbackList:
         Args:
             model: the model that runs.
             params: a dict about the run; see `Callback.params`.
+
+        Raises:
+            ConfigurationError: another model's running `fit` has one of the callbacks.
         """
+        for callback in self.callbacks:
+            _check_free(callback, model)
         contexts = model._fitkit.contexts
         outer = contexts.cleanups
         with contextlib.ExitStack() as cleanups, contextlib.ExitStack() as of_weights:
@@ -506,6 +527,22 @@ def batches_of_call(callback: Callback, batch: int) -> range:
 def is_multiple_in(batches: range, every: int) -> bool:
     """Whether one of these batches (from 0) is an `every`-th one."""
     return batches.stop // every > batches.start // every
+
+
+def _check_free(callback: Callback, model: Module) -> None:
+    """Refuse a callback that another model's running `fit` has: it knows a single model.
+
+    Raises:
+        ConfigurationError: with what to write.
+    """
+    other = getattr(callback, "model", None)
+    run = run_of(other) if other is not None and other is not model else None
+    if run is not None and any(callback is own for own in run.callbacks):
+        raise ConfigurationError(
+            f"This {type(callback).__name__} belongs to another model's fit, which is running. "
+            "Make one for each model, or copy it.",
+            code="FK071",
+        )
 
 
 Callbacks: TypeAlias = (

@@ -269,9 +269,9 @@ class OptunaPruning(Callback):
         self.monitor = monitor
         self._monitored = Monitor(monitor, "min")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
         """All but the trial, which holds a connection to the study's storage."""
-        return {**super().__getstate__(), "trial": None}
+        return {**super()._state_for_ranks(strategy), "trial": None}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._monitored.begin(self)

@@ -20,6 +20,7 @@ from fitkit.arguments import dtype_name
 from fitkit.checkpoint.arrays import dtype_named
 from fitkit.distributed.spread.in_place import is_spread, whole
 from fitkit.errors import ConfigurationError
+from fitkit.tensors import bytes_of
 
 NOTE = "fitkit.frozen"
 """Where a state dict's `_metadata` has the note, in the entry of the module itself."""
@@ -108,8 +109,7 @@ def _feed(digest: Any, name: str, tensor: torch.Tensor) -> None:
             _feed(digest, f"{name}.{part}", getattr(tensor, part))
         return
     digest.update(f"{name} {dtype_name(tensor.dtype)} {tuple(tensor.shape)}\n".encode())
-    numbers = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    digest.update(numbers.view(torch.uint8).numpy())
+    digest.update(bytes_of(tensor.cpu()).numpy())
 
 
 def without_frozen(

@@ -19,6 +19,7 @@ from fitkit.data.batches import Source
 from fitkit.data.permutation import IndexBatches, Permutation
 from fitkit.errors import ArgumentTypeError, ConfigurationError, with_code
 from fitkit.samples import samples_among
+from fitkit.tensors import bytes_of
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 META = "{name} is a meta tensor, which has a shape but no numbers. Give it on the CPU or a GPU."
@@ -344,7 +345,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
             rows = leaf.detach()
             if leaf.nbytes > MOST_BYTES and leaf.ndim:
                 rows = rows[:: -(-leaf.nbytes // MOST_BYTES)]
-            raw: Any = rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+            raw: Any = bytes_of(rows.cpu()).numpy()
             found[path] = (
                 f"{dtype_name(leaf.dtype)} {tuple(leaf.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
             )

@@ -18,6 +18,7 @@ from fitkit.data.combined import CombinedSource
 from fitkit.data.sources import LoaderSource, length_of
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
+from fitkit.tensors import bytes_of
 
 LOOKED_AT = 256
 """How many numbers of each array are compared, evenly spread."""
@@ -107,5 +108,4 @@ def _array_facts(name: str, value: Any) -> tuple[str, int]:
         return words, 0
     positions = torch.linspace(0, value.numel() - 1, LOOKED_AT, dtype=torch.float64).long()
     places = torch.unravel_index(positions.to(value.device), value.shape)
-    seen = value.detach()[places].contiguous().cpu().view(torch.uint8)
-    return words, zlib.crc32(seen.numpy().tobytes())
+    return words, zlib.crc32(bytes_of(value[places].cpu()).numpy().tobytes())

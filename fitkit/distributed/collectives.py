@@ -14,13 +14,17 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from fitkit.accelerators import widest_dtype
+from fitkit.distributed import script_objects
+from fitkit.distributed.script_objects import is_of_script
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.tensors import bytes_of
 
 Result = TypeVar("Result")
 
@@ -487,13 +491,16 @@ def _is_taken(array: pickle.PickleBuffer, arrays: list[memoryview]) -> bool:
     return False
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         plain = type(value) is torch.Tensor and value.layout is torch.strided
         if not plain or value.device.type != "cpu" or value.requires_grad or value.is_quantized:
-            return NotImplemented
-        flat = value.contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (flat, value.dtype, tuple(value.shape))
+            return (
+                script_objects.reduced(value)
+                if is_of_script(value)
+                else super().reducer_override(value)
+            )
+        return _tensor, (bytes_of(value).numpy(), value.dtype, tuple(value.shape))
 
 
 def _tensor(flat: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

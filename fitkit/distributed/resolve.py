@@ -53,7 +53,7 @@ def resolve_strategy(
             other ranks than were started.
     """
     machine = Machine.here() if machine is None else machine
-    chosen = None if _is_auto(strategy) else named_strategy(strategy)
+    chosen = None if _is_auto(strategy) else named_strategy(strategy).for_model()
     if chosen is None:
         kind = choose_kind(accelerator, machine)
     else:

@@ -221,8 +221,9 @@ class FitState:
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy: everything but the run."""
-        return {**self.__dict__, "run": None}
+        """The state of a copy: everything but the run. Its lists are its own."""
+        lists = {name: list(value) for name, value in vars(self).items() if type(value) is list}
+        return {**vars(self), **lists, "run": None, "grad_norms": None}
 
     def optimizers_for(self, model: Module) -> list[Optimizer]:
         """The optimizers over the model's parameters.

@@ -99,6 +99,9 @@ class Compilation:
 
     A plain record, not a module: a loss with state must not enter the model's `state_dict`.
 
+    A copy (also one that was pickled) has no strategy before it first needs it. So each model has
+    its own, in the process and on the machine where it is used.
+
     Attributes:
         given: every argument's value, defaults included.
         optimizer, scheduler, loss, metrics, strategy: what they resolved to.
@@ -114,9 +117,26 @@ class Compilation:
     def __getattr__(self, name: str) -> Any:
         """The argument of `compile` with that name."""
         given = self.__dict__.get("given", {})
+        if name == "strategy" and given:
+            strategy = vars(self)["strategy"] = _strategy_of(given)
+            return strategy
         if name in given:
             return given[name]
         raise AttributeError(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "strategy"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compilation:
+        made = memo[id(self)] = copy.copy(self)
+        # It only describes, and may hold what can't be copied.
+        memo[id(self.given["strategy"])] = self.given["strategy"]
+        vars(made).update(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def _state_for_ranks(self, strategy: Strategy) -> dict[str, Any]:
+        """The ranks of a call get its strategy. Other models that come along resolve theirs."""
+        return vars(self) if self.strategy is strategy else self.__getstate__()
 
     @classmethod
     def default(cls) -> Compilation:
@@ -186,16 +206,21 @@ class Compilation:
             metrics=CompiledMetrics(values["metrics"], values["weighted_metrics"])
             if before is None or changed("metrics", "weighted_metrics")
             else before.metrics,
-            strategy=resolve_strategy(
-                _selected(values),
-                values["accelerator"],
-                values["strategy"],
-                values["precision"],
-                values["num_nodes"],
-            )
+            strategy=_strategy_of(values)
             if before is None or changed(*HARDWARE)
             else before.strategy,
         )
+
+
+def _strategy_of(given: dict[str, Any]) -> Strategy:
+    """What the arguments about hardware mean in this process."""
+    return resolve_strategy(
+        _selected(given),
+        given["accelerator"],
+        given["strategy"],
+        given["precision"],
+        given["num_nodes"],
+    )
 
 
 def _selected(values: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import mmap
 import os
@@ -21,7 +22,9 @@ import cloudpickle
 import numpy as np
 import torch
 
+from fitkit.distributed.script_objects import is_of_script
 from fitkit.errors import ConfigurationError
+from fitkit.tensors import bytes_of
 
 SHARED_FROM_BYTES = 2**20
 """Smaller arrays travel inside the pickle: a mapping of its own costs more than it saves."""
@@ -34,6 +37,7 @@ class Payload:
         value: what to send.
         shape_only: tensors of which only the shape is sent.
         parts: where to look for what can't be sent, by name.
+        strategy: the call's.
 
     Attributes:
         data: the pickle.
@@ -41,13 +45,18 @@ class Payload:
     """
 
     def __init__(
-        self, value: Any, shape_only: Iterable[torch.Tensor], parts: Mapping[str, Any] | None = None
+        self,
+        value: Any,
+        shape_only: Iterable[torch.Tensor],
+        parts: Mapping[str, Any] | None = None,
+        strategy: object = None,
     ) -> None:
         self.files: list[int] = []
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, {id(tensor) for tensor in shape_only}, self.files)
+        pickler = _Pickler(buffer, {id(tensor) for tensor in shape_only}, self.files, strategy)
         try:
             pickler.dump(value)
+            pickler.dump(pickler.named)
         except Exception as error:
             self.close()
             raise _unsendable(parts or {"the call": value}, error) from error
@@ -60,8 +69,8 @@ class Payload:
         self.files.clear()
 
 
-def load(data: bytes, files: list[int]) -> Any:
-    """The value of a payload, in a worker.
+def load(data: bytes, files: list[int]) -> tuple[Any, dict[str, Any]]:
+    """The value of a payload, in a worker, and the classes and functions of the script by name.
 
     Args:
         data: the pickle.
@@ -70,7 +79,8 @@ def load(data: bytes, files: list[int]) -> Any:
     _received.clear()
     _received.extend(_mapped(file) for file in files)
     try:
-        return pickle.loads(data)
+        unpickler = pickle.Unpickler(io.BytesIO(data))
+        return unpickler.load(), unpickler.load()
     finally:
         _received.clear()
 
@@ -87,22 +97,37 @@ def _mapped(file: int) -> mmap.mmap:
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, shape_only: set[int], files: list[int]) -> None:
+    """Objects that ranks get otherwise than copies do say so by `_state_for_ranks(strategy)`."""
+
+    def __init__(
+        self,
+        buffer: io.BytesIO,
+        shape_only: set[int],
+        files: list[int],
+        strategy: object = None,
+    ) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._hollow = shape_only
         self._files = files
+        self._strategy = strategy
+        self.named: dict[str, Any] = {}  # the script's objects, which come by value
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             reduced = self._reduce_tensor(value)
         elif type(value) is np.ndarray and value.nbytes >= SHARED_FROM_BYTES:
             reduced = self._reduce_array(value)
+        elif hasattr(type(value), "_state_for_ranks"):
+            state = value._state_for_ranks(self._strategy)
+            reduced = (copyreg.__newobj__, (type(value),), state)  # type: ignore[attr-defined]
         elif isinstance(value, torch.Generator):
             reduced = (_generator, (value.get_state(), value.device.type))
         elif value is torch.ops or value is torch.classes:
             # A function that mentions torch and any attribute called `ops` would drag it along.
             reduced = (getattr, (torch, "ops" if value is torch.ops else "classes"))
         else:
+            if is_of_script(value):
+                self.named[value.__qualname__] = value
             return super().reducer_override(value)
         return super().reducer_override(value) if reduced is None else reduced
 
@@ -117,8 +142,11 @@ class _Pickler(cloudpickle.Pickler):
         large = tensor.numel() * tensor.element_size() >= SHARED_FROM_BYTES
         if not (plain and large) or tensor.requires_grad:
             return None
-        flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        return _shared_tensor, (self._share(flat), tuple(tensor.shape), tensor.dtype)
+        return _shared_tensor, (
+            self._share(bytes_of(tensor).numpy()),
+            tuple(tensor.shape),
+            tensor.dtype,
+        )
 
     def _reduce_array(self, array: np.ndarray) -> Any:
         if array.dtype.hasobject:

@@ -41,6 +41,7 @@ from fitkit.distributed.launchers.process import (
 )
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
+from fitkit.distributed.script_objects import script, take_part
 from fitkit.distributed.stores import Patience
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
@@ -70,6 +71,8 @@ class WorkersLauncher(RankLauncher):
         super().__init__(strategy, timeout=LOAD_TIMEOUT)
         self.size = size
         self.shows_output = shows_output
+        # A callback has copied or compiled the model, so every rank has it, and makes its calls.
+        self._made_inside = world.place_among(size) is not None
 
     def launch(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank.
@@ -83,6 +86,8 @@ class WorkersLauncher(RankLauncher):
         """
         with _calls:
             if world.in_own_group():
+                if self._made_inside and world.place_among(self.size) is not None:
+                    return self._inside(function, arguments)
                 raise ConfigurationError(
                     "A call on several devices was made within another model's call, in its "
                     "worker processes. Compile this model with devices=1, or call it after the "
@@ -119,7 +124,7 @@ class WorkersLauncher(RankLauncher):
         ]
         names = ["model" if isinstance(a, torch.nn.Module) else type(a).__name__ for a in sent]
         parts = dict(zip(names, sent, strict=True))
-        return Payload((self.strategy, verb, function, sent), shape_only, parts)
+        return Payload((self.strategy, verb, function, sent), shape_only, parts, self.strategy)
 
 
 START = (
@@ -220,7 +225,7 @@ class Pool(StartedRanks):
         for worker in self.processes:
             call = CallMessage(
                 self.folder.calls, len(self.processes) + 1, seed + worker.rank, os.getcwd(),
-                list(sys.path), payload.data, len(payload.files),
+                list(sys.path), script(), payload.data, len(payload.files),
             )  # fmt: skip
             with contextlib.suppress(OSError):  # the worker has ended; `lost` reports how
                 worker.send(call, payload.files)
@@ -272,6 +277,7 @@ class CallMessage:
         seed: the seed of the rank's random numbers.
         folder: the working directory.
         path: the import path, `sys.path`.
+        script: the script, for processes that this one starts.
         data: the payload's bytes.
         file_count: how many files the payload has.
     """
@@ -281,6 +287,7 @@ class CallMessage:
     seed: int
     folder: str
     path: list[str]
+    script: dict[str, Any]
     data: bytes
     file_count: int
 
@@ -313,7 +320,9 @@ def _run_call(call: CallMessage, files: socket.socket, folder: MeetingFolder, ra
         with contextlib.suppress(OSError):
             os.chdir(call.folder)
         sys.path[:] = call.path
-        strategy, verb, function, arguments = load(call.data, _receive(files, call.file_count))
+        sent, named = load(call.data, _receive(files, call.file_count))
+        strategy, verb, function, arguments = sent
+        take_part(call.script, named)
     except BaseException as error:
         Failure.of(rank, error).write(store)
         end_own_session()

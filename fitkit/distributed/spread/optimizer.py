@@ -15,6 +15,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.spread.in_place import OptimizerInPlace, as_parts, held_by, whole_on_host
 from fitkit.distributed.spread.module import ShardedModule
 from fitkit.errors import ConfigurationError
+from fitkit.tensors import bytes_of
 
 CLOSURE = (
     "{kind} computes the loss itself, several times per step, and looks at all parameters at once: "
@@ -164,9 +165,9 @@ def spread_from_owners(tensors: Iterable[tuple[torch.Tensor, int]], rank: int) -
         if tensor.numel() * tensor.element_size() < PACKED_BELOW_BYTES:
             small.setdefault(owner, []).append(tensor)
         else:
-            copies.append(([tensor], _bytes_of(tensor.detach()), owner))
+            copies.append(([tensor], bytes_of(tensor), owner))
     for owner, held in small.items():
-        copies.append((held, torch.cat([_bytes_of(tensor.detach()) for tensor in held]), owner))
+        copies.append((held, torch.cat([bytes_of(tensor) for tensor in held]), owner))
     works = [dist.broadcast(flat, src=owner, async_op=True) for _, flat, owner in copies]
     for work, (held, flat, owner) in zip(works, copies, strict=True):
         work.wait()
@@ -181,11 +182,6 @@ def _copy_back(flat: torch.Tensor, held: list[torch.Tensor]) -> None:
             # A packed part may begin anywhere, and a view of other numbers may not.
             aligned = part.clone() if len(held) > 1 else part
             tensor.detach().copy_(aligned.view(tensor.dtype).view(tensor.shape))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, in its own memory where that is contiguous: (bytes,)."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class _Tensor:
@@ -230,7 +226,7 @@ def gathered_states(
         if leaf.value is not None:
             return leaf.value.to(place) if leaf.on_device else leaf.value
         if isinstance(mine, torch.Tensor):
-            flat = _bytes_of(mine.detach().to(device))
+            flat = bytes_of(mine.to(device))
         else:
             size = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").nbytes
             flat = torch.empty(size, dtype=torch.uint8, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +69,7 @@ class Bagua(DDP):
 
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
+        self.algorithm = copy.copy(self.algorithm)  # which holds a training's state
         self.algorithm.check(self.world.size, assignment.precision, self.device)
         return self
 

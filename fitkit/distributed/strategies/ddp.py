@@ -24,7 +24,7 @@ from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.strategies.base import Assignment, Strategy
-from fitkit.distributed.world import World, enter, in_own_group, leave
+from fitkit.distributed.world import World, enter, in_own_group, leave, place_among
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn_once
 
@@ -108,14 +108,16 @@ class DDP(Strategy):
         self._wrapper: DDPWrapper | None = None  # of the current training
         self._made_group = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_wrapper": None, "_made_group": False}
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        return {**super()._state_for_ranks(strategy), "_wrapper": None, "_made_group": False}
 
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
         cluster = assignment.cluster
         ranks = 1 if self.replicates else len(self.devices)  # that the strategy starts itself
-        self.world: World = World(0, ranks) if cluster is None else World.of(cluster)
+        # A model that a callback copies or compiles is used by all ranks of the running call.
+        own = place_among(ranks) or World(0, ranks)
+        self.world: World = own if cluster is None else World.of(cluster)
         self.reads_on_rank_zero: bool = False
         if self.world.size == 1:
             self.launcher: InlineLauncher | RankLauncher | ScriptLauncher | WorkersLauncher = (

@@ -17,7 +17,7 @@ from torch import nn
 from fitkit import trees
 from fitkit.accelerators import current_device
 from fitkit.distributed.rows import gather, part_sizes, split
-from fitkit.distributed.strategies.base import Strategy
+from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.samples import samples_among
@@ -437,6 +437,10 @@ class DP(Strategy):
     def __init__(self) -> None:
         super().__init__()
         self._warned: set[str] = set()
+
+    def connect(self, assignment: Assignment) -> Strategy:
+        self._warned = set()
+        return super().connect(assignment)
 
     def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
         return Replicas(module, self.devices, self.name, self._warned)

@@ -63,8 +63,8 @@ class Horovod(DDP):
         self.compression = compression
         self._hvd: Any = None  # Horovod's module, between `join` and `leave`
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_hvd": None}
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        return {**super()._state_for_ranks(strategy), "_hvd": None}
 
     def connect(self, assignment: Assignment) -> Strategy:
         if self.averager == "horovod":

@@ -60,8 +60,8 @@ class XLA(DDP):
         self._adapter: Adapter | None = None if is_named else adapter_of(adapter)
         self._claimed: torch.device | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_claimed": None}
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        return {**super()._state_for_ranks(strategy), "_claimed": None}
 
     @property
     def adapter(self) -> Adapter:
