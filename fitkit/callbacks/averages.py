@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,6 +126,16 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return detached if wide is None else detached.to(wide)
 
 
+def _move_average(
+    decay: float, averages: list[torch.Tensor], values: list[torch.Tensor], count: int
+) -> None:
+    get_ema_multi_avg_fn(decay)(averages, values, count)  # torch's function itself isn't pickled
+
+
+def _add_to_mean(averages: list[torch.Tensor], values: list[torch.Tensor], count: int) -> None:
+    get_swa_multi_avg_fn()(averages, values, count)
+
+
 class EMA(Callback):
     """Keeps a moving average of the weights, for validation and for the final model.
 
@@ -202,7 +213,7 @@ class EMA(Callback):
         self._seen = self.model.global_step
 
     def _begin_average(self) -> None:
-        average = get_ema_multi_avg_fn(self.decay)
+        average = partial(_move_average, self.decay)
         self._weights = AveragedWeights(self.model, average, buffers=self.use_buffers)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -445,7 +456,7 @@ class StochasticWeightAveraging(Callback):
         self.averaged = self._weights.count
 
     def _begin_average(self) -> None:
-        self._weights = AveragedWeights(self.model, get_swa_multi_avg_fn(), buffers=True)
+        self._weights = AveragedWeights(self.model, _add_to_mean, buffers=True)
 
     def _leave(self) -> None:
         """Leave the mean in the model, however fit ends."""

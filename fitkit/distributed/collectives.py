@@ -494,12 +494,10 @@ def _is_taken(array: pickle.PickleBuffer, arrays: list[memoryview]) -> bool:
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if is_of_script(value):
+            return script_objects.reduced(value)
         if not plain or value.device.type != "cpu" or value.requires_grad or value.is_quantized:
-            return (
-                script_objects.reduced(value)
-                if is_of_script(value)
-                else super().reducer_override(value)
-            )
+            return super().reducer_override(value)
         return _tensor, (bytes_of(value).numpy(), value.dtype, tuple(value.shape))
 
 

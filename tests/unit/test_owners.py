@@ -179,16 +179,21 @@ def others_optimizer(other):
     return torch.optim.SGD(other.parameters(), 0.1)
 
 
+def always(made):
+    """A factory that gives what was made before."""
+    return lambda _: made
+
+
 REFUSED = {
     "instance": lambda other: {"optimizer": others_optimizer(other)},
     "list": lambda other: {"optimizer": [others_optimizer(other)]},
-    "factory": lambda other: {"optimizer": lambda _, made=others_optimizer(other): made},
+    "factory": lambda other: {"optimizer": always(others_optimizer(other))},
     "scheduler": lambda other: {"lr_scheduler": StepLR(others_optimizer(other), 1)},
     "scheduler's dict": lambda other: {
         "lr_scheduler": {"scheduler": StepLR(others_optimizer(other), 1)}
     },
     "scheduler's factory": lambda other: {
-        "lr_scheduler": lambda _, made=StepLR(others_optimizer(other), 1): made
+        "lr_scheduler": always(StepLR(others_optimizer(other), 1))
     },
 }
 
