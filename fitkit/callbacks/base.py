@@ -29,7 +29,6 @@ class Run(Protocol):
             complete only then.
         resumed: where the training continues (`epoch`, `steps`); None for a new one.
         batch: the batch of the last step on this rank, as the source gave it; None between epochs.
-        callbacks: those of this call, without fitkit's own.
         seen_values: the values of the epoch's last validation, if callbacks have already seen
             them within the epoch (`on_validation_within_epoch`); else empty.
         validated_names: the names of the validations' values.
@@ -42,9 +41,6 @@ class Run(Protocol):
     seen_values: dict[str, Any]
     validated_names: set[str]
     doubts: list[str]
-
-    @property
-    def callbacks(self) -> list[Callback]: ...
 
     @property
     def callbacks(self) -> list[Callback]: ...
