@@ -8,7 +8,7 @@ import pytest
 
 from tests.limits import patience
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = '''
 import collections, dataclasses, multiprocessing, sys
@@ -73,7 +73,8 @@ if __name__ == "__main__":
     def same(data, **options):
         found = trained(data, **options).net.weight
         assert torch.allclose(found, expected, atol=1e-6), (found, expected)
-    for kind in ("spawn", "forkserver"):
+    # Ranks that run the script start processes as any script does.
+    for kind in ("spawn", "forkserver") if sys.argv[1] == "ddp_spawn" else ():
         loader = DataLoader(
             Own(), 2, sampler=InOrder(), num_workers=1, collate_fn=collate,
             worker_init_fn=begin, multiprocessing_context=kind,
@@ -97,7 +98,7 @@ def test_every_way_finds_them(strategy, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=patience(150),
+        timeout=patience(120),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
