@@ -27,13 +27,8 @@ from fitkit.modes import in_use, modules_of, set_mode, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.explain import explanation
 from fitkit.training.jit.net import compile_on_this_rank
-from fitkit.training.jit.programs import traces_gradients
 from fitkit.training.own_step import StepContext, running
 from fitkit.training.settings import MEMORY_FORMATS
-
-LEARNING = ("fit", "train_on_batch")
-"""The verbs that change the weights."""
-
 
 @contextlib.contextmanager
 def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Iterator[None]:
@@ -68,8 +63,6 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
                 if value is not None:
                     stack.enter_context(flag.held(value))
             compiles = given["jit_compile"] is not False
-            if compiles and verb in LEARNING and traces_gradients():
-                stack.enter_context(TRACED_GRADIENTS.held(True))
             if verb in ("evaluate", "predict"):  # the others do it where they build their steps
                 place(model)
             if compiles or given["memory_format"] is not None:
@@ -306,19 +299,6 @@ DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_restorer)
 
 
 MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_restorer)
-
-
-def _set_traced_gradients(value: bool) -> None:
-    torch._dynamo.config.trace_autograd_ops = value
-
-
-def _traced_gradients_restorer() -> Callable[[], None]:
-    before = torch._dynamo.config.trace_autograd_ops
-    return lambda: _set_traced_gradients(before)
-
-
-TRACED_GRADIENTS = ProcessFlag(_set_traced_gradients, _traced_gradients_restorer)
-"""Whether torch's compiler traces `torch.autograd.grad` into a graph; it has no public name."""
 
 
 _uses: dict[int, int] = {}

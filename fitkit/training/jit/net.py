@@ -15,6 +15,7 @@ from torch import nn
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.training.jit.passes import with_passes
+from fitkit.training.jit.tracing import compiled
 
 NUMBERS = itertools.count()
 """The numbers in the names of `give_own_code`."""
@@ -35,27 +36,25 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
         target._compiled_call_impl = None
         return
     try:
-        compiled = torch.compile(
-            _call_of(target), **with_passes({} if options is True else options)
-        )
+        call = compiled(_call_of(target), **with_passes({} if options is True else options))
     except Exception as error:
         raise ConfigurationError(
             f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
         ) from error
-    target._compiled_call_impl = compiled
+    target._compiled_call_impl = call
 
 
 @contextlib.contextmanager
 def as_written(model: Module) -> Iterator[None]:
     """Run a model and its net uncompiled for the length of a block."""
     modules = [model] if model.net is None else [model, model.net]
-    compiled = [module._compiled_call_impl for module in modules]
+    calls = [module._compiled_call_impl for module in modules]
     for module in modules:
         module._compiled_call_impl = None
     try:
         yield
     finally:
-        for module, call in zip(modules, compiled, strict=True):
+        for module, call in zip(modules, calls, strict=True):
             if call is not None:  # else another thread does the same and restores it
                 module._compiled_call_impl = call
 

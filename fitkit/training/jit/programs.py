@@ -22,6 +22,7 @@ from fitkit.optimizers import needs_closure
 from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.net import give_own_code
 from fitkit.training.jit.passes import faster, with_passes
+from fitkit.training.jit.tracing import compiled
 
 ON_CPU = {"size_asserts": False}
 """Options of torch's compiler, besides the user's, on a CPU.
@@ -195,7 +196,7 @@ class Programs:
         if most or (shapes is not None and device == "cpu"):
             self._graphs[key] = GraphCalls(backend, options.pop("options", None), most)
             options["backend"] = self._graphs[key]
-        return torch.compile(program, **options)
+        return compiled(program, **options)
 
 
 def compiles_steps(options: bool | dict[str, Any]) -> bool:
