@@ -39,6 +39,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if type(tree) is dict:
+        return {key: map_leaves(function, value) for key, value in tree.items()}
     if isinstance(tree, Mapping):
         items = [(key, map_leaves(function, value)) for key, value in tree.items()]
         try:

@@ -29,7 +29,7 @@ def part_sizes(samples: int, parts: int) -> list[int]:
     return [size + (index < larger) for index in range(parts)]
 
 
-def split(tree: Any, parts: int) -> list[Any]:
+def split(tree: Any, parts: int, samples: int | None = None) -> list[Any]:
     """A batch of n samples as at most `parts` batches of nearly the same size.
 
     Tensors (n, ...) are cut along dimension 0 (as views of the same memory). So are lists of n
@@ -40,11 +40,12 @@ def split(tree: Any, parts: int) -> list[Any]:
         tree: any tree of tensors. Its first tensor with at least one dimension determines n.
             Without one there is one part.
         parts: the number of parts.
+        samples: n, if it is known.
 
     Raises:
         ConfigurationError: a `PackedSequence`, whose rows aren't samples.
     """
-    samples = samples_among(tree)
+    samples = samples_among(tree) if samples is None else samples
     sizes = part_sizes(samples, parts)
     if len(sizes) == 1:
         return [tree]

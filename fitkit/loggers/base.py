@@ -133,6 +133,11 @@ class Logger(Callback):
             return self._before + self._made
         return self._before + run.steps_done
 
+    @property
+    def next_step(self) -> int:
+        """The first step that isn't logged yet, where a resumed training goes on writing."""
+        return (self._before + self._waiting[0][0] if self._waiting else self.step) + 1
+
     def on_train_begin(self, logs: Logs | None = None) -> None:
         first, steps = self.params.get("initial_epoch") or 0, self.params.get("steps")
         self.resumes = first > 0

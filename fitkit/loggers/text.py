@@ -40,7 +40,7 @@ class _TextLogger(Logger):
         self._file = self._kind(self.path, "step")
 
     def start(self) -> None:
-        after = self.step + 1 if self.resumes else None
+        after = self.next_step if self.resumes else None
         self._file.begin(keeps=self.append or self.resumes, before=after)
 
     def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:

@@ -30,6 +30,7 @@ from fitkit.training.jit.net import compile_on_this_rank
 from fitkit.training.own_step import StepContext, running
 from fitkit.training.settings import MEMORY_FORMATS
 
+
 @contextlib.contextmanager
 def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Iterator[None]:
     """Set up and clean up around a verb's whole call on a rank.

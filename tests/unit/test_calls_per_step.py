@@ -99,7 +99,7 @@ LIMITS = {
     "the same with three metrics": (lambda: from_loader(("accuracy", "f1", "recall")), 358),
     "the same without metrics": (lambda: from_loader(()), 256),
     "arrays, Adam and accuracy by name": (from_arrays, 275),
-    "evaluate on arrays": (evaluated, 54),
+    "evaluate on arrays": (evaluated, 56),
     "predict on arrays": (predicted, 35),
     "train_on_batch": (lambda: one_by_one("train_on_batch", "x", "y"), 326),
     "test_on_batch": (lambda: one_by_one("test_on_batch", "x", "y"), 122),

@@ -109,8 +109,9 @@ class Replicas(WrappedModel):
             parts = [((part, *args[1:]), kwargs) for part in split(args[0], len(self._devices))]
             samples = samples_among(args[0])
         else:
-            parts = split((args, kwargs), len(self._devices))
-            samples = samples_among((args, kwargs))
+            # Arguments are entries of a batch; a tuple of them isn't a list of samples.
+            samples = samples_among({**dict(enumerate(args)), **kwargs})
+            parts = split((args, kwargs), len(self._devices), samples)
         weights = part_sizes(samples, len(self._devices))
         self.weights: list[int] | None = weights
         replicas = replicate(self.module, list(self._devices[: len(parts)]))

@@ -20,7 +20,7 @@ SETTINGS = {
     "use_numpy_random_stream": True,  # NumPy itself draws, outside of graphs
     "trace_autograd_ops": True,  # `torch.autograd.grad` becomes a part of a graph
 }
-"""The settings of `torch._dynamo.config` while torch traces; those that this torch lacks are left."""
+"""Settings of `torch._dynamo.config` while torch traces, if this torch has them."""
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -70,10 +70,10 @@ def _settings() -> Iterator[None]:
     from torch._dynamo import config
     from torch._dynamo.variables import misc, user_defined
 
-    known = {name: value for name, value in SETTINGS.items() if hasattr(config, name)}
+    known = {name: SETTINGS[name] for name in SETTINGS if hasattr(config, name)}
     with (
         _lock,
-        config.patch(**known),
+        config.patch(dict[str, Any](known)),
         patch.object(user_defined, "call_random_fn", _refuse_draw),
         patch.object(misc, "call_random_fn", _refuse_draw),
     ):

@@ -13,7 +13,7 @@ them over the ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from fitkit import trees
 from fitkit.data.sharding import RankBatch
 from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
+from fitkit.modes import modules_of
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.jit.graph_calls import Batch
@@ -496,18 +497,14 @@ class JitUpdate:
         assert isinstance(traced, TracedStep)
         may_learn = [p for p in self._parameters if p.requires_grad]
         _refuse_hooks(may_learn)
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-        kept = [(module, dict(vars(module))) for module in self._model.modules()]
+        losses = self._model._fitkit.compilation.loss_modules
+        put_back = _restorer(modules_of(self._model, *losses))
         drawn = random_state()
         with as_written(self._model):
             loss = traced.as_written(batch)
             gradients = torch.autograd.grad(loss, may_learn, allow_unused=True)
         set_random_state(drawn)
-        for module, attributes in kept:
-            vars(module).update(attributes)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        put_back()
         self._prepare(may_learn, gradients)
 
     def _prepare(self, may_learn: list[nn.Parameter], gradients: Sequence[Any]) -> None:
@@ -576,3 +573,38 @@ def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[t
 def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in may_learn):
         raise UncompiledError("a parameter has hooks on its gradient")
+
+
+def _restorer(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Note what a forward may change in modules; return a function that puts it back.
+
+    That is their attributes, the contents of lists, dicts and sets among these, and the numbers of
+    all tensors there: buffers, and parameters, which a momentum encoder changes in place.
+    """
+    attributes = [(module, dict(vars(module))) for module in modules]
+    contents: list[tuple[Any, Any]] = []
+    numbers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+    for _, held in attributes:
+        for value in held.values():
+            if type(value) in (list, dict, set):
+                contents.append((value, value.copy()))
+            if isinstance(value, (torch.Tensor, list, dict)):
+                numbers += [
+                    (leaf, leaf._version, leaf.detach().clone())
+                    for leaf in trees.leaves(value)
+                    if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+                ]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for module, held in attributes:
+            vars(module).clear()
+            vars(module).update(held)
+        for value, before in contents:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        for tensor, version, before in numbers:
+            if tensor._version != version:
+                tensor.copy_(before)
+
+    return put_back

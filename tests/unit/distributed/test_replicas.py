@@ -57,16 +57,16 @@ def test_parts_differ_by_at_most_one_sample_and_the_larger_come_first(samples, p
 def test_what_has_a_row_for_each_sample_is_divided_and_the_rest_goes_to_every_part():
     x, table = torch.arange(5.0), torch.zeros(4, 5)
     tree = (
-        [Pair(x, Batch(x * 2, list("abcde")))],
+        {"pair": Pair(x, Batch(x * 2, list("abcde")))},
         {"names": tuple("vwxyz"), "size": (7, 8), "table": table, "one": torch.tensor(3.0)},
     )
     first, second = split(tree, 2)
-    (pair,), rest = second
+    pair, rest = second[0]["pair"], second[1]
     assert isinstance(pair, Pair) and pair.left.tolist() == [3, 4]
     assert (pair.right.image.tolist(), pair.right.caption) == ([6, 8], ["d", "e"])
     assert pair.right.scale == 2.0 and rest["size"] == (7, 8) and rest["names"] == ("y", "z")
     assert rest["table"] is table and rest["one"].item() == 3
-    assert first[0][0].right.caption == ["a", "b", "c"]
+    assert first[0]["pair"].right.caption == ["a", "b", "c"]
 
 
 def test_packed_sequences_are_refused_because_their_rows_are_no_samples():
