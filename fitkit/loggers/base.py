@@ -135,7 +135,7 @@ class Logger(Callback):
 
     @property
     def next_step(self) -> int:
-        """The first step that isn't logged yet, where a resumed training goes on writing."""
+        """The first step that isn't logged yet: a resumed training writes from there."""
         return (self._before + self._waiting[0][0] if self._waiting else self.step) + 1
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
