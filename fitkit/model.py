@@ -284,7 +284,7 @@ class Model(Module):
                 (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it from each `fit` and start again
                 with it. All others continue over several fits.
             devices: which devices to use: a number, a list of indices or `"auto"` (default).
-            accelerator: `"auto"` (default), `"cpu"`, `"gpu"` (the one that is there), or a type
+            accelerator: `"auto"` (default), `"cpu"`, `"gpu"` (whichever there is), or a type
                 that torch knows: `"cuda"`, `"mps"`, `"xpu"`, `"hpu"`, `"npu"`, `"xla"`, ….
             strategy: `"auto"` (default), a strategy's name, or an object of `fitkit.strategies`.
             num_nodes: the number of machines. Default 1.
