@@ -14,7 +14,7 @@ from torch import nn
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.training.jit.passes import with_passes
-from fitkit.training.jit.tracing import compiled
+from fitkit.training.jit.tracing import compiled_net
 
 NUMBERS = itertools.count()
 """The numbers in the names of `give_own_code`."""
@@ -35,7 +35,7 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
         target._compiled_call_impl = None
         return
     try:
-        call = compiled(_call_of(target), **with_passes({} if options is True else options))
+        call = compiled_net(_call_of(target), **with_passes({} if options is True else options))
     except Exception as error:
         raise ConfigurationError(
             f"jit_compile={options!r} isn't accepted by torch.compile: {error}"

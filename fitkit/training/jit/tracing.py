@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 SETTINGS = {
     "specialize_float": True,  # a changed float is compiled again, as a changed integer is
@@ -21,6 +22,23 @@ SETTINGS = {
     "trace_autograd_ops": True,  # `torch.autograd.grad` becomes a part of a graph
 }
 """Settings of `torch._dynamo.config` while torch traces, if this torch has them."""
+
+
+def compiled_net(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return what `compiled` does, for a net that DDP may call.
+
+    Then torch puts tracers for DDP's buckets in place of the one that `compiled` changes. So the
+    settings hold around the whole call, which takes 0.1 ms.
+    """
+    alone, within_ddp = compiled(function, **options), torch.compile(function, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if DistributedDataParallel._active_ddp_module is None:
+            return alone(*args, **kwargs)
+        with _settings():
+            return within_ddp(*args, **kwargs)
+
+    return call
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
