@@ -583,14 +583,14 @@ def _restorer(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """
     attributes = [(module, dict(vars(module))) for module in modules]
     contents: list[tuple[Any, Any]] = []
-    numbers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+    numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _, held in attributes:
         for value in held.values():
             if type(value) in (list, dict, set):
                 contents.append((value, value.copy()))
             if isinstance(value, (torch.Tensor, list, dict)):
                 numbers += [
-                    (leaf, leaf._version, leaf.detach().clone())
+                    (leaf, leaf.detach().clone())
                     for leaf in trees.leaves(value)
                     if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
                 ]
@@ -603,8 +603,7 @@ def _restorer(modules: Iterable[nn.Module]) -> Callable[[], None]:
         for value, before in contents:
             value.clear()
             value.extend(before) if isinstance(value, list) else value.update(before)
-        for tensor, version, before in numbers:
-            if tensor._version != version:
-                tensor.copy_(before)
+        for tensor, before in numbers:  # a version tells nothing of running statistics
+            tensor.copy_(before)
 
     return put_back
