@@ -175,7 +175,7 @@ def kept_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 
 def current_device() -> torch.device:
     """The accelerator's current device: a call's own within a verb; the CPU where there is none."""
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type in WITHOUT_INDEX:
         return kind or torch.device("cpu")
     return torch.device(kind.type, torch.get_device_module(kind).current_device())

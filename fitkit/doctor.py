@@ -87,7 +87,7 @@ def _machine() -> dict[str, str]:
     machine = Machine.here()
     count = machine.cuda_count
     busy = overload()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "no GPU")
     return {
         "cpu": f"{os.cpu_count()} cores, {usable_cores() or os.cpu_count()} for this "
