@@ -353,7 +353,7 @@ class Classifier(ClassifierMixin, NetEstimator):
             sample_weight: (N,) weights of the samples.
         """
         x, y = self._checked(X, y, reset=True)
-        self.classes_ = np.unique(y)
+        self.classes_: np.ndarray[Any, Any] = np.unique(y)
         self._begin(self._columns())
         self._learn(x, y, sample_weight, self.epochs)
         return self

@@ -272,7 +272,7 @@ class ThroughputMonitor(Callback):
         self.separator = separator
         self.prefix = prefix
         self.tokens: bool | int | Callable[[Any], Any] | None = tokens
-        self.each_batch = bool(tokens)
+        self.each_batch: bool = bool(tokens)
         self.peak_flops: float | None = peak_flops
         self._clock = time.monotonic
         self._ends: deque[tuple[float, int]] = deque()  # times, and batches done by then

@@ -64,7 +64,7 @@ class CombinedLoader:
                 "torch.utils.data.ConcatDataset, and call evaluate once for each loader."
             )
         check_choice("mode", mode, MODES)
-        self.loaders = loaders
+        self.loaders: Any = loaders
         self.mode = mode
         named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
         for name, loader in named:
@@ -155,7 +155,7 @@ class CombinedSource(Source):
 
     def __init__(self, combined: CombinedLoader, loaders: list[DataLoader[Any]]) -> None:
         self.combined = combined
-        self.loaders = loaders
+        self.loaders: Any = loaders
         self.steps: int | None = combined.length(map(len, loaders))
         self._readers = [ReadInOrder(loader) for loader in loaders]
 

@@ -277,7 +277,7 @@ class Order:
         ended: bool = True,
         parts: Iterator[tuple[list[Any], bool]] | None = None,
     ) -> None:
-        self.groups = groups
+        self.groups: Any = groups
         self._ranks = ranks
         self._ended = ended
         self._parts = parts

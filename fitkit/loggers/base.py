@@ -65,7 +65,7 @@ class Logger(Callback):
         self.resumes: bool = False
         self.run_id: str | None = None
         self._every = _every(update_freq)
-        self.each_batch = self._every > 0
+        self.each_batch: bool = self._every > 0
         if self._every:
             # Only if needed: a batch hook costs a little.
             vars(self)["on_train_batch_end"] = self._after_batch

@@ -188,8 +188,8 @@ class Trials:
         large = [b for b in batches if self.size_of(b) >= 2 * max(self.parts, devices)]
         self.batches: list[Any] = large or batches[:1]
         has_float64 = widest_dtype(model.device) is torch.float64
-        self.accelerator = model.device.type if has_float64 else "cpu"
-        self.start = _numbers(model)
+        self.accelerator: str = model.device.type if has_float64 else "cpu"
+        self.start: Numbers = _numbers(model)
         self.precision: str = "64-true"
         self._known: dict[frozenset[str], Numbers] = {}
         self._repeats: bool | None = None

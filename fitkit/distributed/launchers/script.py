@@ -129,7 +129,7 @@ class ScriptRanks(StartedRanks):
             "LOCAL_WORLD_SIZE": str(size),
             "NODE_RANK": "0",
         }
-        self.processes = [
+        self.processes: list[Any] = [
             RankProcess(
                 rank,
                 size,

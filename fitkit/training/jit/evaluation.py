@@ -94,7 +94,7 @@ class JitPass:
         self._others = 0
         self._held: list[Any] = []
         self._parts: list[Batch] = []
-        self.stopped = False
+        self.stopped: bool = False
 
     def first(self, batch: Any, index: int) -> Any:
         """Make a pass's first step without compiling; it checks everything."""

@@ -45,7 +45,7 @@ class GraphCalls:
         self.__name__ = backend  # torch's messages have it
         self._most = most
         self.steps: torch.Tensor | None = None
-        self.is_steady = False
+        self.is_steady: bool = False
         self._backend, self._options = backend, options or {}
         self._is_watched = False
         self._latest: Callable[..., Any] | None = None  # the graph of the last call
