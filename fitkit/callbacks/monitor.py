@@ -82,6 +82,8 @@ class Monitor:
         is_variant = any(own.endswith(f"_{name}") or own.startswith(f"{name}_") for name in known)
         if run is None or own in known or is_variant or _has_own_steps(model):
             return True
+        if model._fitkit.compilation.metrics.wait_for_outputs:
+            return True
         others = [one for one in run.callbacks if one is not callback and not one.comes_last]
         return any(
             overrides(one, hook) and not isinstance(getattr(one, "_monitored", None), Monitor)

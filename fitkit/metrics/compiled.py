@@ -76,6 +76,11 @@ class CompiledMetrics:
         given = [spec for specs in self._given for spec in specs.for_unnamed_output()]
         return list(by_log_name({SINGLE: given})[SINGLE])
 
+    @property
+    def wait_for_outputs(self) -> bool:
+        """Whether they were given for several outputs, so that the first batch decides the names."""
+        return any(specs.for_several() for specs in self._given)
+
     def begin(self) -> CompiledMetrics:
         """These metrics for one call, without any samples, so that calls can nest.
 
@@ -248,6 +253,10 @@ class Specs:
     def for_unnamed_output(self) -> list[MetricSpec]:
         """The metrics of a net with a single output; none if they are for several."""
         return self._for_single(SINGLE) or []
+
+    def for_several(self) -> bool:
+        """Whether they can't be those of a net with a single output."""
+        return self._for_single(SINGLE) is None
 
     def for_outputs(
         self, outputs: Outputs, targets: Mapping[Any, Any]

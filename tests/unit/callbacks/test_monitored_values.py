@@ -23,11 +23,11 @@ class Began(callbacks.Callback):
         raise KeyboardInterrupt
 
 
-def warned(*watching, kind=fitkit.Model, epochs=3, scheduler=None, **options):
+def warned(*watching, kind=fitkit.Model, epochs=3, scheduler=None, metrics=("mae",), **options):
     """The warnings before the first epoch."""
     model = kind(linear(4, 1))
     model.compile(
-        "sgd", "mse", metrics=["mae"], accelerator="cpu", devices=1, lr_scheduler=scheduler
+        "sgd", "mse", metrics=metrics, accelerator="cpu", devices=1, lr_scheduler=scheduler
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -81,6 +81,12 @@ def test_one_that_cant_come_is_said(tmp_path, kind, name, options, says):
 )
 def test_one_that_may_come_isnt(tmp_path, kind, name, options):
     assert warned(watchers(name, tmp_path)[kind], **options) == []
+
+
+@pytest.mark.parametrize("metrics", [{"left": ["mae"], "right": ["mse"]}, [["mae"], ["mse"]]])
+def test_one_of_an_output_that_no_batch_has_shown_yet_isnt(metrics):
+    watching = callbacks.EarlyStopping("val_left_mae", mode="min")
+    assert warned(watching, metrics=metrics, **HELD_OUT) == []
 
 
 @pytest.mark.parametrize(
