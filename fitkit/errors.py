@@ -93,6 +93,7 @@ CODES = {
     "FK058": "a training cut within other data",
     "FK059": "no folder for a file",
     "FK060": "entries that disagree on a batch's samples",
+    "FK061": "a loss that sums over a batch",
     "FK070": "a copy of a model that the ranks hold in parts",
     "FK071": "a callback in two running calls of fit",
 }

@@ -17,9 +17,10 @@ from fitkit.accelerators import widest_dtype
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
-from fitkit.losses.formulas import HALF_TYPES, classes, values_by_class, weighted_mean
+from fitkit.losses.formulas import HALF_TYPES, classes, full, values_by_class, weighted_mean
 from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
+from fitkit.losses.sums import check_no_sum, check_reduction
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import leaves
 
@@ -185,9 +186,12 @@ class KnownLoss(Loss):
 
     def __call__(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         prediction, target = self._match(prediction, target)
-        if self._mean is None:
-            return self._each(prediction, target).mean()
-        return self._mean(prediction, target)
+        if self._mean is not None:
+            return self._mean(prediction, target)
+        values = self._each(prediction, target)
+        if self._counted is None or target.is_floating_point():
+            return values.mean()
+        return full(values).sum() / self._counted(target)
 
     def per_sample(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         prediction, target = self._match(prediction, target)
@@ -273,8 +277,9 @@ class KnownLoss(Loss):
 class CustomLoss(Loss):
     """A function or module of the user's, called with `(prediction, target)`.
 
-    It may give a scalar, or values per sample, whose mean is taken. A module with an attribute
-    `reduction` gives values per sample, for weights, with that set to `"none"`.
+    It may give a scalar, or values per sample, whose mean is taken. A value of 0 whose label is
+    ignored doesn't count. A module with an attribute `reduction` gives values per sample, for
+    weights, with that set to `"none"`.
 
     A half-precision prediction beside a target of another floating type goes up to float32: some
     of torch's losses have no gradient for a pair of two types.
@@ -288,7 +293,9 @@ class CustomLoss(Loss):
         self.label: str = f"The loss {self.name}"
         self._function = function
         self._each = function
+        self._ignored: Any = getattr(function, "ignore_index", IGNORED)
         self._has_warned = False
+        self._was_asked = False  # whether it sums
         if isinstance(function, nn.Module) and isinstance(
             getattr(function, "reduction", None), str
         ):
@@ -305,11 +312,31 @@ class CustomLoss(Loss):
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
         if weight is not None:
-            return self.weighted(prediction, target, weight), None
+            values = self.per_sample(prediction, target)
+            divisor = self._counted_values(values, target)
+            return weighted_mean(values, weight, divisor), divisor
         result = self._call(self._function, prediction, target)
         if not result.requires_grad:
             self._check_detached(prediction)
-        return (result.mean(), result.numel()) if result.ndim else (result, None)
+        if result.ndim:
+            count = self._counted_values(result, target)
+            if count is None:
+                return result.mean(), result.numel()
+            return full(result).sum() / count, count
+        if is_part and not self._was_asked:
+            self._was_asked = True
+            check_no_sum(self.label, self._function, prediction, target)
+        return result, None
+
+    def weighted(self, prediction: Any, target: Any, weight: torch.Tensor) -> torch.Tensor:
+        return self.counted(prediction, target, weight, None, is_part=False)[0]
+
+    def _counted_values(self, values: torch.Tensor, target: Any) -> torch.Tensor | None:
+        """How many values count where labels may be ignored; None where all do."""
+        fits = is_labels(target) and target.numel() == values.numel()
+        if not fits or not isinstance(self._ignored, int):
+            return None
+        return ((target.reshape(values.shape) != self._ignored) | (values != 0)).sum()
 
     def per_sample(self, prediction: Any, target: Any) -> torch.Tensor:
         result = self._call(self._each, prediction, target)
@@ -325,7 +352,7 @@ class CustomLoss(Loss):
         guards.check_broadcast(self.label, self._function, prediction, target)
         # Kept for evaluations, in which there is no graph to read it from.
         self.hint = LossHint(scale_of(prediction) or self.hint.takes)
-        ignored = getattr(self._function, "ignore_index", IGNORED)
+        ignored = self._ignored
         if self._has_warned or not isinstance(ignored, int):
             return
         labels = [leaf for leaf in leaves(target) if isinstance(leaf, torch.Tensor)]
@@ -385,7 +412,8 @@ def resolve(loss: Any) -> Loss:
 
     Raises:
         ConfigurationError: an unknown or ambiguous name, a class where an instance is meant, a
-            callable that doesn't take two arguments or takes them in Keras's order.
+            callable that doesn't take two arguments or takes them in Keras's order. Or a loss
+            whose `reduction` is a sum.
     """
     if isinstance(loss, Loss):
         return loss
@@ -395,6 +423,7 @@ def resolve(loss: Any) -> Loss:
         raise ArgumentTypeError(
             f"loss={loss.__name__} is a class. Give an instance: loss={loss.__name__}()."
         )
+    check_reduction(loss)
     if isinstance(loss, nn.Module):
         known = known_module(loss)
         if known is not None:

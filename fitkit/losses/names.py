@@ -281,28 +281,19 @@ KNOWN: dict[type[nn.Module], str] = {
 def known_module(module: nn.Module) -> Definition | None:
     """What is known of `module`; None for one that isn't torch's, or has a `forward` of its own.
 
-    The mean is `module` itself, bit for bit; with `reduction="none"` the mean of its values.
-
-    Raises:
-        ConfigurationError: it sums. A sum grows with the batch, and fitkit's losses, their logs and
-            their averages over devices are means over samples.
+    The mean is `module` itself, bit for bit; with `reduction="none"` the mean of its values, of
+    those whose label counts.
     """
     name = _loss_name(module)
     if name is None:
         return None
     reduction = getattr(module, "reduction", "mean")
-    if reduction == "sum":
-        raise ConfigurationError(
-            f"loss={module!r} has reduction='sum', but fitkit's losses are means over samples: a "
-            "sum depends on the batch size and on the number of devices. Write "
-            "reduction='mean', or a callable such as "
-            "lambda prediction, target: module(prediction, target) / len(target)."
-        )
     each = unreduced(module)
     known = LOSSES[name]
     counted = None
-    if isinstance(module, (nn.CrossEntropyLoss, nn.NLLLoss)) and reduction != "none":
-        counted = CountedLabels(module.ignore_index, module)
+    if isinstance(module, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        # Values come with the weights of their classes, so their mean is over their number.
+        counted = CountedLabels(module.ignore_index, None if reduction == "none" else module)
     return dataclasses.replace(
         known,
         each=SumPerSample(each) if reduction == "batchmean" else each,

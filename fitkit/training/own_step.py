@@ -325,7 +325,6 @@ class OwnStep:
         self.count: Count = None
         self.terms: list[Term] | None = None
         self.may_count: bool = True
-        self.is_part: bool = False
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
         self.ranks: Collectives = strategy.data_ranks
@@ -343,6 +342,17 @@ class OwnStep:
         self._is_first = True
         self.keeps: bool = overridden(model, f"{stage}_epoch_end")
         self.begin()
+
+    @property
+    def is_part(self) -> bool:
+        """As in `CompiledStep`, whose loss the hooks may ask for."""
+        assert self.context.compiled is not None
+        return self.context.compiled.is_part
+
+    @is_part.setter
+    def is_part(self, is_part: bool) -> None:
+        assert self.context.compiled is not None
+        self.context.compiled.is_part = is_part
 
     def begin(self) -> None:
         """Begin a new pass."""

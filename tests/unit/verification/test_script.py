@@ -68,7 +68,7 @@ def test_what_differs_is_status_1_and_everything_is_put_back(tmp_path, capsys):
     before = sys.argv, list(sys.path)
     sys.modules.pop("helper", None)
     assert main(["verify", "--devices", "1", path]) == 1
-    assert "is a sum over the samples" in capsys.readouterr().out
+    assert "sums over the samples of a batch" in capsys.readouterr().out
     assert fitkit.Model.fit is fit
     assert (sys.argv, sys.path) == before
 

@@ -177,8 +177,7 @@ def contrastive(prediction, target):
 
 
 @pytest.mark.parametrize(("loss", "kind", "word"), [
-    (ignoring, "ignored_labels", "'count'"), (summed, "loss", "mean over the samples"),
-    (contrastive, "loss", "undivided"),
+    (ignoring, "ignored_labels", "'count'"), (contrastive, "loss", "undivided"),
 ])  # fmt: skip
 def test_a_loss_that_is_no_mean_over_samples_is_told_with_what_to_write(data, loss, kind, word):
     x, y = data
@@ -189,6 +188,13 @@ def test_a_loss_that_is_no_mean_over_samples_is_told_with_what_to_write(data, lo
     assert word in found["accumulated"].causes[0].advice
     if loss is ignoring:  # the advice holds
         assert verified(nets.dense(8, 16, 3), x, y, "cross_entropy").ok
+
+
+def test_a_loss_that_sums_is_told_in_the_words_that_refuse_it(data):
+    found = verified(nets.dense(8, 16, 3), *data, summed)
+    assert found["accumulated"].ok is None
+    assert "sums over the samples of a batch" in found["accumulated"].note
+    assert kinds(found["evaluation"]) == ["loss"]
 
 
 class OwnStep(fitkit.Model):

@@ -1,0 +1,141 @@
+"""Losses that sum over a batch's samples, where fitkit's losses are means.
+
+An update of several parts weighs them by their samples. A sum would be weighed twice, and the
+update would be as many times too small as it has parts. So a sum is refused: by the attribute
+`reduction`, or by what the loss gives for some samples that come several times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fitkit.arguments import describe
+from fitkit.errors import ConfigurationError
+from fitkit.losses.formulas import HALF_TYPES
+from fitkit.random_states import random_state, set_random_state
+from fitkit.trees import leaves, map_leaves
+
+DRAWS = 9
+"""How often a loss that draws random numbers is computed for the median of its values."""
+SAME = 1e-3
+"""The relative difference of two equal values that were rounded."""
+NOISY = 0.25
+"""The same for two medians of `DRAWS` values."""
+
+
+def check_reduction(loss: Any) -> None:
+    """Refuse a loss that says by its attribute `reduction` that it sums.
+
+    Raises:
+        ConfigurationError: with what to write instead.
+    """
+    if getattr(loss, "reduction", None) == "sum":
+        raise ConfigurationError(
+            f"loss={describe(loss)} has reduction='sum', but fitkit's losses are means over "
+            "samples: a sum depends on the batch size and on the number of devices. Write "
+            "reduction='mean', or a callable such as "
+            "lambda prediction, target: module(prediction, target) / len(target)."
+        )
+
+
+def check_no_sum(
+    label: str, function: Callable[[Any, Any], torch.Tensor], prediction: Any, target: Any
+) -> None:
+    """Refuse a function whose number grows by the same amount with each copy of some samples.
+
+    A mean stays the same. A loss that compares samples with one another does neither, and passes.
+    So does one that can't be asked: without a common number of rows, or where it raises.
+
+    Args:
+        label: how messages call it.
+        function: the user's own, or an object of the user's.
+        prediction, target: a batch.
+
+    Raises:
+        ConfigurationError: it sums.
+    """
+    rows = _rows(prediction, target)
+    if not rows:
+        return
+    # Three copies of a third of the batch take no more memory than the batch did.
+    few = min(rows, max(2, rows // 3))
+
+    def value(copies: int) -> float:
+        def repeated(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+                return leaf
+            some = leaf.detach()[:few]
+            return torch.cat([some.float() if some.dtype in HALF_TYPES else some] * copies)
+
+        result = function(map_leaves(repeated, prediction), map_leaves(repeated, target))
+        return float(result)
+
+    try:
+        with _undone(function), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            is_sum = _grows_evenly(value)
+    except Exception:  # whatever a user's function may raise for some rows of a batch
+        return
+    if is_sum:
+        raise ConfigurationError(
+            f"{label} sums over the samples of a batch, but fitkit's losses are means: parts of an "
+            "update (accumulated batches, ranks) are weighed by their samples, so a sum would "
+            "count twice. Divide it by len(target), or return its values before the sum, shape "
+            "(N,).",
+            code="FK061",
+        )
+
+
+def _grows_evenly(value: Callable[[int], float]) -> bool:
+    """Whether a value rises by the same amount from one copy to two, and from two to three."""
+    draws, tolerance = 1, SAME
+    first = value(1)
+    if value(1) != first:
+        draws, tolerance = DRAWS, NOISY
+
+    def typical(copies: int) -> float:
+        return statistics.median(value(copies) for _ in range(draws))
+
+    once = first if draws == 1 else typical(1)
+    twice = typical(2)
+    growth = twice - once
+    if not math.isfinite(growth) or abs(growth) <= 2 * tolerance * abs(once):
+        return False
+    return abs(typical(3) - twice - growth) <= tolerance * abs(growth)
+
+
+def _rows(prediction: Any, target: Any) -> int:
+    """The rows of all tensors of a batch; 0 where they differ, or can't be copied."""
+    found = [leaf for leaf in leaves((prediction, target)) if isinstance(leaf, torch.Tensor)]
+    if any(leaf.layout is not torch.strided or leaf.is_nested for leaf in found):
+        return 0
+    counts = {len(leaf) for leaf in found if leaf.ndim}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+@contextlib.contextmanager
+def _undone(function: Any) -> Iterator[None]:
+    """Undo what calls in the block change: random numbers, and the state of an object."""
+    owner = getattr(function, "__self__", function)
+    modules = [*owner.modules()] if isinstance(owner, nn.Module) else [owner]
+    attributes = [(vars(one), dict(vars(one))) for one in modules if hasattr(one, "__dict__")]
+    tables = [(one._buffers, dict(one._buffers)) for one in modules if isinstance(one, nn.Module)]
+    # Copies of the buffers take the calls: the batch's own graph may hold the buffers themselves.
+    for table, before in tables:
+        table.update({name: None if one is None else one.clone() for name, one in before.items()})
+    drawn = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(drawn)
+        for current, before in (*attributes, *tables):
+            current.clear()
+            current.update(before)
