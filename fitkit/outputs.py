@@ -94,19 +94,34 @@ def _entries(value: Any) -> dict[Any, Any]:
     return {}
 
 
+def is_hugging_face(thing: object) -> bool:
+    """Whether a net or its output is of a class of Hugging Face's transformers.
+
+    Such an output may have caches and hidden states beside its logits, which aren't outputs to
+    train. Other libraries' outputs have entries of these names with other meanings.
+    """
+    names = ("ModelOutput", "PreTrainedModel")
+    return any(
+        kind.__name__ in names and kind.__module__.partition(".")[0] == "transformers"
+        for kind in type(thing).__mro__
+    )
+
+
 def named_outputs(prediction: Any) -> dict[Any, Any]:
     """The outputs in a net's prediction by name, in order.
 
     If there are several, the whole prediction comes first, under the name None, and each structure
     of outputs before the outputs in it.
 
-    An object with `.logits` has that single output, and so has a dict of `"logits"`, alone or
-    with the `"loss"` that the net computed.
+    An output of Hugging Face's has the single output `.logits`. So has an object that is neither a
+    tuple nor a dict, and a dict of `"logits"`, alone or with the `"loss"` that the net computed.
     """
     while not isinstance(prediction, torch.Tensor):
-        logits = getattr(prediction, "logits", None)
+        logits = None
         if isinstance(prediction, Mapping) and ("loss" in prediction or len(prediction) == 1):
             logits = prediction.get("logits")
+        if is_hugging_face(prediction) or not isinstance(prediction, (tuple, list, Mapping)):
+            logits = getattr(prediction, "logits", None)
         if isinstance(logits, torch.Tensor):
             return {SINGLE: logits}
         if not isinstance(prediction, (tuple, list)) or len(prediction) != 1:

@@ -140,7 +140,7 @@ class CompiledLoss:
         loss: what `resolve` takes; lists and dicts of that, nested as the outputs are, with None
             for an output that isn't trained; or None: the loss that the net itself computes. A
             name or torch loss given once for several outputs holds for each, and the total is the
-            sum. A function or module of one's own given once for several outputs gets all of them.
+            sum. A function or module of one's own given once gets what the net returned.
             A list where the net has one tensor is several losses of it, which add up.
         loss_weights: what multiplies the loss, or lists and dicts of that by the same structure.
 
@@ -397,9 +397,14 @@ class CompiledLoss:
             loss.to(device)
 
     def _named(self, prediction: Any) -> dict[Any, Any]:
-        if isinstance(self._losses, OwnLoss):
+        losses = self._losses
+        if isinstance(losses, OwnLoss):
             return {None: prediction}
-        return named_outputs(prediction)
+        named = named_outputs(prediction)
+        takes_whole = isinstance(losses, Loss) and losses.takes_whole
+        if takes_whole and named.get(SINGLE, prediction) is not prediction:
+            return {None: prediction}  # a function gets the net's object, and not the part of it
+        return named
 
     def _plan_of(self, predictions: dict[Any, Any]) -> _Plan:
         names = tuple(predictions)
@@ -409,8 +414,7 @@ class CompiledLoss:
 
     def _planned(self, outputs: Outputs) -> _Plan:
         losses, names = self._losses, outputs.names
-        reads_itself = isinstance(losses, OwnLoss)
-        if isinstance(losses, Loss) and (reads_itself or (losses.takes_whole and len(names) > 1)):
+        if isinstance(losses, Loss) and losses.takes_whole and names != [SINGLE]:
             return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
         given: dict[Any, Any]
         is_list = isinstance(losses, list) and len(losses) > 1

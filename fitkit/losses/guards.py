@@ -26,7 +26,7 @@ from fitkit.errors import (
 )
 from fitkit.losses import formulas
 from fitkit.losses.names import Definition
-from fitkit.outputs import last_operation
+from fitkit.outputs import last_operation, named_outputs
 from fitkit.trees import leaves_with_paths
 
 PROBABILITY_TOLERANCE = 1e-3
@@ -354,7 +354,8 @@ def _range(values: torch.Tensor) -> tuple[float, float]:
 def explained(error: Exception, label: str, prediction: Any, target: Any) -> FitkitError | None:
     """A clearer error for one that a loss of the user's met; None for what is the user's own.
 
-    Without a target that is any error; else one of torch's, about shapes and number types.
+    Without a target that is any error. Else it is one of torch's, about shapes and number types, or
+    a tensor's use of an output that is none.
     """
     if target is None:
         return ConfigurationError(
@@ -362,6 +363,13 @@ def explained(error: Exception, label: str, prediction: Any, target: Any) -> Fit
             "missing. Pass y, or give batches of (x, y)."
         )
     text = str(error)
+    if not isinstance(prediction, torch.Tensor) and isinstance(error, (AttributeError, TypeError)):
+        parts = [name for name in named_outputs(prediction) if isinstance(name, str) and name]
+        has = f" with the outputs {parts}" if parts else ""
+        return ConfigurationError(
+            f"{label} failed ({type(error).__name__}: {error}). It gets what the net returned, a "
+            f"{type(prediction).__name__}{has}. Take from it what the loss compares."
+        )
     of_torch = isinstance(error, (RuntimeError, IndexError)) or (
         isinstance(error, ValueError) and raised_in_torch(error)
     )

@@ -20,7 +20,7 @@ from fitkit.losses import guards
 from fitkit.losses.formulas import HALF_TYPES, classes, full, values_by_class, weighted_mean
 from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
-from fitkit.losses.sums import check_no_sum, check_reduction
+from fitkit.losses.sums import check_no_sum, check_reduction, sums_over_samples
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import leaves
 
@@ -58,7 +58,7 @@ class Loss(abc.ABC):
         name: as given, for a name; a function's own; a module's class in snake case.
         hint: what it says about predictions and task.
         label: how messages call it.
-        takes_whole: given once for several outputs, it gets all of them at once.
+        takes_whole: given once, it gets what the net returned, with all outputs at once.
         has_user_code: whether code of the user's acts in its call, or keeps what is in it.
     """
 
@@ -351,7 +351,8 @@ class CustomLoss(Loss):
     def check(self, prediction: Any, target: Any) -> None:
         guards.check_broadcast(self.label, self._function, prediction, target)
         # Kept for evaluations, in which there is no graph to read it from.
-        self.hint = LossHint(scale_of(prediction) or self.hint.takes)
+        single = named_outputs(prediction).get(SINGLE)
+        self.hint = LossHint(scale_of(single) or self.hint.takes)
         ignored = self._ignored
         if self._has_warned or not isinstance(ignored, int):
             return
@@ -495,6 +496,46 @@ class OwnLoss(Loss):
         is_clear = len(set(counts.values())) == len(counts)
         if is_clear and abs(counts[rule] - found) < 0.25:  # labels are whole
             self._take(rule)
+
+    def telling_rows(self, prediction: Any, target: Any) -> tuple[int, int] | None:
+        """Two rows of a first batch, with different numbers of labels that count.
+
+        None where the net's loss and logits tell what counts, or where there are no such rows.
+        """
+        if not is_labels(target) or target.ndim != 2 or self.is_decided:
+            return None
+        counts = (target != IGNORED).sum(1)
+        counts = torch.where(counts == 0, target.shape[1] + 1, counts).tolist()
+        few, many = min(counts), max([c for c in counts if c <= target.shape[1]], default=0)
+        if few >= many or labels_rule(prediction, target) is not None:
+            return None
+        return counts.index(few), counts.index(many)
+
+    def decide_by_rows(self, *asked: tuple[torch.Tensor, Any], is_part: bool) -> None:
+        """Find out from two samples, alone and together, whether the net's loss is their mean.
+
+        Args:
+            asked: the labels and the net's output for the one, the other, and both.
+            is_part: whether batches are parts of an update.
+
+        Raises:
+            ConfigurationError: the loss is their sum, and batches are parts.
+        """
+        losses = [_carried(output) for _, output in asked]
+        if any(loss is None or loss.ndim for loss in losses):
+            return
+        one, other, both = (float(loss) for loss in losses if loss is not None)
+        few, many, _ = (int((labels != IGNORED).sum()) for labels, _ in asked)
+        ways = {
+            "samples": (one + other) / 2,
+            "labels": (few * one + many * other) / (few + many),
+            "sum": one + other,
+        }
+        fitting = [way for way, value in ways.items() if math.isclose(value, both, rel_tol=1e-4)]
+        if fitting == ["sum"] and is_part:
+            raise ConfigurationError(sums_over_samples(self.label), code="FK061")
+        if fitting in (["samples"], ["sum"]):
+            self._take(None)
 
     def agree(self, collectives: Any) -> None:
         """Use the same labels for the count on every rank, even if a rank's first batch has none.

@@ -85,13 +85,17 @@ def check_no_sum(
     except Exception:  # whatever a user's function may raise for some rows of a batch
         return
     if is_sum:
-        raise ConfigurationError(
-            f"{label} sums over the samples of a batch, but fitkit's losses are means: parts of an "
-            "update (accumulated batches, ranks) are weighed by their samples, so a sum would "
-            "count twice. Divide it by len(target), or return its values before the sum, shape "
-            "(N,).",
-            code="FK061",
-        )
+        raise ConfigurationError(sums_over_samples(label), code="FK061")
+
+
+def sums_over_samples(label: str) -> str:
+    """The refusal of a loss that sums."""
+    return (
+        f"{label} sums over the samples of a batch, but fitkit's losses are means: parts of an "
+        "update (accumulated batches, ranks) are weighed by their samples, so a sum would count "
+        "twice. Divide it by the number of samples, or return its values before the sum, shape "
+        "(N,)."
+    )
 
 
 def _grows_evenly(value: Callable[[int], float]) -> bool:

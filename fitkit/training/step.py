@@ -35,6 +35,7 @@ from fitkit.module import Module
 from fitkit.samples import Counted, counted, counted_in, said_by, samples_in
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
+from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
 from fitkit.training.settings import MEMORY_FORMATS
 
 
@@ -116,6 +117,7 @@ class CompiledStep:
         self.terms: list[Term] | None = None
         self.inside_loss: torch.Tensor | None = None  # the last one that the model's own step got
         self.is_part = False
+        self._waits_for_ranks = strategy.evaluates_in_step and strategy.world.size > 1
         self._replicas = threading.Lock()
 
     def begin(self) -> None:
@@ -330,7 +332,7 @@ class CompiledStep:
             if self.may_count:
                 return self._counted(prediction, y, weight)
             return self.loss(prediction, y, weight)
-        self._ask_for_sum(x, y)
+        self._ask_net(prediction, x, y)
         self._check(prediction, x, y)
         found = self._losses(prediction, x, y, weight)
         self.loss.check_learns(found[0])
@@ -364,15 +366,23 @@ class CompiledStep:
         self.count = number_of(count)
         return loss, {}
 
-    def _ask_for_sum(self, x: Any, y: Any) -> None:
-        """Find out what a net's own loss is the mean over, if the net can return its sum, too."""
-        own, net = self.loss.own, self.wrapped.module
-        if own is None or own.is_decided or not self.caller.takes(x, "num_items_in_batch"):
+    def _ask_net(self, prediction: Any, x: Any, y: Any) -> None:
+        """Find out what a net's own loss is the mean over, by asking it in other ways."""
+        own = self.loss.own
+        if own is None or own.is_decided or not isinstance(x, Mapping):
             return
-        with modes_restored(net), torch.no_grad(), self._autocast(self._kind):
-            net.eval()
-            mean = self.caller(net, x)
-            own.decide_by_sum(mean, self.caller(net, {**x, "num_items_in_batch": 1}), y)
+        net = self.wrapped.module
+
+        def computed(inputs: Any) -> Any:
+            with modes_restored(net), torch.no_grad(), self._autocast(self._kind):
+                net.eval()
+                return self._widen(self.caller(net, inputs))
+
+        if takes_items_in_batch(net, self.caller, x):
+            ask_for_sum(own, computed, x, y)
+        # A net that ranks hold in parts must be called equally often on all of them.
+        if not (own.is_decided or self._waits_for_ranks):
+            ask_for_rows(own, computed, prediction, x, y, is_part=self.is_part)
 
     def counts_of(self, batch: Any) -> list[float]:
         """What each output's mean will be taken over, for a batch that isn't computed yet."""
@@ -647,6 +657,10 @@ class Caller:
     def takes(self, x: Any, name: str) -> bool:
         """Whether inputs are passed by keyword, and one of this name may be among them."""
         return name in self._names and isinstance(x, Mapping) and self.by_keyword(x)
+
+    def takes_any_keyword(self, x: Any) -> bool:
+        """Whether inputs are passed by keyword, and others may be among them."""
+        return self._any_keyword and isinstance(x, Mapping) and self.by_keyword(x)
 
     def by_position(self, x: tuple[Any, ...] | list[Any]) -> bool:
         """Whether a tuple's or list's entries are separate arguments."""
