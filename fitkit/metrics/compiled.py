@@ -78,7 +78,7 @@ class CompiledMetrics:
 
     @property
     def wait_for_outputs(self) -> bool:
-        """Whether they were given for several outputs, so that the first batch decides the names."""
+        """Whether they were given for several outputs: the first batch decides the names."""
         return any(specs.for_several() for specs in self._given)
 
     def begin(self) -> CompiledMetrics:
