@@ -132,6 +132,7 @@ class SchedulerChoice:
                 f"lr_scheduler={shown(self.given)} gave a {type(scheduler).__name__}, not a "
                 "scheduler."
             )
+        check_step(scheduler)
         return _over(optimizer, scheduler)
 
     def trial(self, optimizer: Optimizer, settings: list[dict[str, Any]]) -> Any:
@@ -217,6 +218,9 @@ def _check_kind(given: Any) -> None:
             f"lr_scheduler={describe(given)} must be a name, a class, a functools.partial, a "
             "factory optimizer -> scheduler, or an instance."
         )
+    maker = _maker(given)
+    if isinstance(maker, type) or _is_scheduler(maker):
+        check_step(maker)
 
 
 def _maker(given: Any) -> Any:
@@ -232,6 +236,51 @@ def _is_scheduler(value: Any) -> bool:
         and callable(getattr(value, "step", None))
         and callable(getattr(value, "state_dict", None))
     )
+
+
+COUNTS = ("epoch", "num_updates", "step", "steps", "iteration", "t")
+"""How libraries call the number that their schedulers' `step` takes."""
+
+
+def step_of(scheduler: Any, interval: str) -> tuple[Callable[..., Any], bool]:
+    """The method that moves a scheduler, and whether it takes the number of the intervals so far.
+
+    Other libraries' schedulers (timm's) compute the rate from that number. They may have a method
+    of its own for updates, `step_update`.
+    """
+    step = scheduler.step
+    if interval == "step" and callable(getattr(scheduler, "step_update", None)):
+        step = scheduler.step_update
+    return step, bool(_required(step))
+
+
+def check_step(scheduler: Any) -> None:
+    """Refuse a scheduler, or a scheduler's class, whose `step` needs something else than a number.
+
+    Raises:
+        ConfigurationError: with what it needs.
+    """
+    kind = scheduler if isinstance(scheduler, type) else type(scheduler)
+    step = getattr(scheduler, "step", None)
+    if not callable(step) or issubclass(kind, (lr_scheduler.ReduceLROnPlateau, Optimizer)):
+        return
+    needs = _required(step)[1 if scheduler is kind else 0 :]
+    if len(needs) > 1 or any(name not in COUNTS for name in needs):
+        raise ConfigurationError(
+            f"lr_scheduler={kind.__name__} has step({', '.join(needs)}), but fitkit calls step() "
+            "or step(epoch). Call it yourself: give callbacks a "
+            "fitkit.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: …)."
+        )
+
+
+def _required(step: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that a method can't be called without."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # written in C, or a wrapper without a signature
+        return []
+    spread = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in spread]
 
 
 def check_watched(interval: str | None, monitor: str | None) -> None:
@@ -251,10 +300,12 @@ def check_watched(interval: str | None, monitor: str | None) -> None:
 def own_interval(scheduler: Any) -> str:
     """The default interval of a scheduler (or of what makes one).
 
-    OneCycleLR and CyclicLR count updates by design. The others count epochs by convention.
+    OneCycleLR and CyclicLR count updates by design, others if they say so. The rest counts epochs
+    by convention.
     """
     kind = scheduler if isinstance(scheduler, type) else type(scheduler)
     by_updates = issubclass(kind, (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR))
+    by_updates = by_updates or getattr(scheduler, "t_in_epochs", True) is False  # timm's
     return "step" if by_updates else "epoch"
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     default_collate,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 from fitkit import trees
 from fitkit.data.arrays import ArraySource
@@ -111,21 +111,37 @@ def sharded(
 
 
 def has_own_part(loader: DataLoader[Any], ranks: Collectives) -> bool:
-    """Whether a `DistributedSampler` anywhere in a loader gives this rank its own part.
+    """Whether a sampler anywhere in a loader gives this rank its own part.
+
+    That is a `DistributedSampler`, or one of another library with the same attributes.
 
     Raises:
         ConfigurationError: it gives the part of another rank.
     """
     for part in parts_of(loader):
-        if isinstance(part, DistributedSampler):
-            if (part.rank, part.num_replicas) != (ranks.rank, ranks.world_size):
+        place = None if isinstance(part, Dataset) else _place_of(part)
+        if place is not None:
+            if place != (ranks.rank, ranks.world_size):
                 raise ConfigurationError(
-                    f"The DistributedSampler gives rank {ranks.rank} of {ranks.world_size} the "
-                    f"data of rank {part.rank} of {part.num_replicas}. Leave the sampler out, and "
+                    f"The {type(part).__name__} gives rank {ranks.rank} of {ranks.world_size} the "
+                    f"data of rank {place[0]} of {place[1]}. Leave the sampler out, and "
                     "fitkit divides the data."
                 )
             return True
     return False
+
+
+PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"))
+"""The attributes in which samplers keep the rank that they are for, and how many there are."""
+
+
+def _place_of(sampler: Any) -> tuple[int, int] | None:
+    """The rank that a sampler is for, and how many there are; None for one that isn't for one."""
+    for names in PLACES:
+        rank, count = (getattr(sampler, name, None) for name in names)
+        if isinstance(rank, int) and isinstance(count, int):
+            return rank, count
+    return None
 
 
 def keeps_rows(loader: DataLoader[Any]) -> bool:

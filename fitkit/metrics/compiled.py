@@ -378,6 +378,12 @@ class Specs:
             if self._weighted:
                 raise self._not_weightable(type(metric).__name__)
             refuse_aggregation(metric, self.argument)
+        elif callable(metric) and _collects(metric):
+            raise ConfigurationError(
+                f"{self.argument} has {type(metric).__name__}, which collects batches itself. "
+                "fitkit can't join what several processes collected by it. Give a torchmetrics "
+                "object, or a function (prediction, target) that returns one value per sample."
+            )
         elif callable(metric):
             check_takes_pair(metric, f"The metric {callable_name(metric)}", "metric")
         else:
@@ -393,6 +399,16 @@ class Specs:
             f"weighted: {', '.join(weightable_names())}, and callables (prediction, target) that "
             "give one value per sample."
         )
+
+
+def _collects(metric: Any) -> bool:
+    """Whether an object has another library's protocol: it is called with batches, and asked for
+    a result at the end, until it is reset."""
+    resets, results = ("reset", "reset_state", "reset_states"), ("aggregate", "compute", "result")
+    return any(
+        all(callable(getattr(metric, name, None)) for name in pair)
+        for pair in itertools.product(resets, results)
+    )
 
 
 def _default_name(metric: Any) -> str:

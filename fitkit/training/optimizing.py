@@ -27,7 +27,7 @@ from fitkit.optimizers import (
     is_schedule_free,
     put_rate,
 )
-from fitkit.schedulers import SchedulerChoice, check_watched, own_interval
+from fitkit.schedulers import SchedulerChoice, check_step, check_watched, own_interval
 from fitkit.training.check_state import check_scheduler_state
 from fitkit.training.rates import SCALINGS, PlannedScheduler
 from fitkit.training.resume import Progress
@@ -138,6 +138,7 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
             f"configure_optimizers returned {describe(scheduler)} as a scheduler. Return a "
             "torch.optim.lr_scheduler object over one of the optimizers."
         )
+    check_step(scheduler)
     interval, frequency = options.get("interval"), options.get("frequency", 1)
     interval = own_interval(scheduler) if interval is None else interval
     check_choice("interval", interval, ("epoch", "step"))

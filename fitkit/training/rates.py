@@ -15,7 +15,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.optimizers import members_of
-from fitkit.schedulers import VALIDATION_NAME
+from fitkit.schedulers import VALIDATION_NAME, step_of
 from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
 
@@ -81,15 +81,17 @@ class PlannedScheduler:
         scheduler = self.scheduler
         # One with a fixed length (OneCycleLR) keeps its last rate after it.
         total = getattr(scheduler, "total_steps", None)
-        if total is None and self.frequency == 1:
-            step: Callable[[], None] = scheduler.step
+        step, takes_number = step_of(scheduler, self.interval)
+        if total is None and self.frequency == 1 and not takes_number:
             return step
 
         def move() -> None:
             self.passed += 1
             is_due = self.passed % self.frequency == 0
-            if is_due and (total is None or scheduler.last_epoch + 1 < total):
-                scheduler.step()
+            if is_due and takes_number:
+                step(self.passed // self.frequency)
+            elif is_due and (total is None or scheduler.last_epoch + 1 < total):
+                step()
 
         return move
 

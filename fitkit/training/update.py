@@ -48,6 +48,7 @@ from fitkit.training.manual import (
 from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
+from fitkit.training.second_order import backward_with_graph, explained_step, needs_graph
 from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
@@ -244,6 +245,14 @@ class Update:
         self._totals: list[float] | None = None  # each output's count in the group, on all ranks
         self._first = 1  # samples of the group's first step, on all ranks
         self._takes_closure = needs_closure(optimizer)
+        if needs_graph(optimizer):
+            compiles = False
+            self.backward = backward_with_graph(
+                optimizer,
+                strategy,
+                scales=scaling is not None,
+                jit_compile=compilation.jit_compile,
+            )
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
         joins_steps = joins_steps and (rates is None or not rates.read_steps)
@@ -588,7 +597,12 @@ class Update:
             self._count_update()
             return
         self._clip()
-        self._engine.update(self.optimizer)
+        try:
+            self._engine.update(self.optimizer)
+        except RuntimeError as error:
+            if (explained := explained_step(error, self.optimizer)) is None:
+                raise
+            raise explained from error
         self._engine.after_update()
         self._count_update()
 
